@@ -1,1 +1,1 @@
-"""One worker process per rank: it owns a device, weights, KV tensors and batch rows, and decides nothing."""
+"""Worker process, one per rank: it owns a device, weights, KV tensors and batch rows, and takes no decisions."""

@@ -1,6 +1,7 @@
-"""Start one worker process: ``python -P -m quire.worker_proc``, by the supervisor only.
+"""Entry point of a worker process (``python -P -m quire.worker_proc``), started only by the supervisor.
 
-It does the slow part first, the imports, and then waits to be told which group it belongs to: until then it stands by.
+The process imports everything first, which is slow, and then waits as a standby until the supervisor assigns it to a
+worker group.
 """
 
 import logging

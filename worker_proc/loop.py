@@ -1,4 +1,4 @@
-"""The worker process' loop: take a step, run it, send its result."""
+"""Main loop of the worker process: receive a step, run it, send its result."""
 
 from collections import deque
 from collections.abc import Callable
@@ -35,7 +35,7 @@ DIGEST_BYTES = 8
 
 @dataclass(slots=True)
 class _Loaded:
-    """What outlives the scheduler that asked for it."""
+    """The loaded model and its group, which are kept for the next scheduler."""
 
     configure: Configure
     runner: ModelRunner
@@ -44,9 +44,10 @@ class _Loaded:
 
 
 class WorkerLoop:
-    """Owns the ModelRunner, once it is configured, and the channel to the present scheduler.
+    """Owns the ModelRunner, after it is configured, and the channel to the current scheduler.
 
-    When that one has died, the next one is served with the same model: only what was held for requests is forgotten.
+    When the scheduler has died, the loop serves its replacement with the same model; only the requests' state is
+    dropped.
     """
 
     def __init__(self, calls: WorkerCommands, pid: int, *, progress: bool) -> None:
@@ -57,13 +58,13 @@ class WorkerLoop:
         self._unread: Received | None = None
 
     def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
-        """Until the scheduler sends Shutdown, or another call comes.
+        """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
 
         Args:
-            join: meets the other ranks, once the configuration says how many there are.
+            join: connects to the other ranks; called when the configuration with their number has arrived.
 
         Raises:
-            ConfigError, EngineError, StepRefused, ProtocolError: also told to the scheduler as a Fault.
+            ConfigError, EngineError, StepRefused, ProtocolError: also sent to the scheduler as a Fault.
         """
         self._channel, self._rank, self._unread = channel, rank, None
         try:
@@ -79,12 +80,12 @@ class WorkerLoop:
             raise
 
     def close(self) -> None:
-        """The process is about to end, and so are the other ranks."""
+        """Close the group; the process and the other ranks are about to exit."""
         if self._loaded is not None:
             self._loaded.group.close()
 
     def _load(self, configure: Configure, join: JoinGroup) -> _Loaded:
-        """The model, if it is not there already."""
+        """Load the model unless it is already loaded."""
         if self._loaded is None:
             config = configure.config
             group = join(config)
@@ -93,13 +94,13 @@ class WorkerLoop:
             made = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
             self._loaded = _Loaded(configure, *made, group)
         elif self._loaded.configure.config != configure.config:
-            raise EngineError("the scheduler wants another configuration than the one before")
+            raise EngineError("configuration differs from that of the previous scheduler")
         return self._loaded
 
     def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:
-        """Launch each step as soon as it comes; send each result as soon as it is there.
+        """Launch each step when it arrives, and send each result when it is ready.
 
-        On a GPU a launched step is not waited for while the next one is at hand: then two are in flight.
+        On a GPU the loop does not wait for a launched step if the next one has already arrived: two are then in flight.
         """
         results = _Results(self._channel, group)
         while True:
@@ -109,7 +110,7 @@ class WorkerLoop:
                     assert received is not None
                     results.add(self._run(runner, step, results), received.frames)
                 case SampleInputs():
-                    pass  # of a step that was void
+                    pass  # for a void step
                 case Shutdown():
                     return
                 case None:
@@ -122,14 +123,14 @@ class WorkerLoop:
         launched = runner.launch(step)
         if launched.void or not step.awaits_sample_inputs:
             return runner.finish(launched)
-        results.send_all()  # the masks depend on them
+        results.send_all()  # the scheduler needs these results to make the masks
         if step.drafts and self._rank == 0:
             self._channel.send(runner.proposed(launched))
         inputs = self._sample_inputs(step.step)
         return runner.discard(launched) if inputs is None else runner.finish(launched, inputs)
 
     def _sample_inputs(self, step: int) -> SampleInputs | None:
-        """Waits for those of ``step``. None: another step, or the end, came instead; nobody wants this one any more."""
+        """Wait for the sample inputs of ``step``; None if another message arrives first: the step is then obsolete."""
         while True:
             received = self._take(None)
             match received.message if received else None:
@@ -151,7 +152,7 @@ class WorkerLoop:
 
 
 class _Results:
-    """Owns the results of launched steps that were not sent yet, in order."""
+    """Owns the results of launched steps that are not sent yet, in order."""
 
     def __init__(self, channel: Channel, group: TensorParallel) -> None:
         self._channel = channel
@@ -166,7 +167,7 @@ class _Results:
         self._pending.append((result, diff))
 
     def send_ready(self) -> None:
-        """Those for which nobody has to wait; and all but the newest, so that no more than two are in flight."""
+        """Send the results that are ready, and wait for all but the newest, so that at most two steps are in flight."""
         while self._pending and (self._pending[0][0].ready or len(self._pending) > 1):
             self._send_oldest()
 
@@ -184,7 +185,7 @@ class _Results:
 
 
 def _digest(diff: Frames, result: ModelRunnerOutput) -> bytes:
-    """Over what a step was and what it gave: ranks that agree on it hold the same rows."""
+    """Return a digest of a step's diff and tokens; ranks with equal digests have the same rows."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for frame in diff:
         digest.update(frame)

@@ -47,13 +47,13 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
 
     def capture(self) -> None:
-        """Make all graphs. No row may be in the batch: a padded step reads and writes no slot."""
+        """Capture all graphs. The batch must be empty, so that all rows are padding and no slot is read or written."""
         if self.eager:
-            log.info("no CUDA graphs (--enforce-eager, or no GPU)")
+            log.info("no CUDA graphs: --enforce-eager or no GPU")
             return
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # the largest first: the smaller ones find their memory in its pool
+        for size in reversed(self._sizes):  # largest first: the smaller graphs then reuse the memory in its pool
             for sampling in (True, False):
                 for _ in range(_WARM_UPS):
                     self._launch(size, sampling)

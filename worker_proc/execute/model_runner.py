@@ -1,4 +1,4 @@
-"""One step: apply the diff, prepare inputs, run the model; then sample, and advance the rows."""
+"""Execution of a step: apply the diff, prepare inputs, run the model, sample, and advance the rows."""
 
 import time
 from collections.abc import Sequence
@@ -42,16 +42,15 @@ from quire.worker_proc.sampling.prompt_logprobs import prompt_logprobs
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
-NEVER_TOLD = np.full(1, -1, np.int32)
-"""Row order that equals no other, so that the next result tells it: always after a request came or went."""
-
+HANDLES_UNSENT = np.full(1, -1, np.int32)
+"""Handles that equal no others, so that the next result includes them; set after a request is added or removed."""
 
 _CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
-"""What torch's plain RuntimeError has in it when the host's memory is at its end."""
+"""Part of the message of torch's RuntimeError when host memory is exhausted."""
 
 
 class ModelRunner:
-    """Owns the rows, their block tables, the KV tensors and the model; knows of a request only what a diff told it."""
+    """Owns the rows, their block tables, the KV tensors and the model; all it has about a request is from diffs."""
 
     def __init__(
         self,
@@ -63,7 +62,11 @@ class ModelRunner:
         device: torch.device,
         draft: DraftModel | None = None,
     ) -> None:
-        """``layout``: of this rank. ``draft``: for the proposer of that kind."""
+        """
+        Args:
+            layout: this rank's KV layout.
+            draft: the draft model, if the proposer uses one.
+        """
         self._device = device
         self._model = model
         self._backend = backend
@@ -73,7 +76,7 @@ class ModelRunner:
         )
         self.batch.register(self.tables)
         self._diffs = DiffCheck(self.batch, self.tables, config)
-        # The newest sample of each row stays on the device: it is the next step's input.
+        # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
         self.sampler = Sampler(self.batch, config, device)
@@ -82,7 +85,7 @@ class ModelRunner:
         self._rejection = make_rejection(config, self.batch, self._proposer)
         self._clock = StepClock()
         self._step = 0
-        self._sampling_handles = NEVER_TOLD
+        self._sampling_handles = HANDLES_UNSENT
         self._groups = layout.groups
         self._transfer = Transfer(device)
         self._copies = HostCopies(device)
@@ -95,7 +98,7 @@ class ModelRunner:
         self.steady = self._make_steady(config)
 
     def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
-        """Where attention needs no lengths from the host, decode steps are the device's own affair."""
+        """Make the runner of steady decode steps, or return None if attention needs lengths on the host."""
         if self._backend.needs_host_lengths:
             return None
         step = DecodeStep(
@@ -113,7 +116,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Before the first step: capture graphs, if there are any."""
+        """Capture CUDA graphs, if any, before the first step."""
         if self.steady is not None:
             self.steady.graphs.capture()
 
@@ -123,13 +126,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Run one step up to its sampling; nothing here waits for the step before, unless there are drafts to make.
+        """Run one step up to its sampling. Does not wait for the previous step, unless draft tokens must be proposed.
 
-        A step for which the device's memory does not suffice is a result too: it says so, all rows are gone, and
-        further steps are answered with nothing until the scheduler has removed everyone that was held.
+        If the device is out of memory, the result reports it and all rows are dropped. Further steps are void until the
+        scheduler has removed every request that was held.
 
         Raises:
-            StepRefused: the diff does not fit what is held, and nothing of it was applied; the worker must not go on.
+            StepRefused: the diff does not fit the worker's state; no part of it was applied, and the worker must stop.
         """
         began = time.perf_counter()
         if step.step != self._step + 1:
@@ -153,13 +156,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedStep, inputs: SampleInputs | None = None) -> PendingResult:
-        """Sample a launched step, the newest one, and advance the rows.
+        """Sample the newest launched step and advance the rows.
 
         Args:
-            inputs: what a step that ``awaits_sample_inputs`` waits for.
+            inputs: sample inputs of a step with ``awaits_sample_inputs``.
 
         Raises:
-            StepRefused: ``inputs`` do not fit what is sampled; the worker must not go on.
+            StepRefused: ``inputs`` do not match the sampled positions; the worker must stop.
         """
         if launched.void:
             return NothingSampled(launched.step, failure=launched.failure)
@@ -171,20 +174,20 @@ class ModelRunner:
             return NothingSampled(launched.step, failure=self._drop_everything(error))
 
     def discard(self, launched: LaunchedStep) -> PendingResult:
-        """The newest step, which nobody wants any more: its rows stay as they are until they are removed."""
+        """End the newest launched step without sampling; its rows stay unchanged until they are removed."""
         return NothingSampled(launched.step)
 
     def proposed(self, launched: LaunchedStep) -> Proposed:
-        """The drafts of a launched step, for those who make masks for them. That there are none is said, too."""
+        """Return the draft tokens of a launched step, from which the scheduler makes masks; may be empty."""
         inputs = launched.inputs
         drafts = [] if inputs is None or inputs.drafts is None else inputs.drafts
         rows = launched.positions.rows[launched.positions.offsets == 0]
-        named = [index for index, own in enumerate(drafts) if own]
+        drafting = [index for index, own in enumerate(drafts) if own]
         return Proposed(
             launched.step,
-            self.batch.handles[rows[named]],
-            np.array([len(drafts[index]) for index in named], np.int32),
-            np.array([draft for index in named for draft in drafts[index]], np.int32),
+            self.batch.handles[rows[drafting]],
+            np.array([len(drafts[index]) for index in drafting], np.int32),
+            np.array([draft for index in drafting for draft in drafts[index]], np.int32),
         )
 
     def _launch(self, step: SchedulerOutput, began: float) -> LaunchedStep:
@@ -226,7 +229,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin_worker_epoch(self, last_step: int) -> None:
-        """Nothing is held any more; the next step is the one after ``last_step``."""
+        """Drop all rows; the next step must be the one after ``last_step``."""
         self._clear_rows()
         self._dropped.clear()
         self._step = last_step
@@ -237,29 +240,29 @@ class ModelRunner:
         self.batch.builder.reset()
         self.history.clear()
         self.sampler.reset()
-        self._sampling_handles = NEVER_TOLD
+        self._sampling_handles = HANDLES_UNSENT
         if self.steady is not None:
             self.steady.leave()
 
     def _drop_everything(self, error: BaseException) -> str:
-        """Returns why, in words for the scheduler."""
+        """Drop all rows after running out of memory; return the message for the scheduler."""
         num_requests = int(self.batch.active[: self.batch.num_rows].sum())
         self._dropped = set(self.batch.row_of)
         self._clear_rows()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        words = " ".join(str(error).split())[:300] or "the host's memory is at its end"
-        return f"out of memory in a step of {num_requests} requests: {words}"
+        reason = " ".join(str(error).split())[:300] or "host memory is exhausted"
+        return f"out of memory in a step of {num_requests} requests: {reason}"
 
     # ---- apply the diff
 
     def _apply(self, step: SchedulerOutput) -> None:
-        """In the protocol's order: removed and parked, new, unparked, appended, row moves, one batch update."""
+        """Apply the diff in the protocol's order: removed and parked, new, unparked, appended, moves, batch update."""
         batch = self.batch
         for handle in step.parked:
             batch.active[batch.row(handle)] = False
         if step.removed or step.new_requests:
-            self._sampling_handles = NEVER_TOLD
+            self._sampling_handles = HANDLES_UNSENT
         rows = batch.change_rows(step.removed, step.new_requests, step.token_ids)
         self._add_blocks(step, rows)
         for handle in step.unparked:
@@ -269,7 +272,7 @@ class ModelRunner:
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
 
     def _append_blocks(self, step: SchedulerOutput) -> None:
-        """Blocks for held requests, all of a step at once."""
+        """Append blocks to the rows of held requests, all of a step at once."""
         handles, ids = step.appended_handles, step.appended_block_ids
         if handles is None or ids is None:
             return
@@ -288,15 +291,15 @@ class ModelRunner:
     # ---- prepare inputs
 
     def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, list[StepBatch]]:
-        """Token ids, positions, and what attention needs per KV group; one copy to the device."""
+        """Return token ids, positions, and attention's inputs per KV group, sent in one copy to the device."""
         tokens = self.batch.tokens
-        given = inputs.positions < tokens.length[inputs.token_rows]
+        on_host = inputs.positions < tokens.length[inputs.token_rows]
         if inputs.drafts is not None:
-            given[:] = True  # drafts stand behind the known tokens, all of which the host has
-        ids = tokens.data[inputs.token_rows, np.where(given, inputs.positions, 0)].astype(np.int64)
-        sampled = np.flatnonzero(~given)
+            on_host[:] = True  # draft tokens are stored after the known tokens, all of which the host has
+        ids = tokens.data[inputs.token_rows, np.where(on_host, inputs.positions, 0)].astype(np.int64)
+        sampled = np.flatnonzero(~on_host)
         slots = [table.slots(inputs.token_rows, inputs.positions) for table in self.tables.tables]
-        # Given tokens where there are any, else the row's last sample, which may only exist on the device.
+        # A token that the host does not have is the row's last sampled one, which may exist only on the device.
         arrays = (inputs.query_start_loc, inputs.seq_lens, inputs.positions, ids, sampled, inputs.token_rows[sampled])
         starts, lens, positions, token_ids, places, rows, *group_slots = self._transfer(*arrays, *slots)
         if len(sampled):
@@ -327,7 +330,7 @@ class ModelRunner:
         return hidden
 
     def _advance(self, launched: LaunchedStep, sampled: Sampled | None) -> PendingResult:
-        """Rows advance by what they computed and accepted."""
+        """Advance the rows by their computed and accepted tokens."""
         batch, inputs, positions = self.batch, launched.inputs, launched.positions
         rows = positions.rows
         if inputs is not None:
@@ -335,7 +338,7 @@ class ModelRunner:
         else:
             batch.num_computed[rows] += 1
         if sampled is None:
-            handles = self._told_handles(batch.handles[rows].copy())
+            handles = self._changed_handles(batch.handles[rows].copy())
             return NothingSampled(launched.step, handles, launched.prompt_rows)
         if positions.any_drafts:
             return self._advance_by_drafts(launched, sampled)
@@ -347,7 +350,7 @@ class ModelRunner:
         return self._result(launched, sampled, rows, copy, None)
 
     def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled) -> PendingResult:
-        """The same where the next step must know how many drafts were right: this one is waited for."""
+        """Advance rows with draft tokens; waits for the device, because the next step needs the accepted counts."""
         batch, positions = self.batch, launched.positions
         copy = self._copies.start(sampled.tokens, sampled.bad)
         tokens = copy.arrays()[0][: len(positions)]
@@ -367,11 +370,11 @@ class ModelRunner:
     ) -> SampledResult:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
-        told, end = self._told_handles(row_handles), partial(self._clock.end, launched.began)
-        return SampledResult(launched.step, sampled, told, row_handles, copy, end, accepted, launched.prompt_rows)
+        sent, end = self._changed_handles(row_handles), partial(self._clock.end, launched.began)
+        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.prompt_rows)
 
-    def _told_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """``row_handles`` where they are others than the last that were told."""
+    def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """Return ``row_handles`` if they differ from those of the previous result, else None."""
         changed = not np.array_equal(row_handles, self._sampling_handles)
         self._sampling_handles = row_handles
         return row_handles if changed else None
@@ -380,12 +383,12 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._device)
 
     def check(self) -> None:
-        """Raise AssertionError unless rows are dense and every computed position has a block."""
+        """Raise AssertionError unless rows and tables are consistent and every computed position has a block."""
         self.batch.check()
         self.tables.check()
         for table in self.tables.tables:
             held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
-            assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "computed beyond the blocks held"
+            assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "a computed position has no block"
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -25,7 +25,7 @@ class TensorParallel(Protocol):
 
 
 class SingleRank:
-    """One rank that holds everything."""
+    """A group of one rank, which needs no communication."""
 
     rank = 0
     size = 1

@@ -1,1 +1,1 @@
-"""From a configuration to a ready model runner."""
+"""Startup of a worker: from a configuration to a ready model runner."""

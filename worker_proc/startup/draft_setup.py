@@ -1,4 +1,4 @@
-"""The draft model of a configuration: planned with the memory, loaded with the weights."""
+"""Setup of the draft model: planned with the memory, loaded with the weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,17 +19,19 @@ from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.startup.loader import fill_model
 
 Build = Callable[[ModelConfig, torch.device | str], Decoder]
-"""Makes a model whole, on whatever rank: a draft model is small, and cut up it would wait for sums at every layer."""
+"""Builds an unsharded model on each rank: a draft model is small, and sharded it would wait for sums in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What a draft model will need.
+    """Plan for loading a draft model.
 
     Attributes:
-        config: the engine's, as if the draft model were served alone.
-        layout: one group for all layers: blocks are for a row's whole text, whatever its layers look back to.
-        weight_bytes: on each rank.
+        config: the engine configuration as if the draft model were served alone.
+        layout: one full attention group for all layers: blocks cover all tokens of a row, even for layers with a
+            window.
+        weight_bytes: bytes of weights on each rank.
+        build: builds the model.
     """
 
     config: EngineConfig
@@ -39,32 +41,32 @@ class DraftPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Its pool has a block for each block of the model's."""
+        """Bytes of the draft model's cache per block of the model's pool: its pool has equally many blocks."""
         return self.layout.block_bytes
 
 
 def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPlan | None:
-    """None where no draft model is asked for.
+    """Return the plan of the draft model, or None if the configuration has none.
 
     Raises:
-        ConfigError: the draft model cannot draft for the model.
+        ConfigError: the draft model cannot be used for the model.
     """
     speculative = config.speculative
     if speculative is None or speculative.method != "draft_model":
         return None
     model = speculative.model
     if model is None:
-        raise ConfigError(f"speculative method draft_model for {_name(config.model_path)}: no draft model is named")
+        raise ConfigError(f"speculative method draft_model for {_name(config.model_path)} needs a draft model")
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"the draft model {_name(speculative.model_path)} has a vocabulary of {model.vocab_size} tokens, "
-            f"the model {_name(config.model_path)} one of {config.model.vocab_size}: they must be the same"
+            f"the model {_name(config.model_path)} one of {config.model.vocab_size}: they must be equal"
         )
     if config.load_format != "dummy":
         try:
             stored_tensors(Path(speculative.model_path))
         except ConfigError as error:
-            raise ConfigError(f"no draft model for {_name(config.model_path)}: {error}") from None
+            raise ConfigError(f"cannot read the draft model for {_name(config.model_path)}: {error}") from None
     own = msgspec.structs.replace(
         config, model=model, model_path=speculative.model_path, tensor_parallel_size=1, kv_cache_dtype=cache_dtype
     )
@@ -78,13 +80,14 @@ def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPla
 def load_draft(
     plan: DraftPlan, num_blocks: int, backend: AttentionBackend, device: torch.device, *, progress: bool
 ) -> DraftModel:
-    """
+    """Load the draft model.
+
     Args:
-        num_blocks: of the model's pool, the null block included.
-        backend: the draft model's own.
+        num_blocks: number of blocks in the model's pool, including the null block.
+        backend: attention backend of the draft model.
 
     Raises:
-        ConfigError: its checkpoint will not do.
+        ConfigError: the checkpoint is invalid.
     """
     config = plan.config
     model = plan.build(config.model, device)
@@ -95,4 +98,4 @@ def load_draft(
 
 
 def _name(model_path: str) -> str:
-    return repr(model_path) if model_path else "of random weights"
+    return repr(model_path) if model_path else "with dummy weights"

@@ -1,8 +1,8 @@
-"""Weights from a Hugging Face folder of safetensors files into a model: memory-mapped, every tensor accounted for.
+"""Loads weights from a Hugging Face folder of safetensors files: memory-mapped, with every tensor accounted for.
 
-Everything that can be known from the files' headers (names, shapes, dtypes, truncation) is checked before the first
-tensor is read, so that a wrong checkpoint fails within a second. Of each tensor a rank reads only its own part.
-Pickled weights (``.bin``, ``.pt``) are never opened.
+Everything in the files' headers (names, shapes, dtypes, truncation) is checked before the first tensor is read, so that
+a wrong checkpoint fails within a second. A rank reads only its own part of each tensor. Pickled weights (``.bin``,
+``.pt``) are never opened.
 """
 
 from contextlib import ExitStack
@@ -26,10 +26,10 @@ _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 
 def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
-    """Give ``model`` the weights that ``config`` names, as its device computes with them; ``dtype``: of them.
+    """Load the weights that ``config`` names into ``model`` as ``dtype``; prepack them on a CPU.
 
     Raises:
-        ConfigError: the checkpoint will not do.
+        ConfigError: the checkpoint is invalid.
     """
     with torch.inference_mode():
         if config.load_format == "dummy":
@@ -43,18 +43,18 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
 def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: bool) -> None:
     """Fill the model from ``model.safetensors`` or the shards of ``model.safetensors.index.json``.
 
-    Rank 0 compares the files with the folder's checksums, where it has some.
+    Rank 0 compares the files with the folder's checksums, if there are any.
 
     Args:
-        model: its weights are of ``dtype``; tensors stored in another floating dtype are converted.
-        progress: show a bar on stderr.
+        model: model with weights of ``dtype``; tensors stored in another floating dtype are converted.
+        progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: one line that names file and tensor: a file absent, truncated, damaged or with a bad header, a
-            tensor missing, unexpected, doubled, of the wrong shape, not of a floating dtype or not finite.
+        ConfigError: one line with file and tensor: a file is missing, truncated, corrupt or has an invalid header, or a
+            tensor is missing, unexpected, duplicate, of the wrong shape, not of a floating dtype or not finite.
     """
     if model.dtype is not dtype:
-        raise ValueError(f"the model's weights are {model.dtype}, not {dtype}")
+        raise ValueError(f"the model's weights are {model.dtype}, expected {dtype}")
     stored = stored_tensors(folder)
     slots = model.weight_slots()
     head = stored.pop(HEAD, None) if HEAD not in slots else None
@@ -75,10 +75,11 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
 
 
 def init_dummy_weights(model: Decoder, seed: int) -> None:
-    """Random weights that depend on the seed and the model's shape only: norms 1, the rest normal, deviation 0.02.
+    """Fill the model with dummy weights: norms are 1, all others normal with standard deviation 0.02.
 
-    One pool of random numbers is repeated through the checkpoint's tensors (its length is prime, so that rows differ):
-    drawing billions of numbers would take minutes. Each rank takes its part of what one rank alone would have.
+    They depend only on the seed and the model's shape: each rank takes its part of the weights that a single rank would
+    have. One pool of random numbers is repeated through all tensors, because drawing billions of numbers would take
+    minutes; its length is prime, so that rows differ.
     """
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(1_048_573).normal_(0.0, 0.02, generator=generator)
@@ -102,7 +103,7 @@ def init_dummy_weights(model: Decoder, seed: int) -> None:
 
 
 class _OpenFiles:
-    """Memory maps of a checkpoint's files, opened at the first tensor of each."""
+    """Memory maps of a checkpoint's files, each opened when its first tensor is read."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -115,7 +116,7 @@ class _OpenFiles:
         self._stack.close()
 
     def read(self, piece: TensorSource) -> torch.Tensor:
-        """The slot's part of the checkpoint, in the stored dtype or, of MXFP4 blocks, in the slot's."""
+        """Return the slot's part of the checkpoint, in the stored dtype, or for MXFP4 blocks in the slot's dtype."""
         slot = piece.slot
         if not slot.target.numel():
             return slot.target
@@ -131,7 +132,7 @@ class _OpenFiles:
         return tensor.T if piece.transposed else tensor
 
     def _dequantised(self, piece: TensorSource, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
-        """Whole blocks are read; what a rank does not hold of the first and the last is cut off."""
+        """Dequantise the MXFP4 blocks that overlap this rank's columns, and cut the result to the columns."""
         groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
         index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
         numbers = dequantise_mxfp4(self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype)
@@ -149,7 +150,7 @@ class _OpenFiles:
                 isinstance(i, slice) and (i.start, i.stop) == (0, size) and i.step in (None, 1)
                 for i, size in zip(index, stored.shape, strict=False)
             )
-            # A whole tensor is a view of the map; a part is a copy.
+            # A whole tensor is a view of the memory map; a part is a copy.
             tensor: torch.Tensor = opened.get_tensor(stored.name) if whole else opened.get_slice(stored.name)[index]
             return tensor
         except (SafetensorError, OSError) as error:
@@ -163,9 +164,11 @@ def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
 
 
 def _require_finite(pieces: list[TensorSource], sums: list[torch.Tensor]) -> None:
-    """Weights that are NaN or infinite make every answer so. A sum that is finite clears all that it is of, at the
-    speed of memory; they are fetched from the device at once. In the weights' own dtype, where a sum may overflow
-    although they are finite: another one is 16 times as slow on a CPU.
+    """Raise ConfigError if a tensor has NaN or infinite values, which would make every output invalid.
+
+    A finite sum proves that all its values are finite, at the speed of memory. Sums are computed in the weights' dtype,
+    because another one is 16 times as slow on a CPU; since such a sum may overflow although all values are finite, the
+    tensors with non-finite sums are checked value by value.
     """
     if not sums:
         return
@@ -174,9 +177,7 @@ def _require_finite(pieces: list[TensorSource], sums: list[torch.Tensor]) -> Non
         piece = pieces[index]
         if not piece.slot.target.isfinite().all():
             as_dtype = str(piece.slot.target.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{piece.stored.file}: tensor {piece.stored.name} has values that are not finite in {as_dtype}"
-            )
+            raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} has non-finite values in {as_dtype}")
 
 
 def _num_bytes(piece: TensorSource) -> int:
@@ -184,12 +185,12 @@ def _num_bytes(piece: TensorSource) -> int:
 
 
 def _check_tied(head: StoredTensor, embedding: WeightSlot, files: _OpenFiles) -> None:
-    """A stored output head beside tied embeddings is redundant if equal, and an error if not."""
+    """Raise ConfigError if a stored output head differs from the embedding although they are tied."""
     same = head.shape == embedding.shape
     if same:
         stored = files.read(TensorSource(head, embedding))
         same = torch.equal(stored.to(embedding.target.dtype), embedding.target.cpu())
     if not same:
         raise ConfigError(
-            f"{head.file}: tensor {head.name} differs from the embedding, though config.json says tie_word_embeddings"
+            f"{head.file}: tensor {head.name} differs from the embedding, but config.json sets tie_word_embeddings"
         )

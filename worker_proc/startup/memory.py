@@ -1,4 +1,4 @@
-"""Where the device's memory will go, decided and printed before any weight is read."""
+"""Memory plan of the device, made and logged before any weight is read."""
 
 import psutil
 import torch
@@ -18,16 +18,17 @@ _MIB = 2**20
 def plan_memory(
     config: EngineConfig, layout: KVLayout, weight_bytes: int, device: torch.device, draft_block_bytes: int = 0
 ) -> MemoryPlan:
-    """How many KV blocks there will be, by flag or by what is left of memory.
+    """Plan memory and choose the number of KV blocks.
 
-    On a GPU the pool takes what ``gpu_memory_utilization`` leaves after weights and activations; on a CPU 1 GiB,
-    unless ``kv_cache_memory_bytes`` says otherwise.
+    Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
+    ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU 1 GiB.
 
     Args:
-        draft_block_bytes: what a draft model keeps for each block; its weights are among ``weight_bytes``.
+        weight_bytes: bytes of all weights, including a draft model's.
+        draft_block_bytes: bytes of a draft model's cache per block.
 
     Raises:
-        ConfigError: weights and a pool of one block do not fit; says what is needed and what there is.
+        ConfigError: weights and the pool do not fit in memory; the message has the needed and the usable memory.
     """
     activations = _activation_bytes(config)
     if device.type == "cuda":
@@ -47,7 +48,7 @@ def plan_memory(
     if num_blocks < 2 or kv_cache > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable; "
+            f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable: "
             f"lower --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise --gpu-memory-utilization"
         )
     return MemoryPlan(
@@ -62,7 +63,7 @@ def plan_memory(
 
 
 def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
-    """Log the plan, with a warning where one request of full length does not fit into the block pool."""
+    """Log the plan, and a warning if a request of the maximum length does not fit in the block pool."""
     num_blocks = plan.num_blocks - 1
     log.info(
         "memory plan",
@@ -83,11 +84,14 @@ def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
 
 
 def _activation_bytes(config: EngineConfig) -> int:
-    """The widest moment of a step: MLP intermediates of all tokens, or the logits of all sampled positions. And beside
-    it the counts of penalties, should every request have some."""
+    """Return an upper bound of a step's activation memory.
+
+    It is the larger of the MLP intermediates of all tokens and the logits of all sampled positions, plus the token
+    counts for penalties if every request has some.
+    """
     model = config.model
     per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
-    if model.moe is not None:  # every token goes through several experts, each with an input and an answer of its own
+    if model.moe is not None:  # every token goes through several experts, each with its own input and output
         experts = 2 * model.moe.intermediate_size + 2 * model.hidden_size
         per_token = max(per_token, 4 * model.hidden_size + model.moe.num_experts_per_token * experts)
     hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]

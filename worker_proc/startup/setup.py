@@ -1,4 +1,4 @@
-"""From a configuration to a worker that can run steps: device, memory plan, model, weights, backend."""
+"""Setup of a worker from its configuration: device, memory plan, model, weights, attention backend."""
 
 import os
 import time
@@ -34,14 +34,14 @@ ONE_THREAD_BELOW_BYTES = 16 * 2**20
 def make_runner(
     config: EngineConfig, layout: KVLayout, *, group: TensorParallel | None = None, progress: bool = False
 ) -> tuple[ModelRunner, Ready]:
-    """Everything a worker needs, in the order in which it can fail cheaply: headers, plan, then weights.
+    """Make the runner and its Ready message. Cheap checks come first: headers, memory plan, then weights.
 
     Args:
-        group: the other ranks; None: there are none.
-        progress: show a bar while weights load.
+        group: the worker group; None: a single rank.
+        progress: show a progress bar while weights are loaded.
 
     Raises:
-        ConfigError: the device, the checkpoint or the memory will not do.
+        ConfigError: the device, the checkpoint or the memory cannot be used.
     """
     started = time.monotonic()
     group = group or SingleRank()
@@ -51,7 +51,7 @@ def make_runner(
     dtypes = _compute_dtypes(config, device)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
-        """On ``place``; on meta there is nothing in it, and it says how much it will be."""
+        """Build the model on a device, or on ``meta``, where it has shapes but no data."""
         return build_model(
             of,
             dtypes.weights,
@@ -87,30 +87,31 @@ def make_runner(
 
 
 def _own_layout(config: EngineConfig, layout: KVLayout, num_kv_heads: int, dtype: torch.dtype) -> KVLayout:
-    """What this rank keeps of each token: its share of the heads, and in its own dtype unless told which."""
+    """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one."""
     follows = config.kv_cache_dtype == config.dtype
     return KVLayout(layout.groups, num_kv_heads, layout.head_dim, _name(dtype) if follows else config.kv_cache_dtype)
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    """The CPU, or the GPU of this rank's number."""
+    """Return the CPU, or the GPU with this rank's index."""
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device cuda: this torch finds no CUDA device; use --device cpu")
+        raise ConfigError("--device cuda: torch finds no CUDA device: use --device cpu")
     if rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: there are {torch.cuda.device_count()} GPUs"
+            f"--tensor-parallel-size {config.tensor_parallel_size} exceeds the {torch.cuda.device_count()} GPUs"
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
-    """One thread per physical core; one in all for a tiny model, whose steps are shorter than the threads' barriers.
+    """Set torch's number of threads to the physical cores per rank, or to 1 for a tiny model.
 
-    Hyper-threads share the units that matter here. Ranks share the cores: two threads that wait for each other on one
-    core cost milliseconds. A user's own ``OMP_NUM_THREADS`` stands.
+    Steps of a tiny model are shorter than the threads' barriers. Hyper-threads share the arithmetic units. Ranks divide
+    the cores, because two threads that wait for each other on one core cost milliseconds. ``OMP_NUM_THREADS``, if set,
+    takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
@@ -134,7 +135,7 @@ def _compute_dtypes(config: EngineConfig, device: torch.device) -> ComputeDtypes
         return ComputeDtypes(wanted, wanted)
     native = find_native()
     if isinstance(native, str):
-        log.warning("no native CPU kernels: torch's operators are slower", reason=native)
+        log.warning("no native CPU kernels, using slower torch operators", reason=native)
     chosen = cpu_compute_dtypes(wanted, native if isinstance(native, Native) else None)
     if chosen.reason:
         log.info("compute dtypes", weights=chosen.weights, activations=chosen.activations, reason=chosen.reason)

@@ -150,7 +150,7 @@ def test_an_absent_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"method": "oracle"}, "oracle"),
-        ({"method": "draft_model"}, "no draft model"),
+        ({"method": "draft_model"}, "needs a draft model"),
         ({"method": "ngram", "acceptance": "rejection"}, "rejection needs"),
         ({"method": "ngram", "acceptance": "always"}, "always"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup"),
