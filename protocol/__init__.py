@@ -1,1 +1,1 @@
-"""What the processes say to each other, and the words they share. Imports nothing else of Quire."""
+"""Messages, settings and checks that the processes share. Imports nothing else of Quire."""

@@ -1,4 +1,4 @@
-"""The engine's configuration once every default is resolved: frozen, the same in each process."""
+"""The engine's configuration after every default is resolved: frozen, and the same in each process."""
 
 import hashlib
 
@@ -9,22 +9,22 @@ from quire.protocol.settings import EngineSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 FIRST_WORKER_EPOCH = 1
-"""The worker group's first life; a restart counts on."""
+"""The worker epoch of the first worker group."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How drafts are proposed and accepted. ``EngineConfig.num_speculative_tokens`` says how many at most.
+    """How drafts are proposed and accepted; ``EngineConfig.num_speculative_tokens`` limits their number.
 
     Attributes:
-        method: ngram (what followed the same last tokens earlier in the request), suffix (the same over earlier
-            answers too, by a suffix tree) or draft_model.
-        model, model_path: of the draft model; its vocabulary is the model's.
-        prompt_lookup_min, prompt_lookup_max: how many last tokens must have stood there before, for ngram.
+        method: ngram (the continuation of the same last tokens earlier in the request), suffix (the same over the
+            answers of earlier requests too, with a suffix tree) or draft_model.
+        model, model_path: the draft model, which has the vocabulary of the target model.
+        prompt_lookup_min, prompt_lookup_max: number of last tokens that ngram looks up.
         suffix_max_depth: longest context of the suffix tree, in tokens.
-        suffix_max_cached_requests: answers that the suffix tree remembers; 0 for none but the request's own text.
-        acceptance: shared_noise (a draft is accepted while it is the token that would have been sampled: the text is
-            the same with any number of drafts) or rejection (Leviathan et al., 2023; for draft_model).
-        adaptive: use fewer drafts, down to none, where more do not pay by measured step times and acceptance.
+        suffix_max_cached_requests: number of answers in the suffix tree; 0 searches the request's own tokens only.
+        acceptance: shared_noise (a draft is accepted if it equals the token that would have been sampled, so the text
+            does not depend on the number of drafts) or rejection (Leviathan et al., 2023; for draft_model).
+        adaptive: use fewer drafts, or none, where measured step times and acceptance show that more are slower.
     """
 
     method: str
@@ -39,28 +39,29 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
-    """What scheduler and workers run by: the settings, and what ``quire.launch.config.engine_config`` resolved.
+    """Configuration of scheduler and workers: the settings, and the values that ``quire.launch.config.engine_config``
+    resolves.
 
     Attributes:
-        model_path: checkpoint folder; empty for random weights of a named shape.
+        model_path: checkpoint directory; empty for dummy weights of a named shape.
         device: cpu or cuda.
-        dtype: of weights and activations.
-        kv_cache_dtype: of the KV cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        max_model_len: most tokens of one request, prompt and answer together.
-        max_num_seqs: most requests in one step.
-        max_num_batched_tokens: most tokens in one step.
-        num_blocks_override: KV blocks to use, without the null block; 0: as many as fit into the memory.
-        kv_cache_memory_bytes: bytes for the KV pool; 0: the device's default.
-        priority_range: (lowest, highest) priority that a request may have; None: any.
-        num_tenants: API keys that requests come with; with fewer than two the cache keeps no account of them.
-        num_speculative_tokens: most drafts of one request in one step; 0 without a proposer.
-        speculative: proposer of the drafts; None exactly when there are none.
-        logits_processors: ``module:Class`` of each logits processor that is loaded by name; installed plugins
-            (entry points) come on top.
-        thinking_start_token_ids, thinking_end_token_ids: the markers around thinking; empty: none.
-        trace: file that the scheduler's decisions are recorded in; empty: none.
-        crash_dump_dir: folder for the newest events of an engine that failed; empty: none.
-        version: of the engine, for readers of a trace.
+        dtype: dtype of weights and activations.
+        kv_cache_dtype: dtype of the KV cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        max_model_len: maximum number of tokens of one request, prompt and output together.
+        max_num_seqs: maximum number of requests in one step.
+        max_num_batched_tokens: maximum number of tokens in one step.
+        num_blocks_override: number of KV blocks, without the null block; 0 uses as many as fit into memory.
+        kv_cache_memory_bytes: size of the KV pool; 0 uses the device's default.
+        priority_range: lowest and highest priority of a request, or None for any.
+        num_tenants: number of API keys; below 2, cached blocks are not counted per tenant.
+        num_speculative_tokens: maximum number of drafts of one request in one step; 0 without a proposer.
+        speculative: configuration of the proposer; None exactly when num_speculative_tokens is 0.
+        logits_processors: ``module:Class`` of each logits processor that is loaded by name, in addition to installed
+            plugins (entry points).
+        thinking_start_token_ids, thinking_end_token_ids: markers around a thinking span; empty for none.
+        trace: file that receives the scheduler's decisions; empty for none.
+        crash_dump_dir: directory that receives the newest events of a failed engine; empty for none.
+        version: version of the engine, for readers of a trace.
     """
 
     model: ModelConfig
@@ -86,10 +87,10 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def pipeline_depth(self) -> int:
-        """Steps that may be in flight."""
+        """Maximum number of steps in flight."""
         return 2 if self.async_scheduling else 1
 
     @property
     def digest(self) -> str:
-        """Short hash by which two processes see that they run by the same settings."""
+        """Short hash that two processes compare to check that their configurations are equal."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

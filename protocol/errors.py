@@ -1,11 +1,11 @@
-"""Errors with a text that a user may see: our own words, no path of ours, no traceback."""
+"""Errors whose text a user may see: no internal paths, no traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class QuireError(Exception):
-    """Anything Quire itself refuses or gives up on, said in one line."""
+    """Base of all errors that Quire reports in one line."""
 
 
 class ConfigError(QuireError):
@@ -15,15 +15,15 @@ class ConfigError(QuireError):
 
 
 class EngineError(QuireError):
-    """The engine behind a client is gone, or never came up."""
+    """The engine failed, exited or never started."""
 
 
 class InvalidRequest(QuireError):
-    """One request is refused; the engine is unharmed.
+    """A request was rejected; the engine is unaffected.
 
     Attributes:
-        param: the field of the request that is wrong, as the client spelt it, or None.
-        code: short machine-readable word, OpenAI's where OpenAI has one.
+        param: name of the invalid field as the client wrote it, or None.
+        code: short machine-readable name; OpenAI's where OpenAI has one.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
@@ -34,6 +34,6 @@ class InvalidRequest(QuireError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean --x?"``, or nothing when no known word is near."""
+    """Return ``"; did you mean x?"`` for the closest known word, or an empty string when none is close."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,7 +1,7 @@
 """Quire, a serving engine for large language models.
 
-The public names load on first use, so that ``import quire`` and the command line stay fast and the scheduler
-process never imports what only a front end needs.
+Public names are imported on first use, so that ``import quire`` and the command line start fast and the scheduler
+process does not import modules that only a front end needs.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,8 @@ __all__ = [
 
 _LOGITS_PROCESSORS = "quire.protocol.request.logits_processors"
 _STRUCTURED = "quire.protocol.request.structured_outputs"
-# Public name to its module, and to its name there where that is another.
-_HOMES: dict[str, tuple[str, str | None]] = {
+# Public name to its module, and to its name there if that differs.
+_SOURCES: dict[str, tuple[str, str | None]] = {
     "LLM": ("quire.launch.offline.llm", None),
     "RequestOutput": ("quire.launch.offline.request_output", None),
     "CompletionOutput": ("quire.launch.offline.request_output", None),
@@ -48,9 +48,9 @@ _HOMES: dict[str, tuple[str, str | None]] = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _SOURCES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from importlib import import_module
 
-    home, its_name = _HOMES[name]
-    return getattr(import_module(home), its_name or name)
+    module, attribute = _SOURCES[name]
+    return getattr(import_module(module), attribute or name)

@@ -1,1 +1,1 @@
-"""What a checkpoint is: its configuration, files and KV layout."""
+"""A checkpoint's configuration, file headers and KV layout."""

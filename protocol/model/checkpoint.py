@@ -1,6 +1,6 @@
-"""What the headers of a checkpoint's safetensors files say, without reading a tensor and without torch.
+"""Reads the headers of a checkpoint's safetensors files, without reading a tensor and without torch.
 
-So that a wrong checkpoint is refused before any process starts. Pickled weights (``.bin``, ``.pt``) are never opened.
+This rejects an unusable checkpoint before any process starts. Pickled weights (``.bin``, ``.pt``) are never opened.
 """
 
 import re
@@ -32,7 +32,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a file: its name there, and what the header says of it."""
+    """Name, dtype and shape of one tensor, as the header of its file states them."""
 
     file: Path
     name: str
@@ -45,7 +45,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint by its full name, from the headers of all its files.
+    """Return every tensor of a checkpoint by its full name, from the headers of all its files.
 
     Raises:
         ConfigError: one line that names file and tensor.
@@ -57,10 +57,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if expected is not None:
             absent = sorted(expected - {tensor.name for tensor in tensors})
             if absent:
-                raise ConfigError(f"{file}: tensor {shown(absent[0])[1:-1]} is missing, though {INDEX} places it there")
+                raise ConfigError(f"{file}: tensor {shown(absent[0])[1:-1]} is missing, but {INDEX} places it there")
         for tensor in tensors:
             if "rotary_emb." in tensor.name:
-                continue  # Tables that old checkpoints carry; they follow from config.json.
+                continue  # precomputed tables in old checkpoints; they follow from config.json
             packed = tensor.dtype in PACKED_BYTES and tensor.name.endswith(_PACKED_NAMES)
             if tensor.dtype not in DTYPE_BYTES and not packed:
                 raise ConfigError(
@@ -74,10 +74,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
-    """What every later process would stumble over is said before any is started.
+    """Compare tensor sizes with config.json, so that a mismatch fails before any process starts.
 
     Raises:
-        ConfigError: the embedding, the head or the number of layers is not what config.json says.
+        ConfigError: the shape of the embedding or the head, or the number of layers, differs from config.json.
     """
     shape = (config.vocab_size, config.hidden_size)
     for name in (EMBEDDING, HEAD):
@@ -93,9 +93,9 @@ def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelC
 
 
 def full_name(name: str) -> str:
-    """The name as a text model with its head would have it.
+    """Return the tensor's name in a text model with a head.
 
-    A model without a head is saved without ``model.``; of a model that sees images too, the text's part is nested.
+    A model saved without its head lacks the prefix ``model.``; in a vision-language model the text part is nested.
     """
     for prefix in ("model.language_model.", "language_model.model.", "language_model."):
         if name.startswith(prefix):
@@ -105,36 +105,36 @@ def full_name(name: str) -> str:
 
 
 def _read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file, by their place in it.
+    """Return the tensors of one file in the order of their offsets.
 
-    The library checks that each tensor has as many bytes as its shape and dtype say, and that they fill the file.
+    The library checks that each tensor's size matches its shape and dtype, and that the tensors fill the file.
 
     Raises:
-        ConfigError: one line that names the file, and the tensor where the library names one.
+        ConfigError: one line that names the file, and the tensor if the library names it.
     """
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            tensors = [StoredTensor(file, name, told.get_dtype(), tuple(told.get_shape())) for name, told in slices]
+            tensors = [StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
         reason = shown(str(error).removeprefix("Error while deserializing header: "))[1:-1]
         raise ConfigError(f"{file}: is truncated, damaged or not a safetensors file: {reason}") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
     for tensor in tensors:
-        told_name = shown(tensor.name)[1:-1]
-        if told_name != tensor.name:
-            raise ConfigError(f"{file}: header is wrong for tensor {told_name}: that is no name")
+        printable_name = shown(tensor.name)[1:-1]
+        if printable_name != tensor.name:
+            raise ConfigError(f"{file}: invalid header for tensor {printable_name}: invalid name")
         if len(tensor.shape) > MAX_DIMENSIONS:
             raise ConfigError(
-                f"{file}: header is wrong for tensor {tensor.name}: "
-                f"its shape has {len(tensor.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
+                f"{file}: invalid header for tensor {tensor.name}: "
+                f"the shape has {len(tensor.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
             )
     return tensors
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read, each with the tensors that the index places there (None without an index)."""
+    """Return the files to read, each with the tensors that the index places there (None without an index)."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return {single: None}
@@ -147,7 +147,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for shard in sorted(set(names.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors") or shown(shard)[1:-1] != shard:
-            raise ConfigError(f"{index}: {shown(shard)} is not the name of a safetensors file in this folder")
+            raise ConfigError(f"{index}: {shown(shard)} is not the name of a safetensors file in this directory")
         if not (folder / shard).is_file():
             tensor = next(tensor for tensor, file in names.items() if file == shard)
             raise ConfigError(f"{folder / shard}: shard is missing (it should hold {shown(tensor)[1:-1]})")
@@ -158,7 +158,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _no_weights(folder: Path) -> str:
-    """What to say of a folder without the two files that we read."""
+    """Return the error text for a directory without readable weights."""
     if not folder.is_dir():
         return f"{folder} is not a folder with a checkpoint"
     pickled = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLED)

@@ -1,4 +1,4 @@
-"""Links in a checkpoint's folder must not lead out of it."""
+"""Rejects symbolic links that lead out of a checkpoint's directory."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ _READ = (".json", ".jinja", ".safetensors")
 
 
 def check_links(folder: Path) -> None:
-    """A link out of the folder would show files of this machine to the author of the checkpoint.
+    """Reject links out of the directory, which would show files of this machine to the author of the checkpoint.
 
-    The hub's cache is the exception: there, snapshots link to the blobs beside them.
+    Links of the hub's cache are allowed: its snapshots link to blobs in a directory beside them.
 
     Raises:
-        ConfigError: a file that might be read lies elsewhere.
+        ConfigError: a link of a file type that is read leads elsewhere or nowhere.
     """
     home = folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -21,7 +21,7 @@ def check_links(folder: Path) -> None:
         if file.suffix in _READ and file.is_symlink():
             try:
                 place = file.resolve(strict=True)
-            except (OSError, RuntimeError):  # RuntimeError: links in a circle
-                raise ConfigError(f"{file}: is a link to nothing") from None
+            except (OSError, RuntimeError):  # RuntimeError: circular links
+                raise ConfigError(f"{file}: broken symbolic link") from None
             if not place.is_relative_to(home) and place.parent != blobs:
-                raise ConfigError(f"{file}: is a link to a file outside of the checkpoint's folder")
+                raise ConfigError(f"{file}: symbolic link to a file outside the checkpoint directory")

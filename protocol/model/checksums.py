@@ -1,4 +1,4 @@
-"""Checksums that a checkpoint folder may bring along: ``SHA256SUMS``, as sha256sum writes it, or ``checksums.json``."""
+"""Checksums that a checkpoint directory may contain: ``SHA256SUMS``, as sha256sum writes it, or ``checksums.json``."""
 
 import hashlib
 import re
@@ -15,12 +15,12 @@ _CHUNK_BYTES = 1 << 22
 
 
 def verify_checksums(folder: Path, files: Iterable[Path]) -> int:
-    """Compare files with the folder's list of SHA-256 sums; files that it does not name are not looked at.
+    """Compare files with the directory's list of SHA-256 sums; files that are not in the list are not read.
 
-    ``checksums.json`` is an object of file names and sums in hex, with or without ``sha256:`` before them.
+    ``checksums.json`` is an object of file names and hex sums, with or without the prefix ``sha256:``.
 
     Returns:
-        How many files were compared: 0 without a list.
+        Number of files compared; 0 without a list.
 
     Raises:
         ConfigError: a sum differs, or the list cannot be read.
@@ -31,7 +31,7 @@ def verify_checksums(folder: Path, files: Iterable[Path]) -> int:
         if file.name in sums and file.is_file():
             compared += 1
             if _sha256(file) != sums[file.name].lower():
-                raise ConfigError(f"{file}: its SHA-256 is not the one that {_list_of(folder).name} says")
+                raise ConfigError(f"{file}: SHA-256 differs from {_list_of(folder).name}: download the file again")
     return compared
 
 
@@ -47,7 +47,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
         sums = {name: str(value).removeprefix("sha256:") for name, value in read_json(path).items()}
         wrong = [name for name, value in sums.items() if not re.fullmatch(r"[0-9a-fA-F]{64}", value)]
         if wrong:
-            raise ConfigError(f"{path}: has no SHA-256 in hex for {wrong[0]!r}")
+            raise ConfigError(f"{path}: value of {wrong[0]!r} must be a SHA-256 in hex")
         return sums
     sums = {}
     try:
@@ -57,7 +57,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None and line.strip():
-            raise ConfigError(f"{path}: line {number} is not a SHA-256 in hex and a file name")
+            raise ConfigError(f"{path}: line {number} must be a SHA-256 in hex and a file name")
         if match is not None:
             sums[match[2]] = match[1]
     return sums

@@ -1,4 +1,4 @@
-"""Typed look-ups in a decoded ``config.json``, with errors that name the file and the field."""
+"""Typed look-ups in decoded JSON, with errors that name the file and the field."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ MAX_SHOWN = 160
 
 
 def shown(value: object) -> str:
-    """A value of an untrusted file, for an error of one line: short, and without control characters."""
+    """Format a value of an untrusted file for a one-line error: short, and without control characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -22,7 +22,7 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """A JSON object; ``where`` starts every error. A field that is null counts as absent."""
+    """A JSON object. ``where`` is the prefix of every error. A null field counts as absent."""
 
     def __init__(self, raw: dict[str, Any], where: str) -> None:
         self.raw = raw
@@ -36,14 +36,14 @@ class Fields:
         if value is None and default is not None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high}, not {shown(value)}")
+            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high} (got {shown(value)})")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise ConfigError(f"{self.where}: {name} must be a positive number, not {shown(value)}")
+            raise ConfigError(f"{self.where}: {name} must be a positive number (got {shown(value)})")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -53,18 +53,18 @@ class Fields:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} must be true or false, not {shown(value)}")
+            raise ConfigError(f"{self.where}: {name} must be true or false (got {shown(value)})")
         return value
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """A list of ``count`` positive numbers."""
+        """Return a list of ``count`` positive numbers."""
         value = self.raw.get(name)
         if not isinstance(value, list) or len(value) != count or not all(_is_number(n) and 0 < n < 1e12 for n in value):
             raise ConfigError(f"{self.where}: {name} must be a list of {count} positive numbers")
         return [float(n) for n in value]
 
     def integers(self, name: str, high: int) -> list[int]:
-        """A list of integers from 0 to ``high``; absent: empty."""
+        """Return a list of integers from 0 to ``high``; empty if the field is absent."""
         value = self.raw.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= high for n in value):
@@ -78,7 +78,11 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError: it is no JSON object, or one that is absurdly large."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ConfigError: the file is not a JSON object, or larger than MAX_JSON_BYTES.
+    """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
@@ -91,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any, where: str) -> list[int]:
-    """An end token, a list of them, or none."""
+    """Return a list from a token id, a list of token ids or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ConfigError(f"{where} must be a token id or a list of token ids")

@@ -1,6 +1,6 @@
-"""What sets the model families apart: defaults of ``config.json``, and switches of the one decoder.
+"""Differences between model families: defaults of ``config.json``, and switches of the one decoder.
 
-A checkpoint may leave out whatever equals the default of its class in transformers (Gemma 3's do), so that those
+A checkpoint may omit fields that equal the defaults of its transformers class (Gemma 3 checkpoints do), so these
 defaults are part of the format.
 """
 
@@ -19,13 +19,14 @@ class Family:
     """One architecture.
 
     Attributes:
-        defaults: of fields that a ``config.json`` may leave out.
-        slides: whether layer ``i`` has a window, where ``layer_types`` does not say; None: windows are not supported.
-        switches: fields of ``ModelConfig`` that the architecture alone decides.
-        qkv_bias, o_bias: whether the projections have biases; None: ``attention_bias`` says.
+        defaults: default values of fields that a ``config.json`` may omit.
+        slides: returns whether layer ``i`` has a sliding window if ``layer_types`` is absent; None if windows are not
+            supported.
+        switches: fields of ``ModelConfig`` that depend on the architecture only.
+        qkv_bias, o_bias: whether the projections have biases; None means as ``attention_bias``.
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
-        experts: the feed-forward layers choose among experts.
-        nested: the decoder's settings lie in ``text_config``.
+        experts: the feed-forward layers are mixtures of experts.
+        nested: the decoder's settings are in ``text_config``.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -160,7 +161,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def layer_types(family: Family, config: Fields, num_layers: int) -> list[str]:
-    """The kind of each layer's attention, from ``layer_types`` or by the family's rule."""
+    """Return the attention type of each layer, from ``layer_types`` or by the family's rule."""
     where = config.where
     given = config.raw.get("layer_types")
     if given is not None:
@@ -178,7 +179,10 @@ def layer_types(family: Family, config: Fields, num_layers: int) -> list[str]:
 
 
 def layer_windows(family: Family, config: Fields, types: list[str], max_position: int) -> list[int]:
-    """Tokens that each layer's tokens see, themselves included; 0: all. A window that no context outgrows is none."""
+    """Return the number of tokens that a token attends to per layer, itself included; 0 means all.
+
+    A window at least as long as the longest context counts as none.
+    """
     switched_off = "use_sliding_window" in config.raw and not config.flag("use_sliding_window")
     if "sliding_attention" not in types or switched_off or not config.has("sliding_window"):
         return [0] * len(types)
@@ -188,7 +192,9 @@ def layer_windows(family: Family, config: Fields, types: list[str], max_position
 
 
 def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
-    """SmolLM3's ``no_rope_layers`` has, against its name, a 1 for each layer that rotates."""
+    """Return the layers without rotary embedding; ``no_rope_layers`` has, despite its name, a 1 for each layer *with*
+    one.
+    """
     if config.has("no_rope_layers"):
         rotates = config.integers("no_rope_layers", high=1)
         if len(rotates) < num_layers:
@@ -201,9 +207,9 @@ def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
 
 
 def cache_sources(config: Fields, types: list[str]) -> list[int]:
-    """The layer whose cache each layer reads: its own, or with ``num_kv_shared_layers`` an earlier one's.
+    """Return per layer the layer whose KV cache it reads: its own, or with ``num_kv_shared_layers`` an earlier one.
 
-    The last so many layers read that of the last earlier layer of their type.
+    The last ``num_kv_shared_layers`` layers read the cache of the last earlier layer of their type.
     """
     num_layers = len(types)
     shared = config.size("num_kv_shared_layers", default=0, low=0, high=num_layers)

@@ -1,26 +1,26 @@
-"""How KV cache memory is cut into blocks: the one description that scheduler and worker share."""
+"""The division of KV cache memory into blocks, shared by scheduler and worker."""
 
 import msgspec
 
 from quire.protocol.model.model_config import ModelConfig
 
 NULL_BLOCK_ID = 0
-"""Block 0 is never given to a request: it stands where a block would, and padding may point at it."""
+"""Block 0 is never allocated: it fills block tables where no block is needed, and padding may point to it."""
 
 PAD_SLOT_ID = -1
-"""A slot that is not written: padding."""
+"""Slot of padding, which is not written."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that share one block table: the same kind of attention over the same positions.
+    """Layers that share one block table because they keep the same positions.
 
     Attributes:
         kind: full_attention or sliding_window.
         block_size: tokens in a block.
         layers: indices of the model's layers in this group.
-        window: tokens that a token sees, itself included (sliding_window); 0: all.
+        window: tokens that a token attends to, itself included (sliding_window); 0: all.
     """
 
     kind: str
@@ -30,12 +30,12 @@ class KVGroup(msgspec.Struct, frozen=True):
 
     @property
     def sliding_window(self) -> int:
-        """Tokens that a token sees, itself included; 0: all, or those of its chunk."""
+        """Tokens that a token attends to, itself included; 0: all."""
         return self.window if self.kind == "sliding_window" else 0
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """All groups and the geometry of one token's entry in one layer."""
+    """All groups, and the shape of one token's entry in one layer."""
 
     groups: list[KVGroup]
     num_kv_heads: int
@@ -44,7 +44,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in one layer: keys and values."""
+        """Bytes of one token in one layer: keys and values."""
         return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -54,17 +54,17 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 GROUP_RATIO = 1.5
-"""Kinds of layers whose numbers are within this factor of each other make one group each."""
+"""Layer types whose layer counts differ by at most this factor make one group each."""
 
 
 def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    """Layers grouped by what a token sees in them.
+    """Group the layers by the positions that they keep.
 
-    The pool's blocks are all of one size, that of the largest group's layers: a smaller group wastes the rest of each
-    of its blocks. So the layers of a numerous kind are cut into groups of as many layers as the rarest kind has
-    (Gemma 3's 22 layers with a window and 4 without: seven groups, the last of 2 layers), unless the numbers are near
-    enough to each other that more tables would cost more than they save. Layers that read another layer's cache have
-    no entry.
+    All blocks of the pool have the same size, that of the largest group, so a smaller group wastes the rest of each of
+    its blocks. Layers of a frequent type are therefore split into groups with as many layers as the rarest type has
+    (Gemma 3's 22 layers with a window and 4 without: seven groups, the last with 2 layers). If the counts are within
+    GROUP_RATIO of each other, more block tables would cost more than they save. Layers that read another layer's cache
+    are not in any group.
     """
     kinds: dict[int, list[int]] = {}
     for layer in range(model.num_layers):

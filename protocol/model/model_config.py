@@ -1,7 +1,7 @@
-"""What a checkpoint's ``config.json`` says, read once and checked, for every process.
+"""A checkpoint's ``config.json``, read once and checked, for every process.
 
 Field names differ between transformers 4 and 5 (``rope_theta`` and ``rope_scaling`` against ``rope_parameters``,
-``torch_dtype`` against ``dtype``); both are read. What sets the families apart stands in ``families.py``.
+``torch_dtype`` against ``dtype``); both are read. ``families.py`` has the differences between families.
 """
 
 import math
@@ -32,19 +32,19 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Names in ``config.json`` → those of ``worker_proc/models/ops.py``."""
+"""Activation names in ``config.json`` → names in ``worker_proc/models/ops.py``."""
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Feed-forward layers that send each token to a few experts.
+    """Feed-forward layers that route each token to a few experts.
 
     Attributes:
         intermediate_size: width of one expert.
-        layers: which layers have experts; the others are dense.
-        renormalise: the chosen experts' weights add up to 1: the softmax is over their scores alone.
+        layers: indices of the layers with experts; the others are dense.
+        renormalise: the weights of the selected experts add up to 1: the softmax is over their scores only.
         bias: the router and the experts' projections have biases.
         activation: as in ``ModelConfig``, or swiglu_oai (gpt-oss).
-        mxfp4: the checkpoint has the experts in blocks of 32 four-bit numbers.
+        mxfp4: the checkpoint stores the experts in blocks of 32 four-bit numbers.
     """
 
     num_experts: int
@@ -58,19 +58,20 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder: everything that scheduler, worker and front end need, nothing of the weights.
+    """The shape of a decoder as scheduler, worker and front end need it, without weights.
 
     Attributes:
-        rope: of every layer but those of ``local_rope_layers``, which have ``local_rope``, and ``no_rope_layers``.
-        qk_norm: queries and keys are normalised: per head, over the projection's whole width, or not.
+        rope: rotary embedding of all layers except ``local_rope_layers``, which use ``local_rope``, and
+            ``no_rope_layers``.
+        qk_norm: normalisation of queries and keys: per head, over the projection's whole width, or none.
         activation: silu, gelu or gelu_tanh.
-        norms: before each sublayer, after it (and before the residual sum), or both.
-        norm_offset: what is added to stored norm weights.
+        norms: position of the norms: before each sublayer, after it (before the residual sum), or both.
+        norm_offset: offset added to stored norm weights.
         attention_scale: factor on the scores; None: ``head_dim ** -0.5``.
-        attention_soft_cap, final_soft_cap: of scores and logits: ``cap * tanh(x / cap)``; 0: none.
-        logits_scaling: logits are divided by it.
+        attention_soft_cap, final_soft_cap: caps of scores and logits, ``cap * tanh(x / cap)``; 0: none.
+        logits_scaling: divisor of the logits.
         attention_sinks: each head has a learnt score without a value (gpt-oss).
-        windows: per layer, the tokens that a token sees, itself included; 0: all. Empty: all in every layer.
+        windows: per layer, the tokens that a token attends to, itself included; 0: all. Empty: all in every layer.
         cache_sources: per layer, the layer whose KV cache it reads; it writes only its own. Empty: each reads its own.
     """
 
@@ -117,16 +118,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json`` for further end tokens) of a checkpoint folder.
+    """Read ``config.json``, and ``generation_config.json`` for further end-of-text tokens, of a checkpoint directory.
 
     Raises:
-        ConfigError: one line that names the file and what is wrong with it.
+        ConfigError: one line that names the file and the problem.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with a checkpoint")
     if not path.is_file():
-        raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
+        raise ConfigError(f"{folder} is not a checkpoint: config.json not found")
     check_links(folder)
     raw = read_json(path)
     eos = token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id")
@@ -142,10 +143,10 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int] | None = None) -> ModelConfig:
-    """A ModelConfig from the decoded ``config.json``; ``where`` starts every error.
+    """Return a ModelConfig from the decoded ``config.json``; ``where`` is the prefix of every error.
 
     Raises:
-        ConfigError: unsupported architecture or feature, or a field missing, of the wrong type or absurd.
+        ConfigError: unsupported architecture or feature, or a field is missing, of a wrong type or out of range.
     """
     architecture = _architecture(raw, where)
     family = FAMILIES[architecture]
@@ -210,18 +211,20 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
 
 
 def _own_code(raw: dict[str, Any]) -> str:
-    """Checkpoints of a supported architecture may carry code too: it is not looked at."""
-    return ", and the code that auto_map names is never run" if raw.get("auto_map") else ""
+    """Extend the error for an unsupported architecture if the checkpoint has code of its own."""
+    return " (code named by auto_map is never run)" if raw.get("auto_map") else ""
 
 
 def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
-    """The decoder's own fields over those beside it, over the family's defaults. A null stays: it means none."""
+    """Overlay the decoder's own fields on those beside it, and both on the family's defaults. A null is kept: it means
+    none.
+    """
     inner = raw.get("text_config")
     if family.nested and not isinstance(inner, dict):
         raise ConfigError(f"{where}: text_config must be an object")
     nested = inner if family.nested and inner else {}
-    told = {name: value for name, value in nested.items() if value is not None or name not in raw}
-    return Fields({**family.defaults, **raw, **told}, where)
+    own = {name: value for name, value in nested.items() if value is not None or name not in raw}
+    return Fields({**family.defaults, **raw, **own}, where)
 
 
 def _head_dim(field: Fields, hidden: int, heads: int) -> int:
@@ -238,13 +241,13 @@ def _dtype(field: Fields) -> str:
 
 
 def _activation(field: Fields) -> str:
-    # Gemma's first configs say hidden_act gelu and were trained with hidden_activation's.
+    # The first Gemma configs have hidden_act gelu, but were trained with the function of hidden_activation.
     name = "hidden_activation" if field.has("hidden_activation") else "hidden_act"
     return ACTIVATIONS[field.choice(name, field.raw.get(name) or "silu", tuple(ACTIVATIONS))]
 
 
 def _scales(field: Fields, family: Family, hidden: int) -> dict[str, Any]:
-    """Multipliers, caps and the activation."""
+    """Return multipliers, caps and the activation."""
     scalar = field.optional_number("query_pre_attn_scalar")
     scale = field.optional_number("attention_multiplier")
     return {
@@ -269,7 +272,7 @@ def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
     gpt_oss = architecture == "GptOssForCausalLM"
     if gpt_oss and (field.number("swiglu_alpha", 1.702), field.number("swiglu_limit", 7.0)) != (1.702, 7.0):
         raise ConfigError(
-            f"{field.where}: swiglu_alpha and swiglu_limit must be 1.702 and 7: kernels have them built in"
+            f"{field.where}: swiglu_alpha and swiglu_limit must be 1.702 and 7: the kernels support no other values"
         )
     return MoeConfig(
         num_experts=count,

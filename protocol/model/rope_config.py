@@ -1,7 +1,7 @@
-"""Rotary embeddings as ``config.json`` tells them, in the words of transformers 4 and 5.
+"""Rotary embeddings from ``config.json``, in the field names of transformers 4 and 5.
 
 transformers 4 has ``rope_theta`` beside ``rope_scaling``, and ``rope_local_base_freq`` for Gemma 3's layers with a
-window; transformers 5 has ``rope_parameters``, either flat or one object per type of layer.
+sliding window; transformers 5 has ``rope_parameters``, flat or with one object per layer type.
 """
 
 import math
@@ -14,20 +14,20 @@ from quire.protocol.model.config_fields import Fields, shown
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}
-_KNOW_THEIR_ORIGIN = ("dynamic", "llama3", "yarn", "longrope")
+_HAVE_ORIGINAL_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """One rotary embedding; what the numbers do stands in ``worker_proc/attention/rope.py``.
+    """One rotary embedding; ``worker_proc/attention/rope.py`` documents the use of the numbers.
 
     Attributes:
         kind: one of ``ROPE_KINDS``.
-        original_max_position: positions that the model was trained on before it was stretched.
-        partial_factor: share of each head's dimensions, from the first on, that is rotated.
+        original_max_position: positions of the training context before it was extended.
+        partial_factor: fraction of each head's dimensions, counted from the first, that is rotated.
         attention_factor: factor on cosines and sines (yarn, longrope).
-        beta_fast, beta_slow: turns within the original length, above which yarn keeps a frequency and below which it
-            stretches it; ``truncate`` rounds the two bounds to whole dimensions.
-        short_factor, long_factor: longrope's divisors of each frequency, ``[rotary_dim / 2]``.
+        beta_fast, beta_slow: rotations within the original length above which yarn keeps a frequency, and below which
+            it interpolates; ``truncate`` rounds both bounds to whole dimensions.
+        short_factor, long_factor: divisors of each frequency (longrope), ``[rotary_dim / 2]``.
     """
 
     theta: float = 10000.0
@@ -49,7 +49,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
 
 
 def parse_ropes(field: Fields, head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The model's rope, and that of its layers with a window where those have their own."""
+    """Return the model's rotary embedding, and that of its layers with a sliding window if they have their own."""
     new = field.raw.get("rope_parameters")
     if isinstance(new, dict) and ("full_attention" in new or "sliding_attention" in new):
         whole = _rope(field, _object(field, "full_attention", new), head_dim, max_position)
@@ -70,12 +70,12 @@ def _object(field: Fields, name: str, raw: dict[str, Any]) -> Fields:
 
 
 def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> RopeConfig:
-    """From one object of settings (``inner``), and from what stands beside it in ``field``."""
+    """Parse one object of settings (``inner``) and the fields beside it (``field``)."""
     raw = inner.raw
     kind = raw.get("rope_type") or raw.get("type") or "default"
     kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "yarn" and "short_factor" in raw:
-        kind = "longrope"  # The first Phi-3 called it so.
+        kind = "longrope"  # the first Phi-3 checkpoints name it yarn
     if kind not in ROPE_KINDS or raw.get("mrope_section"):
         kind = "mrope" if raw.get("mrope_section") else kind
         raise ConfigError(
@@ -85,8 +85,8 @@ def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> Rop
     rotary_dim = int(head_dim * partial)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise ConfigError(
-            f"{field.where}: partial_rotary_factor {partial} rotates {rotary_dim} of {head_dim} dimensions: "
-            f"it must be an even number of them"
+            f"{field.where}: partial_rotary_factor {partial} rotates {rotary_dim} of {head_dim} dimensions; "
+            f"the number must be even, from 2 to {head_dim}"
         )
     rope = RopeConfig(
         theta=inner.number("rope_theta", field.number("rope_theta", 10000.0)),
@@ -104,16 +104,18 @@ def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> Rop
 
 def _original(field: Fields, inner: Fields, kind: str, max_position: int) -> int:
     name = "original_max_position_embeddings"
-    if kind not in _KNOW_THEIR_ORIGIN:
+    if kind not in _HAVE_ORIGINAL_LENGTH:
         return RopeConfig().original_max_position
     if kind == "dynamic":
         return max_position
-    # Phi-3 has it beside its rope settings, and there it counts.
+    # Phi-3 has this field beside its rope settings, where it takes precedence.
     return (field if field.has(name) else inner).size(name, default=max_position, low=2, high=2**31 - 1)
 
 
 def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: int) -> RopeConfig:
-    """Yarn (arXiv 2309.00071, section 3.4) and longrope (arXiv 2402.13753) scale cosines and sines as well."""
+    """Add the fields of yarn (arXiv 2309.00071, section 3.4) or longrope (arXiv 2402.13753); both also scale cosines
+    and sines.
+    """
     factor = inner.number("factor", max_position / rope.original_max_position)
     given = inner.optional_number("attention_factor")
     replace = msgspec.structs.replace

@@ -1,1 +1,1 @@
-"""What child processes share: reports, helpers, log streams."""
+"""Status reports, helper processes and log streams of child processes."""

@@ -1,11 +1,12 @@
-"""What every child process of the supervisor shares: it says how it fares, hears what to do, and never outlives it.
+"""A child process's side of its supervision: status reports, commands, and exit with the supervisor.
 
-A child inherits two pipe ends. On *status* it writes JSON lines (``Report``): that it lives, twice a second, and as the
-last one why it fails. On *lifeline* come JSON lines (``Command``); it comes to its end when the supervisor is gone,
-whatever killed it, and the thread that reads it then ends the process, in the middle of a step if need be.
+A child inherits two pipe ends. It writes JSON lines (``Report``) to *status*: a heartbeat twice a second, and on
+failure the reason as the last line. It reads JSON lines (``Command``) from *lifeline*. End of file there means that the
+supervisor exited, for whatever cause; the thread that reads it then ends the process, in the middle of a step if
+necessary.
 
-The kernel's parent-death signal helps where that thread cannot run. It fires when the *thread* that started the child
-ends: the supervisor starts all of them in one that lives as long as it does.
+The kernel's parent-death signal covers the case that this thread cannot run. It fires when the *thread* that started
+the child exits, so the supervisor starts all children in a thread that lives as long as itself.
 """
 
 import argparse
@@ -33,9 +34,9 @@ from quire.protocol.process.log_stream import survive_without_stderr
 
 EX_CONFIG = 78
 HEARTBEAT_S = 0.5
-"""How often a child says that it lives."""
+"""Seconds between two heartbeats of a child."""
 HANG_TIMEOUT_S = 15.0
-"""How long its main loop may take for one round before it counts as hung. A round of milliseconds is the rule."""
+"""Seconds without progress of the main loop after which a child counts as hung. A normal round takes milliseconds."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -77,15 +78,17 @@ class Command(msgspec.Struct, omit_defaults=True):
 
 
 class Child:
-    """A process' own end of both pipes.
+    """A process's own end of both pipes.
 
-    ``fileno`` is readable while commands wait to be taken.
+    ``fileno`` is readable while commands are queued.
     """
 
     def __init__(self, status_fd: int, lifeline_fd: int = -1, directory: Path | None = None) -> None:
-        """``directory``: the sockets'; removed by a child that outlives a supervisor that could not do so itself.
+        """Without a ``lifeline_fd`` there are no commands and no heartbeats: for tests.
 
-        Without a ``lifeline_fd`` there are no commands and no signs of life: for tests.
+        Args:
+            directory: the socket directory. A child that outlives the supervisor removes it, because the supervisor
+                cannot.
         """
         self._status_fd = status_fd
         self._lifeline_fd = lifeline_fd
@@ -104,7 +107,7 @@ class Child:
         try:
             os.write(self._status_fd, msgspec.json.encode(report) + b"\n")
         except OSError:
-            sys.exit(1)  # the supervisor is gone
+            sys.exit(1)  # the supervisor exited
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1.
@@ -122,7 +125,7 @@ class Child:
         return self._wake
 
     def take_commands(self) -> list[Command]:
-        """Those that came since the last call, in order."""
+        """Return the commands received since the last call, in order."""
         if not self._pending:
             return []
         self._pending = False
@@ -134,28 +137,30 @@ class Child:
         return commands
 
     def wait(self) -> None:
-        """Until there may be commands."""
+        """Block until commands may be queued."""
         select.select([self._wake], [], [])
 
     def put(self, command: Command) -> None:
-        """As if the supervisor had said it."""
-        # In this order: a thread that takes the wake in between takes the command, too, and does not sleep on.
+        """Queue a command as if the supervisor had sent it."""
+        # Append before waking: a reader that consumes the wake-up in between also finds the command.
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
         self._pending = True
 
     def watch_progress(self, on_hang: Callable[[], None]) -> None:
-        """From now on ``progress`` is called at least every second or so; where it is not for HANG_S, the stacks of all
-        threads are written to stderr, ``on_hang`` is called in a thread of its own, and the signs of life end.
+        """Start the hang watch: ``progress`` must be called about once a second from now on.
+
+        After HANG_TIMEOUT_S without a call, the stacks of all threads are written to stderr, ``on_hang`` is called in
+        the lifeline thread, and heartbeats stop.
         """
         self._seen, self._on_hang = time.monotonic(), on_hang
 
     def progress(self) -> None:
-        """The main loop has come round."""
+        """Report one round of the main loop to the hang watch."""
         self._seen = time.monotonic()
 
     def close(self) -> None:
-        """For tests: a process ends with it."""
+        """Close the wake descriptor; for tests, since a process closes it by exiting."""
         os.close(self._wake)
 
     # ---- the thread
@@ -184,7 +189,7 @@ class Child:
             self._end_with_parent()
 
     def _hang(self) -> None:
-        """Once: the supervisor hears nothing from now on."""
+        """Dump the stacks and call ``on_hang``, once; no heartbeat follows."""
         on_hang, self._on_hang = self._on_hang, None
         if on_hang is not None:
             faulthandler.dump_traceback(all_threads=True)
@@ -197,7 +202,7 @@ class Child:
 
 
 def child_parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that the supervisor gives every child."""
+    """Return a parser for the arguments that the supervisor passes to every child."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--directory", type=Path, required=True, help="socket directory; holds the file config")
     parser.add_argument("--status-fd", type=int, required=True)
@@ -206,13 +211,14 @@ def child_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def init_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signal: int = signal.SIGCONT) -> Child:
-    """To be called first: tie this process to its parent, and leave signals to the supervisor.
+    """Tie this process to its parent and leave signals to the supervisor; must be called first.
 
-    A SIGTERM or SIGINT that goes to the whole process group is the supervisor's to obey: it says what to do, in order.
+    SIGTERM and SIGINT are ignored: they go to the whole process group, and the supervisor then sends each child its
+    command, in order.
 
     Args:
-        death_signal: from the kernel, when the parent is gone: SIGCONT wakes a process that was stopped, so that it can
-            end by itself; SIGKILL is for one that may be stuck in native code and has nothing to clean up.
+        death_signal: signal from the kernel when the parent exits. SIGCONT wakes a stopped process, so that it can exit
+            by itself; SIGKILL is for a process that may be stuck in native code and has nothing to clean up.
     """
     survive_without_stderr()
     start_logging()

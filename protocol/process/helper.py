@@ -1,11 +1,12 @@
-"""A helper: a process that answers one question at a time, and that a question may kill.
+"""A helper process, which answers one question at a time and which a question may kill.
 
-For code that cannot be interrupted, or that comes with a checkpoint or from a client: what it does to the helper costs
-one answer. Both ends of it. The helper makes itself ready once, and then has a child of its own answer, which a
-limit ends without a lock of Python's being able to hinder it; the next child is there at once, and ready.
+For code that cannot be interrupted, or whose input comes from a checkpoint or a client: a crash or a hang costs one
+answer. The helper prepares once, then forks a child that answers. A limit ends the child by a signal, which no Python
+lock can delay; the next child is forked at once, already prepared.
 
-On the helper's standard input come questions (``_QUESTION`` and the bytes), on its output answers (``_ANSWER`` and the
-bytes); both end with the process that started it.
+Questions (``_QUESTION`` and the bytes) arrive on the helper's standard input, answers (``_ANSWER`` and the bytes) leave
+on its standard output. Helper and child exit with the process that started the helper. Both ends of the pipes are in
+this module.
 """
 
 import contextlib
@@ -28,30 +29,31 @@ from typing import NoReturn
 Answer = Callable[[bytes], bytes]
 
 START_SECONDS = 60.0
-"""A tokenizer of a large vocabulary takes seconds, on a busy machine more."""
+"""Start timeout. A tokenizer with a large vocabulary takes seconds, on a busy machine more."""
 STACK_BYTES = 256 * 2**20
-"""Address space, of which next to nothing is touched: a library's recursion is as deep as its input."""
+"""Stack size of the answering thread: a library may recurse as deep as its input. It is address space, hardly any of it
+used."""
 MAX_GROWN_BYTES = 64 * 2**20
-"""What a child may have added to its memory when it has answered; one that has more makes room for the next."""
+"""Maximum growth of a child's resident memory; a child that exceeds it exits after its answer and is replaced."""
 
 _QUESTION = struct.Struct("<IId")
-"""Length, number, and the CPU seconds that the answer may take."""
+"""Length, number, and the CPU seconds allowed for the answer."""
 _ANSWER = struct.Struct("<IIB")
-"""Length, the question's number, and the signal that ended the child, if one did."""
+"""Length, number of the question, and the signal that ended the child, or 0."""
 _IDLE, _READING = 0, 2**32 - 1
-"""Instead of the number of the question that the child is at."""
+"""Values of the shared state besides the number of the question in work."""
 _PR_SET_PDEATHSIG = 1
 _FULL = 3
-"""Exit status of a child that makes room for the next."""
+"""Exit status of a child that used up its memory growth and must be replaced."""
 
 
 class HelperDied(Exception):
-    """There is no answer.
+    """The helper or its child ended without an answer.
 
     Attributes:
-        signal: what ended the helper or its child; SIGPROF: the CPU seconds were over. 0: none did.
-        was_hindered: the machine is to blame, not the question: it could not be started, or had not used up its CPU
-            seconds when the wall's were over.
+        signal: the signal that ended the helper or its child, or 0; SIGPROF means that the CPU seconds were used up.
+        was_starved: the machine is the cause, not the question: the helper could not be started, or the wall-clock
+            limit passed before it had used its CPU seconds.
     """
 
     def __init__(self, number: int, was_starved: bool = False) -> None:
@@ -61,40 +63,44 @@ class HelperDied(Exception):
 
     @property
     def took_too_long(self) -> bool:
-        """It has used up its CPU seconds."""
+        """Whether the CPU seconds were used up."""
         return self.signal == signal.SIGPROF
 
     @property
     def was_killed(self) -> bool:
-        """It was killed from outside: the question is not to blame."""
+        """Whether it was killed from outside, so that the question is not the cause."""
         return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
 class HelperStartError(HelperDied):
-    """It could not be started: there is no descriptor or no memory for it now."""
+    """The helper could not be started for lack of a file descriptor or memory."""
 
     def __init__(self) -> None:
         super().__init__(0, was_starved=True)
 
 
 class Helper:
-    """The caller's end. Used by one thread at a time; the process is started when it is first needed, and again when
-    it has ended."""
+    """The caller's end of a helper process, for use by one thread at a time.
+
+    The process is started on first use, and again after it ended.
+    """
 
     def __init__(self, module: str, hello: bytes) -> None:
-        """
-        Args:
-            module: run as ``python -P -m module``; it calls ``serve``.
-            hello: what it needs to become ready.
+        """Args:
+        module: module to run as ``python -P -m module``; it calls ``serve``.
+        hello: data that the helper needs to prepare.
         """
         self._module = module
         self._hello = hello
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
+        """Kill the helper; the kernel then kills its child."""
         self._number = 0
 
     def start(self) -> bytes:
-        """What it says once it is ready; nothing if it was. Raises HelperDied."""
+        """Start the helper if it is not running. Return its first message, or nothing if it was running. Raises
+        HelperDied.
+        """
         if self._process is not None and self._process.poll() is None:
             return b""
         self.close()
@@ -110,12 +116,14 @@ class Helper:
         return self._exchange(self._hello, START_SECONDS, START_SECONDS)
 
     def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
-        """
+        """Return the answer to ``question``, starting the helper if necessary.
+
         Args:
-            wall_seconds: how long to wait where the helper does not even use its CPU seconds; then it is killed.
+            cpu_seconds: CPU limit of the answer.
+            wall_seconds: time after which the helper is killed, for a machine too busy to give it its CPU seconds.
 
         Raises:
-            HelperDied: the process, or only its child, which the next question will not notice.
+            HelperDied: the helper ended, or only its child, which the next question does not notice.
         """
         self.start()
         return self._exchange(question, cpu_seconds, wall_seconds)
@@ -133,7 +141,7 @@ class Helper:
         number = -1
         try:
             _send(process.stdin.fileno(), head + question, deadline)
-            while number != self._number:  # an older one: its child was killed when it had answered
+            while number != self._number:  # an answer to an older question, whose child was killed right after it
                 head = _receive(process.stdout.fileno(), _ANSWER.size, deadline)
                 length, number, ended_by = _ANSWER.unpack(head)
                 answer = _receive(process.stdout.fileno(), length, deadline)
@@ -186,23 +194,24 @@ def _await(fd: int, event: int, deadline: float) -> None:
 
 
 def serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int) -> None:
-    """The whole life of a helper.
+    """Run a helper process until its input ends.
 
     Args:
-        make: from the hello to what is said to it, and what answers; nobody, where that is already why not.
-        extra_bytes: memory that a child may take beyond what it begins with; what allocates more fails or aborts.
+        make: returns, for the hello, the first message and the function that answers questions; None instead of the
+            function ends the helper, and the message says why.
+        extra_bytes: memory that a child may allocate beyond its memory at start; allocations above it fail or abort.
     """
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # what the caller blocks or ignores is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the caller's signal mask and handlers are inherited
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGABRT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # a library's prints must not mix with answers
     start_large_stack_thread(lambda: _serve(make, extra_bytes, answers), "helper").join()
 
 
 def start_large_stack_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """A started thread that does not keep its process alive."""
+    """Start and return a daemon thread with a stack of STACK_BYTES."""
     before = threading.stack_size(STACK_BYTES)
     try:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -213,30 +222,30 @@ def start_large_stack_thread(work: Callable[[], None], name: str) -> threading.T
 
 
 def _serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int, answers: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the caller is gone, and this process soon ends, too
+    with contextlib.suppress(BrokenPipeError):  # the caller exited; this process ends soon
         _answer_all(make, extra_bytes, answers)
 
 
 def _answer_all(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int, answers: int) -> None:
-    state = mmap.mmap(-1, 4)  # the question that a child is at, which outlives it
+    state = mmap.mmap(-1, 4)  # the number of the question in work, readable after the child's death
     question = _next_question(state)
     if question is None:
         return
     number, _, hello = question
-    said, answer = make(hello)
-    _reply(answers, number, said)
-    while answer is not None and _one_life(answer, extra_bytes, state, answers):
+    greeting, answer = make(hello)
+    _reply(answers, number, greeting)
+    while answer is not None and _run_child(answer, extra_bytes, state, answers):
         pass
 
 
-def _one_life(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int) -> bool:
-    """Of a child; false when there is to be no other."""
+def _run_child(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int) -> bool:
+    """Fork a child and wait for its end. Return False if no other child may follow."""
     state[:] = _IDLE.to_bytes(4, "little")
     parent = os.getpid()
     child = os.fork()
     if not child:
         try:
-            _live(answer, extra_bytes, state, answers, parent)
+            _answer_in_child(answer, extra_bytes, state, answers, parent)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -244,7 +253,7 @@ def _one_life(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int) 
     if not os.WIFSIGNALED(status):
         return os.WEXITSTATUS(status) == _FULL
     if at == _READING:
-        return False  # the rest of a question is in the pipe
+        return False  # the rest of a question is in the pipe: no child can read on
     if at != _IDLE:
         try:
             _reply(answers, at, b"", os.WTERMSIG(status))
@@ -253,7 +262,7 @@ def _one_life(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int) 
     return True
 
 
-def _live(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int, parent: int) -> NoReturn:
+def _answer_in_child(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int, parent: int) -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
@@ -274,10 +283,13 @@ def _live(answer: Answer, extra_bytes: int, state: mmap.mmap, answers: int, pare
 
 
 def _next_question(state: mmap.mmap) -> tuple[int, float, bytes] | None:
-    """(number, CPU seconds, question); None at the end. Unbuffered: what is not read is the next child's."""
+    """Return (number, CPU seconds, question), or None at the end of input.
+
+    Reads unbuffered: bytes that this child does not read are the next child's.
+    """
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    poller.poll()  # not within the read: one that is killed there may have taken what no other can read again
+    poller.poll()  # not in os.read: a child killed there may have consumed bytes that no other child can read
     state[:] = _READING.to_bytes(4, "little")
     head = os.read(0, _QUESTION.size)
     try:

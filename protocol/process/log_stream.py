@@ -1,4 +1,4 @@
-"""The stream of diagnostics when it cannot be written: closed, a full disk, a pipe without a reader."""
+"""Keeps a process alive when stderr cannot be written: closed, a full disk, a pipe without a reader."""
 
 import contextlib
 import io
@@ -7,10 +7,10 @@ import sys
 
 
 class LossyStream(io.TextIOWrapper):
-    """Text to a file descriptor; what the descriptor does not take is lost without a word."""
+    """Text stream to a file descriptor that drops output silently when a write fails."""
 
     def __init__(self, fd: int) -> None:
-        # Unbuffered: what failed to be written once would be tried again, and fail again, at the process's end.
+        # Unbuffered: a buffer that could not be written would be flushed, and fail, again at exit.
         raw = io.FileIO(fd, "w", closefd=False)
         super().__init__(raw, "utf-8", errors="backslashreplace", write_through=True)
 
@@ -25,16 +25,16 @@ class LossyStream(io.TextIOWrapper):
 
 
 def survive_without_stderr() -> None:
-    """For a process that serves: from here on no diagnostics can end it.
+    """Make writes to stderr harmless for the rest of the process.
 
-    Standard descriptors that were closed become ``/dev/null``: a socket would take their number else, and our
-    children, or a library's message, would find it there.
+    Closed standard descriptors are opened on ``/dev/null``: otherwise a socket would get their number, and child
+    processes or a library's message would write to it.
     """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
             os.set_inheritable(fd, True)
-    if sys.stderr is sys.__stderr__:  # else it is captured
+    if sys.stderr is sys.__stderr__:  # otherwise a test captures it
         sys.stderr = LossyStream(2)

@@ -1,1 +1,1 @@
-"""What a request may ask for: sampling, constraints, logits processors, thinking."""
+"""Parameters of a request: sampling, constraints, logits processors, thinking."""

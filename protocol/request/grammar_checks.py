@@ -1,7 +1,7 @@
-"""What is refused before a grammar library sees it: what libraries refuse unclearly, slowly, or by crashing.
+"""Rejects grammars before a library gets them, if libraries reject them unclearly, are slow, or crash.
 
-The sizes bound a library's time and memory: its recursion follows chains of rules and references, and its automata
-grow with literals. Each was measured against ``llguidance``; see ``scheduler_proc/structured/README.md``.
+The size limits bound a library's time and memory: its recursion follows chains of rules and references, and its
+automata grow with literals. The limits were measured with ``llguidance``; see ``scheduler_proc/structured/README.md``.
 """
 
 import re
@@ -18,54 +18,54 @@ MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_OBJECTS = 10_000
 MAX_PROPERTIES = 1000
 MAX_OPTIONAL = 400
-"""Properties of one object that may be left out: after each of them, all the later ones may come."""
+"""Optional properties of one object: after each of them, any later one may follow."""
 MAX_PATTERN_PROPERTIES = 50
 MAX_REFERENCES = 1000
-"""Different definitions that a schema refers to: how long a chain of them can be."""
+"""Distinct definitions that a schema refers to, which bounds the length of a reference chain."""
 MAX_LITERAL = 8192
 """Characters of a regular expression, of a choice, and of any string in a schema."""
 MAX_NUMBER = int(sys.float_info.max)
-"""Python's integers go on behind it; libraries read them as floats."""
+"""Libraries read numbers as floats; Python's integers have no such limit."""
 MAX_GRAMMAR_LINE = 16_384
 MAX_GRAMMAR_RULES = 2000
 MAX_GBNF = 16_384
 
 _DATA = ("const", "enum", "default", "examples")
-"""Keywords below which there is no schema."""
+"""Keywords whose values are data, not schemas."""
 _RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
 _ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
 class GrammarRefused(Exception):
-    """What a request asks for can never be kept; the text is one line, for the client."""
+    """The grammar of a request is not supported; the text is one line for the client."""
 
     def __init__(self, text: str) -> None:
         line = " ".join(text.split())
         super().__init__(line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "...")
 
 
-def check(wanted: StructuredOutputs) -> None:
-    """Raise GrammarRefused where ``wanted`` cannot be given to a library."""
-    match wanted.kind:
+def check(constraint: StructuredOutputs) -> None:
+    """Raise GrammarRefused if the constraint must not be passed to a library."""
+    match constraint.kind:
         case "json":
-            check_schema(str(wanted.json))
+            check_schema(str(constraint.json))
         case "regex":
-            check_regex(str(wanted.regex))
+            check_regex(str(constraint.regex))
         case "choice":
-            if max(map(len, wanted.choice or [])) > MAX_LITERAL:
+            if max(map(len, constraint.choice or [])) > MAX_LITERAL:
                 raise GrammarRefused(f"each choice must have at most {MAX_LITERAL} characters")
         case "grammar":
-            check_grammar(str(wanted.grammar))
+            check_grammar(str(constraint.grammar))
 
 
 def check_regex(regex: str) -> None:
     if len(regex) > MAX_LITERAL:
         raise GrammarRefused(f"the regular expression must have at most {MAX_LITERAL} characters")
     if _RECURSION.search(regex):
-        raise GrammarRefused("the regular expression calls itself, which is not supported")
+        raise GrammarRefused("recursion in the regular expression is not supported")
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        raise GrammarRefused("the regular expression ends with a backslash that escapes nothing")
+        raise GrammarRefused("the regular expression ends with an incomplete escape (\\)")
 
 
 def is_gbnf(grammar: str) -> bool:
@@ -79,7 +79,7 @@ def check_grammar(grammar: str) -> None:
         if len(grammar) > MAX_GBNF:
             raise GrammarRefused(f"a GBNF grammar must have at most {MAX_GBNF} characters")
         if not _ROOT.search(grammar):
-            raise GrammarRefused("a GBNF grammar must have a rule called root")
+            raise GrammarRefused("a GBNF grammar must have a rule named root")
         rules = grammar.count("::=")
     else:
         rules = len(_RULE.findall(grammar))
@@ -88,7 +88,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_schema(text: str) -> Any:
-    """The schema in ``text``, if a library can be given it."""
+    """Return the decoded schema if it may be passed to a library. Raises GrammarRefused."""
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -98,7 +98,7 @@ def check_schema(text: str) -> Any:
     except RecursionError:
         raise GrammarRefused(_too_deep()) from None
     if schema is False:
-        raise GrammarRefused("the JSON schema allows no text: it is false")
+        raise GrammarRefused("the JSON schema is false, which allows no text")
     if not isinstance(schema, dict | bool):
         raise GrammarRefused("the JSON schema must be an object or true")
     if isinstance(schema, dict) and "x-guidance" in schema:
@@ -118,7 +118,7 @@ def check_schema(text: str) -> Any:
     for count, most, name in (
         (num_objects, MAX_SCHEMA_OBJECTS, "objects"),
         (num_patterns, MAX_PATTERN_PROPERTIES, "patternProperties"),
-        (len(references), MAX_REFERENCES, "definitions that are referred to"),
+        (len(references), MAX_REFERENCES, "referenced definitions"),
     ):
         if count > most:
             raise GrammarRefused(f"the JSON schema must have at most {most} {name}; it has {count}")
@@ -126,7 +126,7 @@ def check_schema(text: str) -> Any:
 
 
 def _check_object(node: dict[str, Any], references: set[str]) -> int:
-    """Returns how many patternProperties it has."""
+    """Check one object of a schema; return its number of patternProperties."""
     _check_keywords(node)
     properties = node.get("properties")
     if isinstance(properties, dict):
@@ -134,14 +134,14 @@ def _check_object(node: dict[str, Any], references: set[str]) -> int:
     reference = node.get("$ref")
     if isinstance(reference, str):
         if not reference.startswith("#"):
-            raise GrammarRefused("$ref must refer to the JSON schema itself (#...): nothing is fetched")
+            raise GrammarRefused("$ref must start with #: references outside the JSON schema are not supported")
         references.add(reference)
     patterns = node.get("patternProperties")
     return len(patterns) if isinstance(patterns, dict) else 0
 
 
 def _check_keywords(node: dict[str, Any]) -> None:
-    """Those whose wrong values a library takes, or whose refusal comes only where a call is demanded."""
+    """Check keywords whose invalid values a library accepts, or rejects only when a tool call is required."""
     kinds = node.get("type", "object")
     named = kinds if isinstance(kinds, list) else [kinds]
     if not isinstance(kinds, dict) and not all(isinstance(kind, str) for kind in named):
@@ -151,7 +151,7 @@ def _check_keywords(node: dict[str, Any]) -> None:
         check_regex(pattern)
     step = node.get("multipleOf")
     if isinstance(step, int | float) and step <= 0:
-        raise GrammarRefused("multipleOf must be more than 0")
+        raise GrammarRefused("multipleOf must be greater than 0")
 
 
 def _check_properties(properties: dict[str, Any], required: Any) -> None:
@@ -163,7 +163,7 @@ def _check_properties(properties: dict[str, Any], required: Any) -> None:
 
 
 def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
-    """(value, how deep it lies) of everything in ``schema``; of data, which refers to nothing, only the values."""
+    """Yield (value, depth) of everything in ``schema`` except objects inside data, which refer to nothing."""
     left: list[tuple[Any, int, bool]] = [(schema, 1, False)]
     while left:
         node, depth, is_data = left.pop()

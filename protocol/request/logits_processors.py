@@ -1,9 +1,9 @@
-"""The interface of logits processors: what one is told of the batch, and what it may do to its logits.
+"""Interface of logits processors: how they receive batch changes and modify logits.
 
-Plain Python, so that a front end can ask a plugin about parameters without starting a device. Names, order of
-operations and the interface follow the design that vLLM's users know (``LogitsProcessor``, ``BatchUpdate``), except
-that the order removed → added → moved holds everywhere, and that any sequence of updates leaves the state that building
-afresh would give.
+This module does not import torch, so that a front end can let a plugin validate parameters without starting a device.
+Names, order of operations and interface follow vLLM's (``LogitsProcessor``, ``BatchUpdate``), with two differences: the
+order removed → added → moved always holds, and any sequence of updates leaves the same state as rebuilding from the
+final batch.
 """
 
 import enum
@@ -19,24 +19,24 @@ from quire.protocol.request.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Tensor: TypeAlias = Any
-"""A torch.Tensor; and ``Device`` a torch.device. This layer does not import torch."""
+"""A torch.Tensor; ``Device`` is a torch.device."""
 Device: TypeAlias = Any
 
 
 class MoveDirectionality(enum.Enum):
-    """UNIDIRECTIONAL: the first row's request is in the second row now, the first row is empty. SWAP: both moved."""
+    """UNIDIRECTIONAL: the source row's request moved to the target row; the source row is empty. SWAP: both moved."""
 
     UNIDIRECTIONAL = enum.auto()
     SWAP = enum.auto()
 
 
 class AddedRequest(NamedTuple):
-    """A request that took a row.
+    """A request that was assigned a row.
 
     Attributes:
-        row: its own, from 0.
-        prompt_token_ids: its prompt; not to be changed.
-        output_token_ids: the running answer, a live reference: it has every token so far whenever ``apply`` is called.
+        row: the assigned row, from 0.
+        prompt_token_ids: the prompt; must not be modified.
+        output_token_ids: the answer, a live reference: it has all tokens so far whenever ``apply`` is called.
     """
 
     row: int
@@ -46,7 +46,7 @@ class AddedRequest(NamedTuple):
 
 
 class MovedRequest(NamedTuple):
-    """A request that changed rows, or two that did."""
+    """A request that changed rows, or two that swapped them."""
 
     source: int
     target: int
@@ -55,15 +55,15 @@ class MovedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """How the rows of the batch changed since the last update. Applied in this order: removed, added, moved.
+    """Changes to the rows of the batch since the last update, to be applied in this order: removed, added, moved.
 
-    A row that is freed and filled again in one update is an addition alone.
+    A row that is freed and refilled in one update is listed in ``added`` only.
 
     Attributes:
-        batch_size: rows after the update.
-        removed: rows that were freed, in falling order, as numbered before any move.
-        added: requests that took a row. One in a row that had another request replaces it.
-        moved: in the order in which they happened.
+        batch_size: number of rows after the update.
+        removed: freed rows in descending order, numbered as before any move.
+        added: requests with new rows; one in an occupied row replaces the request there.
+        moved: moves in the order in which they happened.
     """
 
     batch_size: int
@@ -73,44 +73,46 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of some rows of a batch, before their tokens are sampled.
+    """Modifies the logits of some rows of a batch before their tokens are sampled.
 
-    What an instance keeps per request, it keeps by row, and follows the batch by ``update_state``. It should be a
-    function of what it was told and of the lists it was given, for it may be replaced: once one has raised, or returned
-    nonsense, a fresh one is told the whole batch as added, and each row is tried alone to find the request that fails.
+    An instance keeps per-request state by row and updates it in ``update_state``. The state must be a function of the
+    updates and the lists in them, because an instance may be replaced: after one has raised or returned invalid logits,
+    a new one receives the whole batch as added, and each row is tried alone to find the request that fails.
     """
 
-    @classmethod  # noqa: B027  (by default there is nothing to refuse)
+    @classmethod  # noqa: B027  (by default nothing is rejected)
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Look at a request before it is accepted.
+        """Validate the parameters of a request before it is accepted.
 
         Raises:
-            ValueError: it asks this processor for what it cannot do; the text goes to the client.
+            ValueError: this processor cannot serve the request; the text is sent to the client.
         """
 
     @abstractmethod
     def __init__(self, config: EngineConfig, device: Device, is_pin_memory: bool) -> None:
-        """``device``: of the logits. ``is_pin_memory``: whether host memory is worth pinning for copies to it."""
+        """``device``: device of the logits. ``is_pin_memory``: whether pinning host memory speeds up copies to it."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits to go on with; may be the same tensor, changed in place.
+        """Return the modified logits, which may be the same tensor.
 
-        Called for each token that is sampled, and, where there are drafts, once per draft more: the answers have the
-        drafts before it meanwhile.
+        Called once per sampled token, and with drafts once more for each draft; the output token lists then include the
+        drafts before that position.
 
         Args:
-            logits: float32 ``[batch_size, vocab_size]``, row ``i`` of the request in row ``i``. Rows that sample
-                nothing in this step are there too, and what becomes of them has no effect.
+            logits: float32 ``[batch_size, vocab_size]``; row ``i`` is of the request in row ``i``. Includes rows that
+                do not sample in this step, for which the result is ignored.
         """
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether it never changes which token of a row is the best: then greedy requests go without it."""
+        """Whether it never changes the most likely token of a row; it is then skipped for greedy requests."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """How the batch changed; None where it did not. Before each ``apply``; a step that samples nothing has none."""
+        """Apply changes to the batch; None means no change. Called before each ``apply``; not called in a step that
+        samples nothing.
+        """
 
 
 def apply_update(
@@ -118,10 +120,10 @@ def apply_update(
     update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int], list[int]], T | None],
 ) -> bool:
-    """Let a dictionary of row → state follow the batch; true when it changed.
+    """Apply a batch update to a dictionary of row → state; return whether it changed.
 
     Args:
-        new_state: of a request's parameters, prompt and live answer; None: it has no state here.
+        new_state: returns the state for a request's parameters, prompt and live answer, or None for no state.
     """
     if update is None:
         return False
@@ -144,18 +146,18 @@ def apply_update(
 
 
 RequestLogitsProcessor = Callable[..., Tensor]
-"""``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)`` → logits, all of one request."""
+"""``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)`` → logits, for one request."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Makes a batch processor of callables that each see one request: inherit, and say which request has one."""
+    """Base for processors that work on one request at a time; a subclass selects the callable of each request."""
 
     def __init__(self, config: EngineConfig, device: Device, is_pin_memory: bool) -> None:
         self._requests: dict[int, Callable[[Any], Any]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The callable of a new request, of two or three parameters; None: it goes without."""
+        """Return the callable of a new request, with two or three parameters, or None for none."""
 
     def apply(self, logits: Tensor) -> Tensor:
         for row, process in self._requests.items():
@@ -180,4 +182,4 @@ class AdapterLogitsProcessor(LogitsProcessor):
             case 3:
                 return partial(process, prompt, output)
             case count:
-                raise ValueError(f"a request's logits processor must take 2 or 3 parameters, not {count}")
+                raise ValueError(f"a request's logits processor must have 2 or 3 parameters (got {count})")

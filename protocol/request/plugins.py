@@ -1,7 +1,7 @@
-"""Loads logits processors that others wrote, and asks them about requests; without torch of its own.
+"""Loads logits processor plugins and lets them validate requests; does not import torch itself.
 
-Front end, scheduler and worker load the same ones. None of them may find a GPU taken, or hidden, because a plugin
-looked at it while it was imported: so there is none to see meanwhile.
+Front end, scheduler and worker load the same plugins. CUDA devices are hidden during the import, so that a plugin
+cannot initialize a GPU in a process that must not hold one.
 """
 
 import importlib
@@ -23,13 +23,13 @@ MAX_REASON_LENGTH = 500
 
 
 def load_logits_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Installed plugins by the names of their entry points, then those of ``names``; one found twice counts once.
+    """Return installed plugins, ordered by entry point name, then those of ``names``; duplicates are dropped.
 
     Args:
         names: ``module:Class`` of each; the class may be nested (``module:Outer.Inner``).
 
     Raises:
-        ConfigError: one cannot be used; names it and says why.
+        ConfigError: a plugin cannot be used; the text names it and the reason.
     """
     installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value))
     found = [_load(f"{point.name} ({point.value})", point.value) for point in installed]
@@ -38,10 +38,10 @@ def load_logits_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
 
 
 def check_params(classes: Sequence[type[LogitsProcessor]], params: SamplingParams) -> None:
-    """Ask every plugin about a request.
+    """Let every plugin validate a request.
 
     Raises:
-        InvalidRequest: one refuses it, in its own words, or fails at looking at it.
+        InvalidRequest: a plugin rejects the request, with the plugin's own text, or fails while validating.
     """
     for cls in classes:
         try:
@@ -49,11 +49,11 @@ def check_params(classes: Sequence[type[LogitsProcessor]], params: SamplingParam
         except InvalidRequest:
             raise
         except ValueError as error:
-            said = one_line(error) or f"logits processor {cls.__name__} refuses the request"
-            raise InvalidRequest(said, "extra_args") from error
+            text = one_line(error) or f"logits processor {cls.__name__} rejected the request"
+            raise InvalidRequest(text, "extra_args") from error
         except Exception as error:
             raise InvalidRequest(
-                f"logits processor {cls.__name__} failed at checking the request: {type(error).__name__}", "extra_args"
+                f"logits processor {cls.__name__} failed to validate the request: {type(error).__name__}", "extra_args"
             ) from error
 
 
@@ -64,7 +64,7 @@ def one_line(error: BaseException) -> str:
 def _load(title: str, place: str) -> type[LogitsProcessor]:
     module_name, colon, path = place.partition(":")
     if not (module_name and colon and path):
-        raise ConfigError(f"logits processor {title} must be written as module:Class")
+        raise ConfigError(f"logits processor {title} must have the form module:Class")
     module = _import(title, module_name)
     try:
         found = operator.attrgetter(path)(module)
@@ -83,17 +83,17 @@ def _import(title: str, module_name: str) -> Any:
         with _no_devices():
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"logits processor {title}: there is no module {error.name or module_name}") from error
+        raise ConfigError(f"logits processor {title}: module {error.name or module_name} not found") from error
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
-        raise ConfigError(f"logits processor {title}: its import raised {why}") from error
+        raise ConfigError(f"logits processor {title}: import raised {why}") from error
     if _uses_cuda() and not used_before:
-        raise ConfigError(f"logits processor {title}: it uses CUDA while it is imported; do so in __init__")
+        raise ConfigError(f"logits processor {title}: it uses CUDA during import; use CUDA in __init__ instead")
     return module
 
 
 def _uses_cuda() -> bool:
-    """Whether torch, if it is imported, has taken a CUDA device in this process."""
+    """Whether torch, if imported, has initialized CUDA in this process."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 

@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen, and when to stop.
+"""Sampling parameters and stop conditions of one request.
 
-The struct is checked whenever it is built, so also when it is decoded: the front end refuses a bad field with
-its name and range, and a scheduler never sees one.
+The struct is validated whenever it is built, and therefore also when decoded: the front end rejects an invalid field
+with its name and range, and the scheduler never receives one.
 """
 
 from typing import Any, TypeAlias
@@ -29,38 +29,40 @@ ExtraArg: TypeAlias = bool | int | float | str | list[bool | int | float | str] 
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request's sampling, by the names vLLM's users know.
+    """Sampling parameters of one request, with vLLM's names.
 
     Attributes:
-        n: answers per prompt, 1 to 128. Sample i of a request draws with ``hash(seed, i)``.
-        temperature: 0 is greedy; from 0 to 2.
-        top_p, top_k, min_p: nucleus, count and relative-probability cuts; 1, 0 and 0 switch them off (so does
-            ``top_k=-1``). Order: temperature, then top-k, then top-p, then min-p.
-        seed: 64-bit; the same seed gives the same tokens whatever else runs. None: drawn by the front end.
-        stop: strings that end the answer; they are cut off unless ``include_stop_str_in_output``.
-        stop_token_ids: ids that end the answer, besides the model's own end of text.
-        ignore_eos: do not end at the model's end of text.
-        max_tokens: most tokens to generate; None means up to the context's end.
-        min_tokens: no stop, of whatever kind, before this many tokens.
-        presence_penalty, frequency_penalty: taken off the logits of tokens of the answer so far: once, and once per
-            occurrence; from -2 to 2.
-        repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied
+        n: answers per prompt, 1 to 128. The seed of answer i is ``hash(seed, i)``.
+        temperature: from 0 (greedy) to 2.
+        top_p, top_k, min_p: nucleus, count and relative probability cut-offs; 1, 0 (or -1) and 0 disable them. Order:
+            temperature, then top-k, then top-p, then min-p.
+        seed: 64-bit; the same seed gives the same tokens independently of other requests. None: the front end draws
+            one.
+        stop: strings that end the answer; they are removed from it unless ``include_stop_str_in_output`` is set.
+        stop_token_ids: token ids that end the answer, in addition to the model's end-of-text tokens.
+        ignore_eos: do not stop at the model's end-of-text tokens.
+        max_tokens: maximum number of output tokens; None means up to the end of the context.
+        min_tokens: no stop condition applies before this number of output tokens.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens already in the answer: once, and once
+            per occurrence; from -2 to 2.
+        repetition_penalty: positive logits of tokens in prompt and answer are divided by it, negative ones multiplied
             (Keskar et al., 2019); from 0.01 to 10.
-        logit_bias: token id → what is added to its logit, from -100 to 100.
-        allowed_token_ids: only these are ever sampled.
-        bad_words: texts that the answer never contains, as far as the tokenizer spells them so; the front end turns
-            them into ``bad_words_token_ids``: the last token of each is banned where the others precede it.
-        logprobs: log probabilities of the sampled token and of this many best ones (0 to 20); None for none.
-            Of the model's raw distribution, or of what is sampled from, as the engine is configured.
-        prompt_logprobs: the same for the prompt's tokens, but the first; such a request reads no cached prefix.
-        thinking_token_budget: most tokens between the engine's thinking markers; then the end marker is forced.
-        structured_outputs: what the answer must look like.
-        repetition_detection: when to end an answer that repeats itself.
-        extra_args: for logits processors of one's own.
+        logit_bias: token id → value added to its logit, from -100 to 100.
+        allowed_token_ids: the only tokens that may be sampled.
+        bad_words: texts that must not occur in the answer, as far as their tokenization is the expected one. The front
+            end converts them to ``bad_words_token_ids``: the last token of each is banned after the others.
+        logprobs: number of most likely tokens (0 to 20) whose log probabilities are returned with that of the sampled
+            token; None for no log probabilities. ``--logprobs-mode`` selects the distribution.
+        prompt_logprobs: the same for prompt tokens except the first; such a request reuses no cached prefix.
+        thinking_token_budget: maximum number of tokens between the engine's thinking markers; then the end marker is
+            forced.
+        structured_outputs: constraint on the form of the answer.
+        repetition_detection: condition that ends a repetitive answer.
+        extra_args: arguments for logits processor plugins.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
-        InvalidRequest: a value is of the wrong type or out of range; names the field and the range.
+        InvalidRequest: a value has a wrong type or is out of range; the text names the field and the range.
     """
 
     n: int = 1
@@ -122,28 +124,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_penalties(self) -> None:
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        # Not down to zero: what a logit is divided by must leave it finite in float32.
+        # The lower bound keeps a divided logit finite in float32.
         check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
 
     def _check_tokens(self) -> None:
-        """What names single tokens; whether they are the model's, ``check_params`` knows."""
+        """Check fields with token ids; ``check_params`` checks them against the model's vocabulary."""
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias must be an object of at most {MAX_LOGIT_BIAS} token ids and numbers", "logit_bias"
             )
         for token, bias in self.logit_bias.items():
-            check_int("logit_bias's token ids", token, 0, MAX_TOKENS_LIMIT, param="logit_bias")
-            check_float("logit_bias's values", bias, -100.0, 100.0, param="logit_bias")
+            check_int("each token id of logit_bias", token, 0, MAX_TOKENS_LIMIT, param="logit_bias")
+            check_float("each value of logit_bias", bias, -100.0, 100.0, param="logit_bias")
         if self.allowed_token_ids is not None:
             check_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
             if len(set(self.allowed_token_ids)) != len(self.allowed_token_ids):
-                raise InvalidRequest("allowed_token_ids must not name a token twice", "allowed_token_ids")
+                raise InvalidRequest("allowed_token_ids must not contain duplicates", "allowed_token_ids")
         if not isinstance(self.bad_words, list) or len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
         for word in self.bad_words:
             if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
                 raise InvalidRequest(
-                    f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters", "bad_words"
+                    f"each entry of bad_words must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters", "bad_words"
                 )
         if not isinstance(self.bad_words_token_ids, list) or len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
             raise InvalidRequest("bad_words_token_ids must be a list of lists of token ids", "bad_words_token_ids")
@@ -157,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("repetition_detection must be a RepetitionDetection", "repetition_detection")
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos cannot be combined with structured_outputs, which end themselves", "ignore_eos"
+                "ignore_eos cannot be combined with structured_outputs, whose constraint ends the answer", "ignore_eos"
             )
         if self.extra_args == {}:
             return
@@ -182,10 +184,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings", "stop")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise InvalidRequest(f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
+                raise InvalidRequest(
+                    f"each entry of stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop"
+                )
         if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
-                f"all strings of stop together must be at most {MAX_STOP_CHARACTERS} characters", "stop"
+                f"all entries of stop together must have at most {MAX_STOP_CHARACTERS} characters", "stop"
             )
         if not isinstance(self.stop_token_ids, list) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
@@ -195,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT)
 
     def named_token_ids(self) -> dict[str, list[int]]:
-        """By field, the token ids that it names, which the model must have."""
+        """Return, by field, the token ids in it, all of which the model's vocabulary must have."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": list(self.logit_bias),
@@ -215,7 +219,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def check_int(name: str, value: Any, low: int, high: int, *, param: str | None = None) -> int:
     """Return ``value`` if it is an integer (a bool is not) from ``low`` to ``high``.
 
-    ``param``: the field that the error names, where ``name`` is not one.
+    ``param``: field reported in the error, if it is not ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequest(f"{name} must be an integer from {low} to {high}", param or name)
@@ -232,8 +236,10 @@ def check_ids(name: str, value: Any, least: int, most: int) -> None:
 def check_float(
     name: str, value: Any, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> float:
-    """Return ``value`` if it is a finite number (a bool is not) from ``low`` to ``high``; ``param`` as above."""
-    # NaN is in no range. ``math.isfinite`` would not take an integer that is larger than any float.
+    """Return ``value`` if it is a finite number (a bool is not) from ``low`` to ``high``; ``param`` as in
+    ``check_int``.
+    """
+    # NaN fails the range check. ``math.isfinite`` raises OverflowError for an integer larger than any float.
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high or (open_low and value == low):
         edge = f"above {low:g} and at most" if open_low else f"from {low:g} to"
@@ -242,9 +248,9 @@ def check_float(
 
 
 def seed_for_sample(seed: int, sample: int) -> int:
-    """The 64-bit seed of answer ``sample`` of a request: ``hash(seed, i)`` by SplitMix64 (Steele et al., 2014).
+    """Return the 64-bit seed of answer ``sample`` of a request, by SplitMix64 (Steele et al., 2014).
 
-    Sample 0 keeps its own hash too, so that n = 1 and the first of n = 4 are the same text.
+    Sample 0 is hashed as well, so that n = 1 and the first answer of n = 4 are the same text.
     """
     mask = (1 << 64) - 1
     z = ((seed & mask) + 0x9E3779B97F4A7C15 * (sample + 1)) & mask

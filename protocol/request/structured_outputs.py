@@ -1,7 +1,7 @@
-"""What one request's answer must look like, besides its wording; and when a repeating answer is cut short.
+"""Constraint on the form of one answer, and the condition that ends a repetitive answer.
 
-Checked when built, so also when decoded; whether a grammar compiles is found out by the scheduler process, which has
-the compiler (``scheduler_proc/structured``).
+Validated when built, and therefore also when decoded. Only the scheduler process can check whether a grammar compiles,
+because it has the compiler (``scheduler_proc/structured``).
 """
 
 from typing import Any
@@ -11,24 +11,24 @@ import msgspec
 from quire.protocol.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 512 * 1024
-"""Of a schema, a regular expression, a grammar, or all choices together."""
+"""Size limit of a schema, a regular expression, a grammar, or all choices together."""
 MAX_CHOICES = 10_000
 MAX_PATTERN_SIZE = 256
 MAX_REPETITIONS = 4096
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One constraint, by the names vLLM's users know; exactly one of the fields is set.
+    """One constraint, with vLLM's names; exactly one field is set.
 
     Attributes:
-        json: a JSON schema, as text or as an object (kept as text).
+        json: a JSON schema, as text or as an object (stored as text).
         json_object: any JSON object.
         regex: a regular expression that the whole answer matches.
-        choice: the answer is one of these.
-        grammar: a context-free grammar in Lark's syntax, or in GBNF (``root ::= ...``).
+        choice: the answer is one of these strings.
+        grammar: a context-free grammar in Lark syntax, or in GBNF (``root ::= ...``).
 
     Raises:
-        InvalidRequest: none or several are set, or one is of the wrong type, empty or too long.
+        InvalidRequest: no field or several are set, or one has a wrong type, is empty or too long.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -73,12 +73,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ends an answer whose last tokens are one pattern over and over, by the names vLLM's users know.
+    """Ends an answer whose last tokens repeat one pattern, with vLLM's names.
 
     Attributes:
         max_pattern_size: longest pattern, in tokens.
-        min_pattern_size: shortest pattern.
-        min_count: how often it must stand there, one after the other.
+        min_pattern_size: shortest pattern, in tokens.
+        min_count: number of consecutive occurrences that ends the answer.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -103,7 +103,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 def encode_schema(schema: Any) -> str:
-    """A schema given as an object, as the text that the wire carries; key order is kept, for it is the answer's."""
+    """Encode a schema as JSON text; key order is kept because it determines the order in the answer."""
     try:
         return msgspec.json.encode(schema).decode()
     except (RecursionError, TypeError, ValueError, OverflowError):
@@ -111,7 +111,7 @@ def encode_schema(schema: Any) -> str:
 
 
 def check_grammar_text(name: str, text: Any) -> None:
-    """Raise InvalidRequest unless ``text`` is None, or a string of acceptable size that is valid Unicode."""
+    """Raise InvalidRequest unless ``text`` is None, or a non-empty string of valid Unicode within the size limit."""
     if text is None:
         return
     if not isinstance(text, str) or not text:

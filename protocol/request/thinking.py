@@ -1,14 +1,14 @@
-"""Where an answer thinks, and when its thinking must end: a pure function of the tokens and the two markers.
+"""Tracks thinking spans and their token budget: a pure function of the tokens and the two markers.
 
-Worker and scheduler both keep one ``ThinkingState`` per request that needs it, and so agree without a message: the
-worker forces the end marker, the scheduler's grammars wait for it.
+Worker and scheduler each keep a ``ThinkingState`` per request that needs one, and agree without a message: the worker
+forces the end marker, and the scheduler applies grammars only after it.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class Marker:
-    """One marker of one or more tokens, and how much of it a text has at its end (Knuth, Morris, Pratt, 1977)."""
+    """A marker of one or more tokens, matched incrementally at the end of a text (Knuth, Morris, Pratt, 1977)."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = [int(token) for token in tokens]
@@ -20,7 +20,7 @@ class Marker:
         return len(self.tokens)
 
     def advance(self, matched: int, token: int) -> int:
-        """Tokens of the marker at the end of a text that had ``matched`` of them before ``token``."""
+        """Return the number of marker tokens matched after ``token``, given ``matched`` before it."""
         if matched == len(self.tokens):
             matched = self._borders[matched]
         while matched and self.tokens[matched] != token:
@@ -28,18 +28,20 @@ class Marker:
         return matched + (self.tokens[matched] == token)
 
     def matched_by(self, text: list[int]) -> int:
-        """Tokens of the marker at the end of ``text``; all of them where it stands there."""
+        """Return the number of marker tokens at the end of ``text``; the marker's length if all are there."""
         matched = 0
         for token in text[-len(self.tokens) :]:
             matched = self.advance(matched, token)
         return matched
 
     def next_token(self, matched: int) -> int:
-        """What comes after the first ``matched`` tokens; behind a whole marker, what makes it stand there again."""
+        """Return the marker token that follows ``matched`` tokens; after a whole marker, the token that continues to a
+        second one.
+        """
         return self.tokens[self._borders[matched] if matched == len(self.tokens) else matched]
 
     def last_in(self, text: list[int]) -> int:
-        """Where the last whole marker of ``text`` begins; -1 without one. Runs at C's speed: prompts are long."""
+        """Return the start of the last whole marker in ``text``, or -1. Uses list search, because prompts are long."""
         backwards, wanted = text[::-1], self.tokens[::-1]
         at = -1
         try:
@@ -52,16 +54,17 @@ class Marker:
 
 
 class ThinkingState:
-    """Follows one request's text, token by token. Markers are matched over prompt and answer as one text.
+    """Follows one request's text token by token, with markers matched over prompt and answer as one text.
 
-    A prompt leaves a span open when its last start marker begins after its last end marker. In the answer a span opens
-    with the last token of a start marker while none is open (in an open one it is a thought like others), and ends with
-    the last token of an end marker. Without both markers nothing is ever open.
+    A prompt leaves a span open if its last start marker begins after its last end marker. In the answer, a span opens
+    with the last token of a start marker while none is open (inside a span, a start marker is ordinary text), and ends
+    with the last token of an end marker. Without both markers configured, no span ever opens.
 
     Attributes:
-        is_open: a span is open now.
-        num_tokens: tokens in it behind its start marker, those of a begun end marker too; 0 where none is open.
-        num_ended: spans that ended in the answer.
+        is_open: whether a span is open.
+        num_tokens: tokens in the open span after its start marker, including those of a partial end marker; 0 if none
+            is open.
+        num_ended: number of spans that ended in the answer.
     """
 
     __slots__ = ("_end", "_end_matched", "_start", "_start_matched", "is_open", "num_ended", "num_tokens")
@@ -87,7 +90,7 @@ class ThinkingState:
             self.num_tokens = len(prompt) - opened - len(start)
 
     def advance(self, token: int) -> None:
-        """``token`` is the answer's next one."""
+        """Process the next token of the answer."""
         start = self._start
         if start is None:
             return
@@ -107,16 +110,16 @@ class ThinkingState:
             self.advance(token)
 
     def forced_token(self, budget: int) -> int | None:
-        """The token that must come next, where the open span has ``budget`` tokens or more; else None.
+        """Return the next token of the end marker if the open span has at least ``budget`` tokens, else None.
 
-        It is the next one of the end marker. Of a marker that the text has begun, only the rest is forced.
+        If the text ends with a partial end marker, only the rest of it is forced.
         """
         if not self.is_open or self.num_tokens < budget:
             return None
         return self._end.next_token(self._end_matched)
 
     def copy(self) -> "ThinkingState":
-        """Goes its own way from here: for drafts, which may be wrong."""
+        """Return an independent copy, which can follow drafts that may be rejected."""
         other = object.__new__(ThinkingState)
         other._start, other._end = self._start, self._end
         other._start_matched, other._end_matched = self._start_matched, self._end_matched

@@ -1,1 +1,1 @@
-"""Messages between processes: their types, encoding, numbering and sockets."""
+"""Messages between processes: types, encoding, numbering and sockets."""

@@ -1,4 +1,4 @@
-"""Types of the arrays in messages. They travel as raw bytes, so that no side turns tokens into Python integers."""
+"""Array types of messages. Arrays are sent as raw bytes, so no process converts tokens to Python integers."""
 
 from typing import TypeAlias
 

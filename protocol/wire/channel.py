@@ -1,7 +1,7 @@
 """One end of a link between two processes: ordered messages, numbered and checked.
 
-``Link`` keeps the numbers; a transport (``zmq_channel``, or a pair in memory in a test) only moves frames. All have the
-interface ``Channel``, so that the same loops run over sockets and in a test.
+``Link`` numbers messages; a transport (``zmq_channel``, or a pair in memory in a test) only moves frames. All
+transports implement ``Channel``, so that the same loops run over sockets and in tests.
 """
 
 from collections import Counter
@@ -15,32 +15,32 @@ Frames = list[bytes | memoryview]
 
 
 class Received(NamedTuple):
-    """A message and the frames that it came in (the event log keeps those, already encoded)."""
+    """A message and the frames in which it arrived; the event log stores the frames, which are already encoded."""
 
     message: Any
     frames: Frames
 
 
 class SendFailed(EngineError):
-    """The other process is gone, or does not take messages any more: ``frames`` did not go out."""
+    """The other process exited or does not read; ``frames`` were not sent."""
 
     def __init__(self, frames: Frames) -> None:
-        super().__init__("the other process does not take messages any more")
+        super().__init__("the other process does not accept messages any more")
         self.frames = frames
 
 
 class Channel(Protocol):
-    """What a loop needs of a link."""
+    """Interface of a link, as process loops use it."""
 
     def send(self, message: Any) -> Frames:
-        """Number, encode and send; returns the frames that went out. Raises NotTaken."""
+        """Number, encode and send a message; return the sent frames. Raises SendFailed."""
         ...
 
     def receive(self, timeout: float | None = 0.0) -> Received | None:
-        """The next message; None when none came in ``timeout`` seconds (None: wait for ever).
+        """Return the next message, or None if none arrived within ``timeout`` seconds (None: wait without limit).
 
         Raises:
-            ProtocolError: a frame was damaged, lost, doubled or of another epoch. The link is not usable after it.
+            ProtocolError: a frame is damaged, lost, duplicated or of another epoch. The link is unusable after it.
         """
         ...
 
@@ -48,9 +48,9 @@ class Channel(Protocol):
 
 
 class Link:
-    """The numbering of both directions of one link. Owns no transport.
+    """Numbering of both directions of one link; owns no transport.
 
-    Invariant: what it accepts is exactly what the other side sent in this epoch, in order, without a gap.
+    Invariant: it accepts exactly the messages that the other side sent in this epoch, in order and without gaps.
     """
 
     def __init__(self, incoming: Any, worker_epoch: int = 0) -> None:
@@ -65,7 +65,11 @@ class Link:
         return self._codec.encode(self.worker_epoch, self._sent, message)
 
     def incoming(self, frames: Sequence[bytes | memoryview]) -> Received:
-        """Check and decode. Raises ProtocolError (counted in ``refused``) when the message cannot be accepted."""
+        """Check and decode a message.
+
+        Raises:
+            ProtocolError: the message cannot be accepted; counted in ``refused``.
+        """
         try:
             envelope = self._codec.decode(frames)
             if envelope.worker_epoch != self.worker_epoch:

@@ -1,8 +1,8 @@
-"""Messages to frames and back: typed both ways, nothing executable, capped before it is decoded.
+"""Encodes messages as frames and decodes them: typed, nothing executable, size limits checked before decoding.
 
-Frame 0 is ``crc32`` (4 bytes, little-endian) followed by msgpack ``[epoch, seq, message]``. An array in it is
-``[dtype, bytes]`` while it is small, else ``[dtype, length]`` and a raw little-endian frame behind. The checksum covers
-all that follows it, so that a flipped bit in the header is seen as well as one in an array.
+Frame 0 is ``crc32`` (4 bytes, little-endian) followed by msgpack ``[epoch, seq, message]``. A small array is encoded in
+it as ``[dtype, bytes]``; a large one as ``[dtype, length]``, with its data as a raw little-endian frame of its own. The
+checksum covers everything after it, so it detects a flipped bit in the header as well as in an array.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_FRAMES = 17
 MAX_FRAME_BYTES = 256 * 2**20
 NARROW_FROM = 64
 INLINE_BYTES = 1024
-"""Arrays up to this size stand in the header: a frame of their own would cost more than the copy."""
+"""Maximum size of an array inside the header; below it, a separate frame costs more than the copy."""
 
 _WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "<i4": np.dtype("<i4"),
@@ -29,7 +29,7 @@ M = TypeVar("M")
 
 
 class ProtocolError(Exception):
-    """A message that cannot be taken as it is: ``kind`` is crc, frames, decode, epoch or gap."""
+    """A message that cannot be accepted; ``kind`` is crc, frames, decode, epoch or gap."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -37,7 +37,7 @@ class ProtocolError(Exception):
 
 
 class Envelope(NamedTuple):
-    """One decoded message and where it stands on its link."""
+    """One decoded message with its epoch and sequence number."""
 
     worker_epoch: int
     seq: int
@@ -45,18 +45,18 @@ class Envelope(NamedTuple):
 
 
 class Codec(Generic[M]):
-    """Encodes any message; decodes those of one closed union. Not for use by two threads at once."""
+    """Encodes any message and decodes those of one closed union. Not thread-safe."""
 
     def __init__(self, union: Any) -> None:
         self._arrays: list[memoryview | bytes] = []
         self._next = 0
         self._kinds: dict[int, tuple[Any, np.dtype[Any]]] = {}
-        """By the annotation's id; the annotation is kept, so that the id stays its own."""
+        """Dtypes by id of the annotation. The annotation is kept too, so that its id is not reused."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put_array)
         self._decoder = msgspec.msgpack.Decoder(tuple[int, int, union], dec_hook=self._take_array)
 
     def encode(self, worker_epoch: int, seq: int, message: Any) -> list[bytes | memoryview]:
-        """The frames of ``message``, ready to send."""
+        """Return the frames of ``message``, ready to send."""
         self._arrays = []
         body = self._encoder.encode((worker_epoch, seq, message))
         crc = crc32(body)
@@ -65,13 +65,13 @@ class Codec(Generic[M]):
         return [crc.to_bytes(4, "little") + body, *self._arrays]
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> Envelope:
-        """The message in ``frames``; arrays in it are read-only views of them.
+        """Return the message in ``frames``; its arrays are read-only views of them.
 
         Raises:
             ProtocolError: too many or too large frames, a wrong checksum, or anything but a known message.
         """
         if not 1 <= len(frames) <= MAX_FRAMES or any(len(f) > MAX_FRAME_BYTES for f in frames) or len(frames[0]) < 5:
-            raise ProtocolError("frames", f"{len(frames)} frames, or one of a wrong size")
+            raise ProtocolError("frames", f"too many frames ({len(frames)}), or a frame of a wrong size")
         head = memoryview(frames[0])
         body = head[4:]
         crc = crc32(body)
@@ -85,20 +85,20 @@ class Codec(Generic[M]):
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise ProtocolError("decode", f"not a known message: {error}") from None
         except Exception as error:  # a struct's own check refused a value (InvalidRequest)
-            raise ProtocolError("decode", f"a value is out of range: {error}") from None
+            raise ProtocolError("decode", f"value out of range: {error}") from None
         if self._next != len(self._arrays):
-            raise ProtocolError("frames", "more frames than the message names")
+            raise ProtocolError("frames", "more frames than arrays in the message")
         return Envelope(worker_epoch, seq, message)
 
     def _put_array(self, array: Any) -> tuple[str, int | bytes]:
-        """Called by msgspec for each array field: dtype, and the bytes themselves or the length of a frame with them.
+        """Encode an array field for msgpack: its dtype, and its bytes or the length of a separate frame.
 
-        Ids travel in one or two bytes where all of them fit: half the size for most vocabularies.
+        int32 arrays whose values fit are sent as uint8 or uint16, which halves the size of ids for most vocabularies.
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")
         if len(array) > NARROW_FROM and array.dtype == np.int32:
-            highest = array.view(np.uint32).max()  # a negative one would be the highest
+            highest = array.view(np.uint32).max()  # as unsigned, a negative value is the highest
             if highest < 65536:
                 array = array.astype("|u1" if highest < 256 else "<u2")
         dtype = array.dtype.str
@@ -115,10 +115,10 @@ class Codec(Generic[M]):
         dtype = _WIRE_DTYPES.get(spec[0]) if isinstance(spec[0], str) else None
         data = spec[1] if isinstance(spec[1], bytes) else self._next_frame()
         if dtype is None or len(data) % dtype.itemsize or not self._is_length(spec[1], len(data) // dtype.itemsize):
-            raise ValueError("array of a wrong dtype or length")
+            raise ValueError("array has a wrong dtype or length")
         wanted = self._wanted(kind)
         if (dtype.kind == "f") != (wanted.kind == "f"):
-            raise ValueError("array of a wrong kind")
+            raise ValueError("array has floats instead of integers, or integers instead of floats")
         array = np.frombuffer(data, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)
 
@@ -129,11 +129,11 @@ class Codec(Generic[M]):
         return self._arrays[self._next - 1]
 
     @staticmethod
-    def _is_length(told: Any, length: int) -> bool:
-        return isinstance(told, bytes) or (isinstance(told, int) and told == length)
+    def _is_length(declared: Any, length: int) -> bool:
+        return isinstance(declared, bytes) or (isinstance(declared, int) and declared == length)
 
     def _wanted(self, kind: Any) -> np.dtype[Any]:
-        """The dtype of a field's annotation, which is looked into once: that takes longer than all the rest."""
+        """Return the dtype of a field's annotation, cached because the look-up dominates decoding time."""
         known = self._kinds.get(id(kind))
         if known is None:
             known = self._kinds[id(kind)] = (kind, np.dtype(get_args(get_args(kind)[1])[0]))

@@ -1,8 +1,8 @@
-"""Keys for sockets that other machines can reach: our own, and those that are accepted.
+"""CURVE keys for sockets that other machines can reach: the server's own pair, and the accepted public keys.
 
-A folder of mode 0700 that belongs to this user, with ``server.key_secret`` and a folder ``allowed`` of the public keys
-(``NAME.key``) of those who may connect; ``zmq.auth.create_certificates`` makes such files. No other key opens the
-connection, and with an empty list none does.
+The key directory has mode 0700 and belongs to this user. It contains ``server.key_secret`` and a directory ``allowed``
+with the public keys (``NAME.key``) of permitted clients; ``zmq.auth.create_certificates`` writes such files.
+Connections with other keys are rejected.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.protocol.errors import ConfigError
 
-if TYPE_CHECKING:  # the command line does without zmq
+if TYPE_CHECKING:  # the command line must not import zmq
     pass
 
 SECRET = "server.key_secret"
@@ -24,7 +24,7 @@ KEY_CHARACTERS = 40
 
 
 class CurveKeys(NamedTuple):
-    """Our pair, 40 characters of Z85 each, and the folder of those that are accepted."""
+    """The server's key pair, 40 characters of Z85 each, and the directory of accepted public keys."""
 
     public: bytes
     secret: bytes
@@ -32,19 +32,23 @@ class CurveKeys(NamedTuple):
 
 
 def load_curve_keys(folder: Path) -> CurveKeys:
-    """Raises ConfigError: a folder or a file that others could change or read, is missing, or holds no key."""
+    """Read and check the key directory.
+
+    Raises:
+        ConfigError: a directory or file is missing, other users could change or read it, or it contains no key.
+    """
     for place in (folder, folder / ALLOWED):
-        _require(place, stat.S_ISDIR, "a folder of mode 0700 that belongs to this user", 0o077)
+        _require(place, stat.S_ISDIR, "a directory of mode 0700 that belongs to this user", 0o077)
     _require(folder / SECRET, stat.S_ISREG, "a file of mode 0600 that belongs to this user", 0o077)
     names = [name for name in sorted((folder / ALLOWED).iterdir()) if name.suffix == ".key"]
     if not names:
-        raise ConfigError(f"{FLAG}: {folder / ALLOWED} holds no public key (NAME.key): nobody could connect")
+        raise ConfigError(f"{FLAG}: {folder / ALLOWED} has no public key (NAME.key): add one per permitted subscriber")
     for name in names:
-        _require(name, stat.S_ISREG, "a file that belongs to this user, and no link", 0o022)
+        _require(name, stat.S_ISREG, "a file, not a link, that belongs to this user and no other may write", 0o022)
         _read_key(name)
     public, secret = _read_key(folder / SECRET)
     if secret is None:
-        raise ConfigError(f"{FLAG}: {folder / SECRET} holds no secret key")
+        raise ConfigError(f"{FLAG}: {folder / SECRET} has no secret key")
     return CurveKeys(public, secret, folder / ALLOWED)
 
 
@@ -52,13 +56,13 @@ def _require(place: Path, is_kind: Any, wanted: str, forbidden: int) -> None:
     try:
         info = place.lstat()
     except (OSError, ValueError):
-        raise ConfigError(f"{FLAG}: there is no {place}") from None
+        raise ConfigError(f"{FLAG}: {place} not found") from None
     if not is_kind(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & forbidden:
         raise ConfigError(f"{FLAG}: {place} must be {wanted}")
 
 
 def _read_key(file: Path) -> tuple[bytes, bytes | None]:
-    """The public key in a file, and the secret one."""
+    """Return the public key in a file, and the secret key or None."""
     from zmq.auth import load_certificate
 
     try:
@@ -66,16 +70,17 @@ def _read_key(file: Path) -> tuple[bytes, bytes | None]:
             raise ValueError
         public, secret = load_certificate(file)
     except (OSError, ValueError):
-        raise ConfigError(f"{FLAG}: {file} is no key file of ZeroMQ's") from None
+        raise ConfigError(f"{FLAG}: {file} is not a ZeroMQ key file") from None
     if any(key is not None and len(key) != KEY_CHARACTERS for key in (public, secret)):
-        raise ConfigError(f"{FLAG}: {file} is no key file of ZeroMQ's")
+        raise ConfigError(f"{FLAG}: {file} is not a ZeroMQ key file")
     return public, secret
 
 
 class CurveContext:
-    """A context whose sockets, once made, take connections of allowed keys only.
+    """A ZeroMQ context whose sockets accept connections with allowed keys only.
 
-    A context of its own, because authentication is for a whole context. Owns the thread that authenticates.
+    Authentication applies to a whole context, so these sockets do not share one with others. Owns the authentication
+    thread.
     """
 
     def __init__(self, keys: CurveKeys) -> None:
@@ -83,7 +88,7 @@ class CurveContext:
         from zmq.auth.thread import ThreadAuthenticator
 
         self.context: zmq.Context[Any] = zmq.Context()
-        # Before any socket: without authentication every key would be accepted.
+        # Start before any socket exists: without authentication every key would be accepted.
         self._authenticator: ThreadAuthenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain=DOMAIN, location=keys.allowed)
@@ -96,6 +101,6 @@ class CurveContext:
             self.context.setsockopt(option, value)
 
     def close(self) -> None:
-        """Its sockets must be closed by then."""
+        """Stop authentication and terminate the context; its sockets must be closed first."""
         self._authenticator.stop()
         self.context.term()

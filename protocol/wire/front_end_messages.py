@@ -12,7 +12,7 @@ from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 
 
 class EndReason(enum.IntEnum):
-    """Why a request ended; every accepted request gets exactly one."""
+    """Why a request ended; every accepted request has exactly one."""
 
     STOPPED = 1
     LENGTH = 2
@@ -22,12 +22,14 @@ class EndReason(enum.IntEnum):
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for it (and vLLM's, where OpenAI has none)."""
+        """OpenAI's name of the reason (or vLLM's, if OpenAI has none)."""
         return {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition"}[self.value]
 
 
 class AddRequest(Message, frozen=True, tag=10):
-    """One sampled sequence. ``output_token_ids``: already delivered (a resubmission); ``seed`` is always present."""
+    """One sequence to generate. ``output_token_ids``: tokens already delivered (a resubmission); ``seed`` is always
+    set.
+    """
 
     request_id: str
     prompt_token_ids: Int32
@@ -37,7 +39,7 @@ class AddRequest(Message, frozen=True, tag=10):
     priority: int = 0
     cache_salt: str = ""
     arrival: float = 0.0
-    # Reserved: refused unless left at the default.
+    # Reserved: rejected unless left at the default.
     job_id: str = ""
     is_last_step: bool = True
     resumable: bool = False
@@ -45,9 +47,9 @@ class AddRequest(Message, frozen=True, tag=10):
     mm_features: list[bytes] = []
     kv_transfer: bytes = b""
     tenant: int = 0
-    """Its tenant, from 1; 0: none is known. Admission is fair among tenants."""
+    """Tenant number from 1, or 0 for none; admission is fair among tenants."""
     resubmitted: bool = False
-    """It was submitted before, on a link that broke: a queue that is full meanwhile does not turn it away."""
+    """It was submitted before, on a link that broke; a queue that has become full does not reject it."""
 
 
 class Abort(Message, frozen=True, tag=11):
@@ -62,7 +64,7 @@ class Stop(Message, frozen=True, tag=12):
 
 
 class Control(Message, frozen=True, tag=13):
-    """``kind``: statistics, pause (nothing runs), pause_new (nothing is admitted), resume, reset_prefix_cache.
+    """``kind``: statistics, pause (schedule nothing), pause_new (admit nothing), resume, reset_prefix_cache.
 
     Answered by Statistics with the same ``query``.
     """
@@ -72,7 +74,7 @@ class Control(Message, frozen=True, tag=13):
 
 
 class Rejected(Message, frozen=True, tag=20):
-    """The one ending of a request that was never accepted."""
+    """The only answer to a request that was not accepted."""
 
     request_id: str
     code: str
@@ -81,7 +83,9 @@ class Rejected(Message, frozen=True, tag=20):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
-    """``stop_reason``: the stop token's id, if one ended it. ``num_output_tokens``: what counts, and is billed."""
+    """``stop_reason``: id of the stop token that ended the request, or None. ``num_output_tokens``: number of tokens
+    that count and are billed.
+    """
 
     handle: int
     reason: int
@@ -97,7 +101,7 @@ class Introduced(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(Message, frozen=True, tag=21):
-    """What one step brought this front end. ``counts`` is absent when every request got one token."""
+    """Results of one step for this front end. ``counts`` is None when every request got one token."""
 
     introduced: list[Introduced]
     handles: Int32 | None
@@ -109,7 +113,7 @@ class StepOutputs(Message, frozen=True, tag=21):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Seconds: how many observations were at most each of ``bounds`` (``counts`` has one more, for all above)."""
+    """Durations in seconds: ``counts[i]`` observations were at most ``bounds[i]``; the last entry counts all above."""
 
     bounds: list[float]
     counts: list[int]
@@ -117,7 +121,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Statistics(Message, frozen=True, tag=22):
-    """Counters since start and present gauges; answers a Control."""
+    """Counters since start and current gauges; answers a Control."""
 
     query: int
     done: bool = True
@@ -135,12 +139,12 @@ class Statistics(Message, frozen=True, tag=22):
     refused_messages: int = 0
     num_cached_blocks: int = 0
     num_evicted_blocks: int = 0
-    """Contents that were forgotten because their block was needed."""
+    """Cached contents that were evicted because their block was allocated."""
     num_requests_refused: int = 0
     num_stray_messages: int = 0
-    """Aborts, stops, releases and results for what is not there (any more): counted, and otherwise ignored."""
+    """Aborts, stops, releases and results for requests that do not exist (any more); counted and otherwise ignored."""
     waiting_by_reason: dict[str, int] = {}
-    """Requests that wait now, by what they wait for."""
+    """Number of waiting requests by wait reason."""
     preemptions_by_reason: dict[str, int] = {}
     kv_block_lifetime: Histogram | None = None
     kv_block_idle_before_evict: Histogram | None = None
@@ -148,11 +152,11 @@ class Statistics(Message, frozen=True, tag=22):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_trace_lines_lost: int = 0
-    """Because the disk was too slow, or failed."""
+    """Trace lines lost because the disk was too slow or failed."""
     num_worker_restarts: int = 0
-    """Groups of workers that were lost; other workers computed their requests again."""
+    """Worker groups lost; new workers recomputed their requests."""
     num_slow_steps: int = 0
-    """Steps that took five times as long as is usual for their size, and half a second at least."""
+    """Steps that took at least 0.5 s and five times the usual time for their size."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -1,7 +1,7 @@
-"""What a router hears of the prefix cache: which contents can be found, and where one listens.
+"""Prefix cache events for routers: which contents are cached, and the endpoints to subscribe to.
 
-A content is named by its hash, which covers everything before it, so that no event has to name a parent. What is on
-the wire around these structs is told in docs/kv_events.md.
+A content is named by its hash, which covers all tokens before it, so an event needs no parent. docs/kv_events.md
+documents the frames around these structs.
 """
 
 import os
@@ -16,31 +16,33 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.wire.curve_keys import FLAG, load_curve_keys
 
 TOPIC = b"kv"
-"""First frame of every published batch, and of a kept one in an answer."""
+"""First frame of every published batch, and of a stored batch in a replay answer."""
 
 GONE = b"gone"
-"""Answer: what was asked for is not kept any more; the sequence number is the oldest kept one."""
+"""Replay answer: the requested batch is no longer stored; the sequence number is the oldest stored one."""
 
 MORE = b"more"
-"""Answer, last message: ask again from this sequence number."""
+"""Last message of a replay answer: continue from this sequence number with another request."""
 
 END = b"end"
-"""Answer, last message: there is no more; the sequence number is the next one to be published."""
+"""Last message of a replay answer: it is complete; the sequence number is the next one to be published."""
 
 HASH_BYTES = {"sha256": 32, "xxh3_128": 16}
-"""Length of a hash, by ``EngineConfig.prefix_caching_hash_algo``."""
+"""Length of a hash by ``EngineConfig.prefix_caching_hash_algo``."""
 
 
 MAX_SOCKET_PATH = 107
-"""Linux' limit."""
+"""Linux limit on the length of a socket path."""
 
 
 class _Event(msgspec.Struct, array_like=True, frozen=True):
-    """Like ``messages.Message``, which would bring NumPy into the command line, with tags of the same numbering."""
+    """Same encoding as ``link_messages.Message``, without importing NumPy into the command line; tags share one
+    numbering.
+    """
 
 
 class BlocksStored(_Event, frozen=True, tag=50):
-    """These contents can be found from now on. ``block_size``: tokens in each."""
+    """These contents can be found from now on. ``block_size``: tokens in each block."""
 
     hashes: list[bytes]
     block_size: int
@@ -48,14 +50,14 @@ class BlocksStored(_Event, frozen=True, tag=50):
 
 
 class BlocksRemoved(_Event, frozen=True, tag=51):
-    """These contents cannot be found any more, in any block."""
+    """These contents can no longer be found in any block."""
 
     hashes: list[bytes]
     group: int = 0
 
 
 class AllBlocksCleared(_Event, frozen=True, tag=52):
-    """Nothing can be found: the cache was reset, or the engine begins."""
+    """No content can be found: the cache was reset, or the engine started."""
 
 
 KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -75,11 +77,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") -> None:
-    """Refuse endpoints that others could read than this user's processes, or holders of the keys in ``curve_dir``.
+    """Reject endpoints that other users' processes could read, except holders of the keys in ``curve_dir``.
 
     Raises:
-        ConfigError: neither ``ipc://`` in a folder of our own nor ``tcp://`` at one address of this machine and with
-            keys; twice the same; a replay of events that are not published; or keys that are none, or for nothing.
+        ConfigError: an endpoint is neither ``ipc://`` in a private directory nor ``tcp://`` at one address of this
+            machine with keys; both endpoints are equal; a replay endpoint without events; or keys that are invalid or
+            unused.
     """
     if replay_endpoint and not endpoint:
         raise ConfigError("--kv-events-replay-endpoint needs --kv-events-endpoint")
@@ -90,13 +93,13 @@ def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") ->
             _check_path(flag, given)
         elif given and not _is_one_address(given):
             raise ConfigError(
-                f"{flag} must be ipc:///folder/name or tcp://ADDRESS:port with a numeric address, not {given}"
+                f"{flag} must be ipc:///directory/name or tcp://ADDRESS:port with a numeric address (got {given})"
             )
         elif given and not curve_dir:
-            raise ConfigError(f"{flag} {given}: TCP needs keys, which {FLAG} names: without, anybody could read it")
+            raise ConfigError(f"{flag} {given}: TCP needs CURVE keys, or any process could read it: set {FLAG}")
     if curve_dir:
         if not is_tcp(endpoint) and not is_tcp(replay_endpoint):
-            raise ConfigError(f"{FLAG} is for tcp:// endpoints, and there is none")
+            raise ConfigError(f"{FLAG} needs a tcp:// endpoint: remove it, or set --kv-events-endpoint tcp://...")
         load_curve_keys(Path(curve_dir))
 
 
@@ -105,7 +108,9 @@ def is_tcp(endpoint: str) -> bool:
 
 
 def _is_one_address(endpoint: str) -> bool:
-    """Of IPv4, in numbers: a name may mean another machine tomorrow, and a wildcard means every network."""
+    """Whether this is one numeric IPv4 address and port: a name could resolve to another machine later, and a wildcard
+    means every network.
+    """
     match = re.fullmatch(r"tcp://([0-9.]{7,15}):([0-9]{1,5})", endpoint)
     if match is None or not 1 <= int(match[2]) <= 65535:
         return False
@@ -117,20 +122,20 @@ def _is_one_address(endpoint: str) -> bool:
 
 
 def _check_path(flag: str, endpoint: str) -> None:
-    """Binding deletes what has the socket's name: only another socket may have it."""
+    """Reject an existing path that is not a socket, because binding deletes it."""
     from quire.protocol.wire.zmq_channel import (
-        check_socket_directory,  # not at the top: the command line does without zmq
+        check_socket_directory,  # imported here because the command line must not import zmq
     )
 
     path = Path(endpoint.removeprefix("ipc://"))
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise ConfigError(f"{flag} {endpoint}: a socket's path has at most {MAX_SOCKET_PATH} bytes")
+        raise ConfigError(f"{flag} {endpoint}: a socket path must have at most {MAX_SOCKET_PATH} bytes")
     try:
         check_socket_directory(path.parent)
         taken = path.is_symlink() or (path.exists() and not path.is_socket())
     except (OSError, ValueError):
-        raise ConfigError(f"{flag} {endpoint}: there is no such folder") from None
+        raise ConfigError(f"{flag} {endpoint}: directory not found") from None
     except EngineError:
-        raise ConfigError(f"{flag} {endpoint}: the folder must have mode 0700 and belong to this user") from None
+        raise ConfigError(f"{flag} {endpoint}: the directory must have mode 0700 and belong to this user") from None
     if taken or not path.name:
-        raise ConfigError(f"{flag} {endpoint}: there is something else of this name")
+        raise ConfigError(f"{flag} {endpoint}: the path exists and is not a socket")

@@ -1,8 +1,8 @@
-"""Messages that every link carries, and the base of all messages.
+"""The base of all messages, and the messages that every link carries.
 
 All messages are frozen structs of closed unions, one union per direction of a link (front_end_messages.py,
-worker_messages.py). Fields grow at the tail, with defaults; a tag is never reused. Tags 14 to 18 and 43 are events of
-the scheduler process' own (scheduler_proc/core/events.py); 19 was used up to version 1.
+worker_messages.py). New fields go to the end, with defaults; a tag is never reused. Tags 14 to 18 and 43 are events
+inside the scheduler process (scheduler_proc/core/events.py); 19 was used until version 1.
 """
 
 import msgspec
@@ -11,11 +11,11 @@ PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all messages: encoded as an array that starts with an integer tag."""
+    """Base of all messages, encoded as an array that starts with an integer tag."""
 
 
 class Hello(Message, frozen=True, tag=1):
-    """First message of a process that connects. ``role`` is frontend or worker; ``index`` its rank or number."""
+    """First message of a connecting process. ``role`` is frontend or worker; ``index`` is its number or rank."""
 
     protocol_version: int
     role: str
@@ -30,16 +30,16 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Refused(Message, frozen=True, tag=3):
-    """The connection, or the last message on it, is not accepted. ``final``: nor will another one be."""
+    """The connection, or the last message on it, is rejected. ``final``: another connection would be rejected too."""
 
     reason: str
     final: bool = False
 
 
 class Heartbeat(Message, frozen=True, tag=4):
-    """From a process that only waits, every second or so; the scheduler sends one back.
+    """Sent about once a second by a process that only waits; the scheduler answers with one.
 
-    A message that was lost, and behind which there is no other, shows as a gap before it, on either way.
+    A lost message that no other message follows is detected as a gap before the heartbeat, in either direction.
     """
 
     now: float

@@ -1,4 +1,4 @@
-"""Log probabilities as they travel from the sampler to the client: arrays that are cut as a whole, in step."""
+"""Log probabilities on their way from the sampler to the client, as parallel arrays that are sliced together."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from quire.protocol.request.sampling_params import MAX_LOGPROBS
 from quire.protocol.wire.arrays import Float32, Int32
 
 HIGHEST_LOGPROB = 1e-3
-"""The logarithm of 1 is 0; a value above it by more than rounding is no log probability."""
+"""Largest value accepted as a log probability: 0 is the logarithm of 1, and rounding may exceed it slightly."""
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log probabilities of one token and of the best ones in its place.
+    """Log probabilities of one token and of the most likely tokens at its position.
 
     Attributes:
-        rank: of the token, from 1.
-        top: (token id, log probability) in falling order; at least as many as were asked for.
+        rank: rank of the token, from 1.
+        top: (token id, log probability) in descending order; at least as many as the request wants.
     """
 
     token_id: int
@@ -29,12 +29,12 @@ class TokenLogprobs:
 
 
 class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Log probabilities of a list of tokens: of each token itself, and of the best ones in its place.
+    """Log probabilities of a list of tokens: of each token itself, and of the most likely tokens at its position.
 
     Attributes:
         token_ids, values: ``len(ranks) * width`` entries, row-major: column 0 is the token itself, the others are the
-            best ones in falling order.
-        ranks: of the token itself, from 1.
+            most likely tokens in descending order.
+        ranks: rank of the token itself, from 1.
         width: entries per token.
     """
 
@@ -45,7 +45,7 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
     @classmethod
     def of(cls, token_ids: Int32, values: Float32, ranks: Int32) -> "LogprobArrays":
-        """From ``token_ids`` and ``values`` ``[num_tokens, width]`` and ``ranks`` ``[num_tokens]``."""
+        """Build from ``token_ids`` and ``values`` ``[num_tokens, width]`` and ``ranks`` ``[num_tokens]``."""
         return cls(token_ids.ravel(), values.ravel(), ranks, token_ids.shape[1])
 
     @classmethod
@@ -57,7 +57,9 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return len(self.ranks)
 
     def columns(self, width: int | None = None) -> tuple[Int32, Float32, Int32]:
-        """Token ids and values ``[num_tokens, width]``, ranks ``[num_tokens]``; ``width``: first columns only."""
+        """Return token ids and values ``[num_tokens, width]`` and ranks ``[num_tokens]``; ``width`` keeps the first
+        columns only.
+        """
         return (
             self.token_ids.reshape(-1, self.width)[:, :width],
             self.values.reshape(-1, self.width)[:, :width],
@@ -65,12 +67,12 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         )
 
     def take(self, tokens: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> "LogprobArrays":
-        """Those of the tokens at these indices."""
+        """Return the entries of the tokens at these indices."""
         token_ids, values, ranks = self.columns()
         return LogprobArrays.of(token_ids[tokens], values[tokens], ranks[tokens])
 
     def overlaid(self, at: int, part: "LogprobArrays") -> "LogprobArrays":
-        """These with ``part`` written over them from token ``at`` on; the narrower of both widths remains."""
+        """Return a copy with ``part`` written over it from token ``at`` on, in the smaller of both widths."""
         end = at + len(part)
         if not at and end >= len(self):
             return part
@@ -86,7 +88,7 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return LogprobArrays.of(*whole)
 
     def entries(self, num_best: int = MAX_LOGPROBS) -> list[TokenLogprobs]:
-        """One entry per token, with at most ``num_best`` of the best tokens: some 5 µs for each."""
+        """Return one entry per token with at most ``num_best`` alternatives; costs about 5 µs per token."""
         ids, values, ranks = (column.tolist() for column in self.columns(1 + num_best))
         return [
             TokenLogprobs(own[0], value[0], rank, list(zip(own[1:], value[1:], strict=True)))
@@ -94,36 +96,36 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         ]
 
     def shape_error(self, num_tokens: int, vocab_size: int) -> str | None:
-        """Why these cannot be of ``num_tokens`` tokens, the values and ranks aside; None when they can be."""
+        """Return why sizes or token ids cannot be those of ``num_tokens`` tokens, or None if they can."""
         num_entries = num_tokens * self.width
         if not 1 <= self.width <= MAX_LOGPROBS + 1 or len(self) != num_tokens:
-            return "log probabilities do not add up"
+            return "number of log probabilities does not match"
         if not len(self.token_ids) == len(self.values) == num_entries:
-            return "log probabilities do not add up"
+            return "number of log probabilities does not match"
         # As unsigned, a negative id is a huge one.
         if num_entries and self.token_ids.view(np.uint32).max() >= vocab_size:
             return "log probability of a token id outside the vocabulary"
         return None
 
     def value_error(self, vocab_size: int) -> str | None:
-        """Why these values and ranks cannot be right; None when they can be."""
-        if not (self.values <= HIGHEST_LOGPROB).all():  # not so either for NaN
-            return "a log probability is positive or not a number"
+        """Return why the values or ranks are invalid, or None if they are valid."""
+        if not (self.values <= HIGHEST_LOGPROB).all():  # NaN fails the comparison too
+            return "logprob is positive or NaN"
         if not ((self.ranks >= 1) & (self.ranks <= vocab_size)).all():
-            return "a rank outside the vocabulary"
+            return "rank outside the vocabulary"
         return None
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Log probabilities of those of a message's tokens that asked; ``rows``: their indices in the message."""
+    """Log probabilities of the tokens of a message that have them; ``rows``: indices of these tokens in the message."""
 
     rows: list[int]
     arrays: LogprobArrays
 
     def filtered(self, mask: npt.NDArray[np.bool_] | None) -> "Logprobs | None":
-        """Those of the message with only the tokens where ``mask`` is true, in the order of its tokens.
+        """Return the log probabilities of the message reduced to the tokens where ``mask`` is true, ordered by token.
 
-        ``mask``: bool, one per token of this message; None keeps all. Returns None where nothing is left.
+        ``mask``: bool, one per token of this message; None keeps all. Returns None if none remain.
         """
         rows = np.array(self.rows, np.int64)
         order = np.argsort(rows, kind="stable")
@@ -136,10 +138,11 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Log probabilities of prompt tokens, in parts that lie one after the other in ``arrays``.
+    """Log probabilities of prompt tokens, as consecutive parts of ``arrays``.
 
-    Part ``i`` is of request ``handles[i]``: its prompt tokens ``starts[i]`` to ``starts[i] + counts[i]`` (the first
-    token has none, so a start is 1 at least). After a preemption a part may come a second time.
+    Part ``i`` belongs to request ``handles[i]``: its prompt tokens ``starts[i]`` to ``starts[i] + counts[i]``
+    (exclusive). The first token has none, so a start is at least 1. After a preemption a part may be sent a second
+    time.
     """
 
     handles: list[int]
@@ -148,13 +151,13 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     arrays: LogprobArrays
 
     def parts(self) -> list[tuple[int, int, LogprobArrays]]:
-        """(handle, start, log probabilities) of each part."""
+        """Return (handle, start, log probabilities) of each part."""
         ends = np.cumsum(self.counts).tolist()
         slices = (slice(end - count, end) for end, count in zip(ends, self.counts, strict=True))
         return [(h, s, self.arrays.take(part)) for h, s, part in zip(self.handles, self.starts, slices, strict=True)]
 
     def take(self, parts: list[int]) -> "PromptLogprobs":
-        """These parts alone, in this order of indices, which ascends."""
+        """Return these parts only; the indices ascend."""
         tokens = np.repeat(np.isin(np.arange(len(self.handles)), parts), self.counts)
         handles, starts, counts = ([column[i] for i in parts] for column in (self.handles, self.starts, self.counts))
         return PromptLogprobs(handles, starts, counts, self.arrays.take(tokens))

@@ -1,4 +1,4 @@
-"""How a worker, real or simulated, learns where it is wanted, and introduces itself to the scheduler there."""
+"""How a worker, real or simulated, receives its group from the supervisor and its configuration from the scheduler."""
 
 import time
 
@@ -12,7 +12,7 @@ HEARTBEAT_S = 1.0
 
 
 class WorkerCommands:
-    """What the supervisor tells a worker: to which group it is to go, or to end. Only the newest call counts."""
+    """Commands of the supervisor to a worker: join a group, or exit. Only the newest counts."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -24,13 +24,15 @@ class WorkerCommands:
 
     @property
     def pending(self) -> bool:
-        """Whether what the worker does now is not wanted any more."""
+        """Whether a newer command supersedes the worker's current group."""
         for command in self._child.take_commands():
             self._call = command
         return self._call is not None
 
     def take(self) -> Command | None:
-        """The newest call, once there is one; None: the process is to end. Waits; says that the call was heard."""
+        """Wait for a command and return the newest if it is a join command, which is confirmed to the supervisor; None
+        means exit.
+        """
         while not self.pending:
             self._child.wait()
         call, self._call = self._call, None
@@ -41,14 +43,14 @@ class WorkerCommands:
 
 
 class Superseded(Exception):
-    """Another call came: this group is not wanted any more."""
+    """A newer command arrived: the current group is obsolete."""
 
 
 def wait_for_message(channel: Channel, calls: WorkerCommands) -> Received | None:
-    """The next message; None after a second without one, in which the scheduler was told that we wait.
+    """Return the next message, or None after a second without one, after sending a heartbeat.
 
     Raises:
-        CalledAway: there is no need to wait any longer.
+        Superseded: a newer command arrived.
         ProtocolError: a message was damaged or lost.
     """
     received = channel.receive(HEARTBEAT_S)
@@ -60,11 +62,11 @@ def wait_for_message(channel: Channel, calls: WorkerCommands) -> Received | None
 
 
 def request_configuration(channel: Channel, rank: int, pid: int, calls: WorkerCommands) -> Configure:
-    """Say hello, and wait for what to be.
+    """Send a Hello and wait for the configuration.
 
     Raises:
-        EngineError: the scheduler does not want this worker.
-        CalledAway: there is no need to wait any longer.
+        EngineError: the scheduler rejected this worker.
+        Superseded: a newer command arrived.
     """
     channel.send(Hello(PROTOCOL_VERSION, "worker", rank, pid))
     while True:

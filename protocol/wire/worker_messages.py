@@ -13,9 +13,11 @@ from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 
 
 class Configure(Message, frozen=True, tag=30):
-    """``last_step``: the number of the last step before this epoch; the next one follows it.
+    """Configuration of a worker that joins a group.
 
-    ``num_blocks``: of the pool, the null block included, as an earlier group had it; 0: the group decides.
+    Attributes:
+        last_step: number of the last step before this epoch; the next step follows it.
+        num_blocks: size of an earlier group's block pool, the null block included; 0 lets the group decide.
     """
 
     worker_epoch: int
@@ -26,12 +28,14 @@ class Configure(Message, frozen=True, tag=30):
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
-    """All that a worker row is made of. Its tokens and block ids lie, in this order, in the message's two frames.
+    """Everything from which a worker builds a row.
+
+    Its tokens and block ids are parts of the message's two packed arrays, in the order of the requests.
 
     Attributes:
-        num_tokens: known tokens, prompt and output, that the token frame holds for it.
-        num_computed_tokens: positions whose KV is in the given blocks already.
-        num_blocks: ids per group in the block frame.
+        num_tokens: number of known tokens, prompt and output, in the token array.
+        num_computed_tokens: number of positions whose KV is already in the given blocks.
+        num_blocks: number of ids per group in the block array.
     """
 
     handle: int
@@ -45,23 +49,23 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SchedulerOutput(Message, frozen=True, tag=31):
-    """One step, as a diff. A request not named here that is active computes one token.
+    """One step, as a diff. An active request that it does not mention computes one token.
 
     Applied in the order: removed and parked, new, unparked, appended, row moves, counts.
 
     Attributes:
-        step: number of the step within the epoch, from 1.
-        removed, parked: handles that leave, and that stay without running.
+        step: number of the step, which continues over epochs.
+        removed, parked: handles that leave, and handles that stay without being scheduled.
         new_requests: rows to build; ``token_ids`` and ``block_ids`` are their packed arrays.
-        unparked: handles that run again.
-        appended_handles, appended_block_ids: blocks newly given to held requests, one entry each, in the order in
-            which they join the request's table; ``appended_groups`` is absent while all are of group 0.
-        counts: (handle, tokens) of each request that computes other than one token in this step.
-        drafts: (handle, drafts) of each request that may compute drafts: the last so many of its tokens at most. Which
-            they are, and whether there are so many, the worker knows: its proposer makes them as the step begins.
-        awaits_sample_inputs: a request that samples in this step has a grammar: the worker launches the forward pass,
-            and samples when SampleInputs of the same step are there. They always come before the next step does;
-            where they do not come, the step is void.
+        unparked: handles that are scheduled again.
+        appended_handles, appended_block_ids: newly allocated blocks of known requests, one entry each, in the order of
+            the request's block table; ``appended_groups`` is None while all are of group 0.
+        counts: (handle, tokens) of each request that computes a number of tokens other than one.
+        drafts: (handle, drafts) of each request that may verify drafts: up to this many of its tokens, the last ones.
+            Only the worker knows the drafts and their actual number, since its proposer makes them as the step begins.
+        awaits_sample_inputs: a request that samples in this step has a grammar. The worker launches the forward pass
+            and samples after SampleInputs of the same step arrived. They always precede the next step; if the next step
+            arrives instead, this step is void.
     """
 
     step: int
@@ -88,14 +92,14 @@ class Shutdown(Message, frozen=True, tag=32):
 
 
 class SampleInputs(Message, frozen=True, tag=33):
-    """What the sampling of a step waits for: the tokens that grammars allow.
+    """Token bitmasks that the sampling of a step waits for.
 
     Attributes:
-        step: the SchedulerOutput that awaits it.
-        handles: requests whose tokens are constrained; others are not.
-        counts: positions of each of them that have a mask: one more than its drafts in this step.
-        bitmask: int32 ``[sum(counts), ceil(vocab_size / 32)]``, row-major: bit ``t % 32`` of word ``t // 32`` is set
-            where token ``t`` is allowed.
+        step: number of the SchedulerOutput that awaits it.
+        handles: requests with constrained tokens.
+        counts: number of masked positions of each of them: one more than its drafts in this step.
+        bitmask: int32 ``[sum(counts), ceil(vocab_size / 32)]``, row-major: bit ``t % 32`` of word ``t // 32`` is set if
+            token ``t`` is allowed.
     """
 
     step: int
@@ -105,7 +109,7 @@ class SampleInputs(Message, frozen=True, tag=33):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """Where the device's memory goes, in bytes, decided before any weight is read."""
+    """Use of the device's memory in bytes, decided before any weight is read."""
 
     device: str
     total: int
@@ -117,7 +121,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 
 
 class Ready(Message, frozen=True, tag=40):
-    """The worker can run steps. ``num_blocks``: per group, the null block included."""
+    """The worker can run steps. ``num_blocks``: size of the pool per group, the null block included."""
 
     num_blocks: list[int]
     plan: MemoryPlan
@@ -125,7 +129,7 @@ class Ready(Message, frozen=True, tag=40):
 
 
 class Fault(Message, frozen=True, tag=41):
-    """The worker cannot go on; ``kind`` is checkpoint, memory, refused or error; ``text`` is one line."""
+    """The worker cannot continue. ``kind`` is checkpoint, memory, refused or error; ``text`` is one line."""
 
     kind: str
     text: str
@@ -135,18 +139,18 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     """The result of one step.
 
     Attributes:
-        step: the SchedulerOutput that it answers.
+        step: number of the SchedulerOutput that it answers.
         tokens: one sampled token for each row that reached its last known position, in row order.
-        handles: of those rows; absent while the same as in the last result that had them, and never absent where the
-            step removed or brought a request.
-        bad: handles whose logits were not finite.
-        counts: tokens of each such row (accepted drafts and one more); absent when all are 1.
-        seconds: what the step took the worker, from its beginning to the end of sampling.
-        drafts: how many drafts of each such row were verified in this step; absent when all are 0.
-        failed: (handle, why) of requests of this step that cannot go on for a reason of their own: no token is
-            allowed, or a logits processor failed on them. Their tokens are without meaning.
-        failure: why nothing of the step was computed (the device's memory did not suffice); the worker has dropped its
-            rows, and answers steps with nothing until one has removed them all.
+        handles: handles of these rows. None while they are the same as in the last result that had them; never None in
+            a step that removed or added a request.
+        bad: handles of rows with logits that are not finite.
+        counts: number of tokens of each such row (accepted drafts plus one); None when all are 1.
+        seconds: duration of the step on the worker, from its beginning to the end of sampling.
+        drafts: number of drafts of each such row that were verified in this step; None when all are 0.
+        failed: (handle, reason) of requests that cannot continue for a reason of their own: no token is allowed, or a
+            logits processor failed for them. Their tokens are meaningless.
+        failure: reason why no part of the step was computed (out of device memory), or empty. The worker has dropped
+            its rows, and answers steps with empty results until a step has removed all of them.
     """
 
     step: int
@@ -163,9 +167,9 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
 
 
 class Proposed(Message, frozen=True, tag=45):
-    """The drafts of a step that awaits SampleInputs, so that there can be a mask for each position.
+    """The drafts of a step that awaits SampleInputs, for which the scheduler must compute a mask per position.
 
-    ``tokens`` has ``counts[i]`` entries for ``handles[i]``; a request without drafts is left out. From rank 0,
+    ``tokens`` has ``counts[i]`` entries for ``handles[i]``; a request without drafts is left out. Sent by rank 0 only,
     and only for a step that awaits SampleInputs and has drafts.
     """
 
@@ -176,9 +180,9 @@ class Proposed(Message, frozen=True, tag=45):
 
 
 class Digest(Message, frozen=True, tag=44):
-    """From every rank of a group, after every step: ``value`` is 8 bytes, a hash over the diff and the sampled tokens.
+    """Sent by every rank after every step: ``value`` is an 8-byte hash of the diff and the sampled tokens.
 
-    A result is committed only when all ranks' digests of its step are equal.
+    A result is committed only when the digests of all ranks for its step are equal.
     """
 
     step: int

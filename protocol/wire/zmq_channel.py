@@ -1,7 +1,7 @@
-"""The same links over ZeroMQ ``ipc://`` sockets. The only module that receives from a socket.
+"""Links over ZeroMQ ``ipc://`` sockets. The only module that receives from a socket.
 
-Every socket lies in a directory of mode 0700. High-water marks are finite, sends do not block for ever, and nothing
-lingers for long: a process that ends does not wait for a peer that is gone.
+Every socket lies in a directory of mode 0700. High-water marks are finite, sends do not block indefinitely, and linger
+times are short: a process that exits does not wait for a peer that has exited.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ HIGH_WATER_MARK = 4096
 REPLAY_HIGH_WATER_MARK = 1000
 LINGER_MS = 500
 RECONNECT_MS = 10
-"""How soon a socket tries again to reach one that is not bound yet."""
+"""Interval at which a socket retries to reach an address that is not bound yet."""
 
 
 def check_socket_directory(path: Path) -> None:
-    """Refuse a directory that others could write to or that is not ours.
+    """Reject a directory that other users could access or that belongs to another user.
 
     Raises:
         EngineError: not a directory, not owned by this user, or open to others.
@@ -38,7 +38,7 @@ def check_socket_directory(path: Path) -> None:
 
 
 def frontend_address(directory: Path, incarnation: int = 1) -> str:
-    """Where the scheduler of this ``incarnation`` hears front ends: a path of its own, which nothing old can reach."""
+    """Return the address at which the scheduler of ``incarnation`` accepts front ends; no older process uses it."""
     return f"ipc://{directory}/frontend-{incarnation}.sock"
 
 
@@ -55,7 +55,7 @@ def _configure(socket: "zmq.Socket[Any] | zmq.asyncio.Socket") -> None:
 
 
 class ZmqChannel:
-    """One end of a PAIR or a DEALER: one peer, blocking."""
+    """One end of a PAIR or a DEALER: one peer, synchronous."""
 
     def __init__(self, context: "zmq.Context[Any]", kind: int, address: str, link: Link, *, bind: bool) -> None:
         self.socket: zmq.Socket[Any] = context.socket(kind)
@@ -66,7 +66,7 @@ class ZmqChannel:
         self._poller.register(self.socket, zmq.POLLIN)
 
     def wake_on(self, fd: int) -> None:
-        """A ``receive`` that waits also returns, with nothing, as soon as ``fd`` can be read."""
+        """Let a waiting ``receive`` also return, with None, when ``fd`` is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: Any) -> Frames:
@@ -91,7 +91,7 @@ class ZmqChannel:
 
 
 class Waiter:
-    """What a loop sleeps on: sockets and file descriptors, any of which may wake it."""
+    """Poller over sockets and file descriptors for a process loop."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -103,12 +103,12 @@ class Waiter:
         self._poller.unregister(source)
 
     def wait(self, milliseconds: int) -> bool:
-        """False when nothing happened for so long."""
+        """Wait for any source; return False on timeout."""
         return bool(self._poller.poll(milliseconds))
 
 
 class PeerMessage(NamedTuple):
-    """``peer`` is the connection's identity on the hub; ``message`` a ProtocolError when it could not be taken."""
+    """``peer`` is the identity of the connection; ``message`` is a ProtocolError if it could not be accepted."""
 
     peer: bytes
     message: Any
@@ -116,7 +116,7 @@ class PeerMessage(NamedTuple):
 
 
 class ZmqHub:
-    """A bound ROUTER: many front ends, each with a numbering of its own."""
+    """A bound ROUTER: many front ends, each with its own numbering."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, receives: Any) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
@@ -128,7 +128,7 @@ class ZmqHub:
         self._links: dict[bytes, Link] = {}
 
     def send(self, peer: bytes, message: Any) -> Frames | None:
-        """Send to ``peer``; None when it is gone or does not read (the caller then treats it as gone)."""
+        """Send to ``peer``. Return None if it disconnected or does not read, which the caller treats alike."""
         link = self._links.get(peer)
         if link is None:
             return None
@@ -140,7 +140,7 @@ class ZmqHub:
         return frames
 
     def receive(self) -> PeerMessage | None:
-        """The next message of any peer, without waiting. A damaged one comes as its ProtocolError."""
+        """Return the next message of any peer without waiting; a damaged one as its ProtocolError."""
         try:
             peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -163,7 +163,7 @@ class ZmqHub:
 
 
 class ReplayRouter:
-    """A bound ROUTER for strangers: each of their messages is one number. It waits for no peer and remembers none."""
+    """A bound ROUTER for untrusted peers, whose messages are one number each. Stateless; never blocks."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
@@ -180,19 +180,19 @@ class ReplayRouter:
             raise
 
     def receive(self) -> tuple[bytes, int] | None:
-        """(peer, number) of one message; None when there is none, or it was malformed."""
+        """Return (peer, number) of one message, or None if there is none or it is malformed."""
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            return None  # the usual case, which an exception would make dear
+            return None  # the usual case, for which an exception would be slow
         peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 1 or len(frames[0]) != 8:
             return None
         return peer, int.from_bytes(frames[0], "big")
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
-        """False when the peer is gone or does not read."""
+        """Send without waiting; return False if the peer disconnected or does not read."""
         try:
             self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError:  # Again is one
+        except zmq.ZMQError:  # includes zmq.Again
             return False
         return True
 
@@ -212,7 +212,7 @@ class AsyncZmqChannel:
 
     @property
     def is_full(self) -> bool:
-        """As many messages wait for the socket as it holds itself: the other side does not keep up."""
+        """Whether as many messages wait for the socket as it buffers itself: the other side does not keep up."""
         return self._num_unsent >= HIGH_WATER_MARK
 
     def post(self, message: Any) -> None:
@@ -222,7 +222,7 @@ class AsyncZmqChannel:
         future.add_done_callback(self._sent)
 
     def _sent(self, future: "asyncio.Future[Any]") -> None:
-        """A send that fails (the socket was closed) no longer matters."""
+        """Ignore a failed send: it means that the socket was closed."""
         self._num_unsent -= 1
         if not future.cancelled():
             future.exception()

@@ -1,4 +1,6 @@
-"""Converters of public traces: what ``quire replay`` reads of the file that each writes, and what each refuses."""
+"""Converters of public traces: the requests that ``quire replay`` reads from their output, and errors for invalid
+input.
+"""
 
 import os
 import sys
@@ -46,7 +48,7 @@ def converters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converters:
 def traces() -> Path:
     folder = os.environ.get("QUIRE_TRACES")
     if not folder:
-        pytest.skip("QUIRE_TRACES does not name the folder of traces")
+        pytest.skip("QUIRE_TRACES is not set to the directory of traces")
     return Path(folder)
 
 
@@ -58,7 +60,7 @@ class TestVidur:
         assert len({block_names(call, 16)[:16] for call in calls}) == 30, "no prompt shares a prefix with another"
         assert {call.arrival for call in converters.calls("vidur", EXCERPT)} == {0}
 
-    def test_a_bad_line(self, converters: Converters, tmp_path: Path) -> None:
+    def test_invalid_line_and_arrival_process(self, converters: Converters, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text("num_prefill_tokens,num_decode_tokens\n5,6\n5,1e3\n")
         assert f"{tmp_path / 'a.csv'}:3: `num_decode_tokens` must be" in converters.refusal("vidur", tmp_path / "a.csv")
         assert "did you mean poisson?" in converters.refusal("vidur", EXCERPT, "--arrivals", "poison:3")
@@ -75,7 +77,7 @@ class TestVidur:
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Path:
-    """Client 2 is idle at first, and then wild; client 10 goes on all the time."""
+    """Client 2 is idle at first and then bursty; client 10 is active all the time."""
     folder = tmp_path / "clients"
     folder.mkdir()
     (folder / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n1200,0.5,4.0,Weibull,0.4,0.1\n")
@@ -101,18 +103,18 @@ class TestServeGen:
         assert {c.num_output_tokens for c in calls if c.num_prompt_tokens == 5} == {1, 6}
         assert len({block_names(call, 4)[:16] for call in calls}) == len(calls)
 
-    def test_the_draw_depends_on_the_seed_and_not_on_the_window(self, converters: Converters, clients: Path) -> None:
-        def told(*flags: str) -> list[tuple[int, float, int, int]]:
+    def test_draw_depends_on_the_seed_and_not_on_the_selection(self, converters: Converters, clients: Path) -> None:
+        def drawn(*flags: str) -> list[tuple[int, float, int, int]]:
             calls = converters.calls("servegen", clients, *flags)
             return [(c.number, c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in calls]
 
-        every = told()
-        cut = told("--start", "700", "--duration", "600")
+        every = drawn()
+        cut = drawn("--start", "700", "--duration", "600")
         assert [each[2:] for each in cut] == [each[2:] for each in every if 700 <= each[1] < 1300]
         assert 0 <= cut[0][1] < cut[-1][1] < 600
-        assert told() == every != told("--seed", "1")
+        assert drawn() == every != drawn("--seed", "1")
 
-    def test_windows_are_as_bursty_as_they_say(self, converters: Converters, clients: Path) -> None:
+    def test_gaps_have_the_windows_coefficient_of_variation(self, converters: Converters, clients: Path) -> None:
         (clients / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n")
         (clients / "chunk-10-trace.csv").write_text("600,100,2.0,Gamma,1,10\n")
         gaps = np.diff([call.arrival for call in converters.calls("servegen", clients)])
@@ -123,23 +125,23 @@ class TestServeGen:
         "line",
         ["600,1,1,Normal,1,1", "600,1,0,Gamma,1,1", "600,-1,1,Gamma,1,1", "600,nan,1,Gamma", "600,1,1", "0,1,1,Gamma"],
     )
-    def test_bad_windows(self, converters: Converters, clients: Path, line: str) -> None:
+    def test_invalid_windows(self, converters: Converters, clients: Path, line: str) -> None:
         (clients / "chunk-2-trace.csv").write_text(f"0,0.5,1,Gamma,1,1\n{line}\n")
         assert f"{clients / 'chunk-2-trace.csv'}:2: " in converters.refusal("servegen", clients)
 
     @pytest.mark.parametrize("histogram", ["", "{}", "{5}", "{5: nan}", "{-1: 1.0}", "{5: -1.0}", "{5: 0.0}", "{a: 1}"])
-    def test_bad_histograms(self, converters: Converters, clients: Path, histogram: str) -> None:
-        told = f'{{"0": {{"input_tokens": "{histogram}", "output_tokens": "{{5: 1}}"}}}}'
-        (clients / "chunk-2-dataset.json").write_text(told)
+    def test_invalid_histograms(self, converters: Converters, clients: Path, histogram: str) -> None:
+        dataset = f'{{"0": {{"input_tokens": "{histogram}", "output_tokens": "{{5: 1}}"}}}}'
+        (clients / "chunk-2-dataset.json").write_text(dataset)
         assert repr(histogram) in converters.refusal("servegen", clients)
 
-    def test_bad_folders(self, converters: Converters, clients: Path, tmp_path: Path) -> None:
-        assert "0 requests in this time" in converters.refusal("servegen", clients, "--start", "1e6")
+    def test_invalid_directories(self, converters: Converters, clients: Path, tmp_path: Path) -> None:
+        assert "must be above 0" in converters.refusal("servegen", clients, "--start", "1e6")
         assert "at most 5000000" in converters.refusal("servegen", clients, "--rate", "1e6")
         dataset = clients / "chunk-2-dataset.json"
-        for text, said in (('{"0": {}}', "'input_tokens' is missing"), ('{"0": ', f"{dataset}: "), ("{}", "no hist")):
+        for text, error in (('{"0": {}}', "'input_tokens' is missing"), ('{"0": ', f"{dataset}: "), ("{}", "no hist")):
             dataset.write_text(text)
-            assert said in converters.refusal("servegen", clients)
+            assert error in converters.refusal("servegen", clients)
         dataset.unlink()
         assert "chunk-2-dataset.json is missing" in converters.refusal("servegen", clients)
 

@@ -55,7 +55,7 @@ SHARED = [
     *[("allowed_token_ids", value, f"0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
     *[("allowed_token_ids", value, "list of 1 to 65536 token ids") for value in ([], [-1], [1.5], ["a"], 7, [True])],
     ("allowed_token_ids", [5] * 100_000, "list of 1 to 65536 token ids"),
-    ("allowed_token_ids", [5, 6, 5], "must not name a token twice"),
+    ("allowed_token_ids", [5, 6, 5], "must not contain duplicates"),
     *[("bad_words", value, "string of 1 to 256 characters") for value in ([""], [7], ["x" * 257])],
     *[("bad_words", value, "at most 1024 strings") for value in ("word", ["x"] * 100_000, {})],
     ("bad_words", ["ж" * 250], "from 1 to 256 tokens long"),

@@ -108,7 +108,7 @@ class TestPlugins:
     @pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
     def test_they_are_asked_about_each_request(self, client: Any, engine: Any, name: str) -> None:
         for ask in (client.complete, client.chat):
-            for given, says in (({"only": "x"}, "only must be a token id"), ({"fail": 1}, "Picky failed at checking")):
+            for given, says in (({"only": "x"}, "only must be a token id"), ({"fail": 1}, "Picky failed to validate")):
                 refused = ask(**{name: given})
                 assert refused.status_code == 400
                 error = refused.json()["error"]

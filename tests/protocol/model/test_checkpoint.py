@@ -1,4 +1,4 @@
-"""What is read of safetensors headers: names as a text model has them, sizes, and dtypes that are let through."""
+"""Reading of safetensors headers: full names, sizes, and supported dtypes."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ from quire.protocol.model.checksums import verify_checksums
 
 
 def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: str = "model.safetensors") -> Path:
-    """A file of zeros: name → (dtype, shape, bytes)."""
+    """Write a file of zeros from name → (dtype, shape, bytes)."""
     header, at = {}, 0
     for key, (dtype, shape, size) in tensors.items():
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
@@ -35,11 +35,11 @@ def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: st
         ("vision_tower.probe", "model.vision_tower.probe"),
     ],
 )
-def test_names(stored: str, full: str) -> None:
+def test_full_names(stored: str, full: str) -> None:
     assert full_name(stored) == full
 
 
-def test_bytes_are_let_through_where_blocks_of_numbers_are_packed(tmp_path: Path) -> None:
+def test_uint8_is_accepted_only_for_packed_blocks(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     write(tmp_path, {name: ("U8", [2, 3, 16], 96)})
     assert stored_tensors(tmp_path)[name].num_bytes == 96
@@ -51,16 +51,16 @@ def test_bytes_are_let_through_where_blocks_of_numbers_are_packed(tmp_path: Path
         stored_tensors(tmp_path)
 
 
-def test_a_tensor_under_two_of_its_names(tmp_path: Path) -> None:
+def test_tensor_stored_under_two_names_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"model.norm.weight": ("F32", [1], 4), "model.language_model.norm.weight": ("F32", [1], 4)})
     with pytest.raises(ConfigError, match="is also in"):
         stored_tensors(tmp_path)
 
 
-def test_only_named_files_are_compared(tmp_path: Path) -> None:
+def test_only_listed_files_are_compared(tmp_path: Path) -> None:
     file, other = write(tmp_path, {"a": ("F32", [1], 4)}), write(tmp_path, {"a": ("F32", [1], 4)}, "b.safetensors")
     assert verify_checksums(tmp_path, [file, other]) == 0
     (tmp_path / "SHA256SUMS").write_text(f"\n{'0' * 64}  ./b.safetensors\n")
     assert verify_checksums(tmp_path, [file, tmp_path / "absent"]) == 0
-    with pytest.raises(ConfigError, match=r"b\.safetensors: its SHA-256 is not the one that SHA256SUMS says"):
+    with pytest.raises(ConfigError, match=r"b\.safetensors: SHA-256 differs from SHA256SUMS"):
         verify_checksums(tmp_path, [file, other])

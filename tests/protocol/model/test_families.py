@@ -1,4 +1,4 @@
-"""What each family's ``config.json`` means, in the forms in which public checkpoints have it."""
+"""Each family's ``config.json``, in the forms in which public checkpoints have it."""
 
 import math
 from typing import Any
@@ -61,7 +61,9 @@ class TestWindows:
             ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 64}, [0, 0, 0, 64, 0, 0]),
         ],
     )  # fmt: skip
-    def test_each_familys_rule(self, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
+    def test_windows_follow_the_familys_rule(
+        self, architecture: str, changes: dict[str, Any], windows: list[int]
+    ) -> None:
         assert parse(architecture, **changes).windows == windows
 
     def test_window_of_a_layer(self) -> None:
@@ -82,7 +84,7 @@ class TestRopes:
         assert parse("Qwen2ForCausalLM", rope_scaling=scaling | {"attention_factor": 2.5}).rope.attention_factor == 2.5
 
     @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
-    def test_phi3s_longrope_under_its_three_names(self, kind: str) -> None:
+    def test_phi3_longrope_under_its_three_names(self, kind: str) -> None:
         scaling = {"type": kind, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         model = parse(
             "Phi3ForCausalLM",
@@ -105,15 +107,15 @@ class TestRopes:
     def test_partial_rotation(self, changes: dict[str, Any]) -> None:
         assert parse("Phi3ForCausalLM", **changes).rope.rotary_dim(8) == 4
 
-    def test_dynamic_is_stretched_from_the_models_own_length(self) -> None:
+    def test_dynamic_rope_starts_from_the_models_length(self) -> None:
         rope = parse("LlamaForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0}).rope
         assert (rope.kind, rope.original_max_position) == ("dynamic", 512)
 
-    def test_llama3_without_its_origin_counts_from_the_models_length(self) -> None:
+    def test_llama3_rope_without_original_length_uses_the_models_length(self) -> None:
         scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         assert parse("LlamaForCausalLM", rope_scaling=scaling).rope.original_max_position == 512
 
-    def test_gemma3_in_old_and_new_words(self) -> None:
+    def test_gemma3_in_old_and_new_field_names(self) -> None:
         linear = {"rope_type": "linear", "factor": 8.0}
         old = parse("Gemma3ForCausalLM", rope_scaling=linear, sliding_window=64)
         new = parse(
@@ -128,13 +130,13 @@ class TestRopes:
         assert old.rope == RopeConfig(1e6, "linear", 8.0) and old.local_rope == RopeConfig()
         assert old.local_rope_layers == [0, 1, 2, 3, 4]
 
-    def test_one_rope_for_all_types_is_one_rope(self) -> None:
+    def test_equal_ropes_of_all_layer_types_are_merged(self) -> None:
         same = {"rope_type": "default", "rope_theta": 1e4}
         ropes = {"full_attention": same, "sliding_attention": same}
         model = parse("Gemma3ForCausalLM", rope_parameters=ropes, sliding_window=64)
         assert model.local_rope is None and model.local_rope_layers == []
 
-    def test_layers_that_do_not_rotate(self) -> None:
+    def test_layers_without_rope(self) -> None:
         assert parse("SmolLM3ForCausalLM").no_rope_layers == [3]
         assert parse("SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1, 1, 1, 0]).no_rope_layers == [1, 5]
         assert parse("LlamaForCausalLM").no_rope_layers == []
@@ -151,7 +153,7 @@ class TestSwitches:
         none = parse("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
         assert none.attention_soft_cap == none.final_soft_cap == 0.0
 
-    def test_gemma_3_as_it_is_published_with_images(self) -> None:
+    def test_gemma_3_vision_checkpoint(self) -> None:
         raw = {
             "architectures": ["Gemma3ForConditionalGeneration"],
             "eos_token_id": [1, 106],
@@ -188,7 +190,7 @@ class TestSwitches:
         model = parse("Olmo2ForCausalLM")
         assert (model.norms, model.qk_norm, model.rms_norm_eps) == ("after", "width", 1e-5)
 
-    def test_plain_ones(self) -> None:
+    def test_families_without_special_features(self) -> None:
         assert parse("LlamaForCausalLM").attention_scale is None
         assert parse("MistralForCausalLM", attention_bias=True).qkv_bias is False
         assert parse("Qwen3ForCausalLM").head_dim == 128
@@ -215,7 +217,7 @@ class TestExperts:
         moe = parse("MixtralForCausalLM").moe
         assert moe == MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128, layers=[*range(6)])
 
-    def test_gpt_oss_as_it_is_published(self) -> None:
+    def test_gpt_oss_checkpoint(self) -> None:
         model = parse(
             "GptOssForCausalLM",
             num_local_experts=32,
@@ -234,17 +236,17 @@ class TestExperts:
         assert model.attention_sinks and model.qkv_bias and model.o_bias and model.head_dim == 64
         assert model.rope.theta == 150000.0 and model.rope.kind == "yarn" and not model.rope.truncate
 
-    def test_another_gate(self) -> None:
+    def test_unsupported_swiglu_parameters_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="swiglu_alpha and swiglu_limit must be"):
             parse("GptOssForCausalLM", num_local_experts=32, swiglu_limit=6.0)
 
-    def test_more_chosen_than_there_are(self) -> None:
+    def test_more_experts_per_token_than_experts_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="num_experts_per_tok must be an integer from 1 to 8"):
             parse("MixtralForCausalLM", num_experts_per_tok=9)
 
 
 class TestGroups:
-    def test_one_kind_is_one_group(self) -> None:
+    def test_one_layer_type_is_one_group(self) -> None:
         assert [(g.kind, g.window, len(g.layers)) for g in _groups(parse("LlamaForCausalLM"))] == [
             ("full_attention", 0, 6)
         ]
@@ -252,19 +254,19 @@ class TestGroups:
             ("sliding_window", 64, 6)
         ]
 
-    def test_a_numerous_kind_is_cut(self) -> None:
+    def test_frequent_layer_type_is_split(self) -> None:
         groups = _groups(parse("Gemma3ForCausalLM", num_hidden_layers=26, sliding_window=64))
         assert [len(g.layers) for g in groups] == [4, 4, 4, 4, 4, 4, 2]
         assert [g.kind for g in groups] == ["full_attention"] + ["sliding_window"] * 6
         assert groups[0].layers == [5, 11, 17, 23]
 
-    def test_near_numbers_make_one_group_each(self) -> None:
+    def test_similar_layer_counts_make_one_group_each(self) -> None:
         types = ["full_attention"] * 2 + ["sliding_attention"] * 3
         model = parse("Gemma2ForCausalLM", num_hidden_layers=5, layer_types=types, sliding_window=64)
         assert [g.layers for g in _groups(model)] == [[0, 1], [2, 3, 4]]
 
     @given(st.data())
-    def test_each_layer_that_writes_is_in_one_group(self, data: st.DataObject) -> None:
+    def test_each_layer_with_a_cache_is_in_one_group(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, 40))
         types = data.draw(st.lists(st.sampled_from(["full", "sliding"]), min_size=count, max_size=count))
         shared = data.draw(st.integers(0, count - 1))
@@ -287,7 +289,7 @@ class TestGroups:
             assert model.window(source) == model.window(layer)
             assert types[source] == types[layer]
         sizes = [len(g.layers) for g in groups]
-        # What smaller groups waste: less than one block of layers per kind, or half where kinds are near in number.
+        # Waste of smaller groups: less than one group of layers per type, or half if the counts are similar.
         assert max(sizes) * len(sizes) <= 1.5 * owners or max(sizes) * len(sizes) - owners < 2 * max(sizes)
 
 

@@ -1,4 +1,4 @@
-"""What is read out of ``config.json``, in the words of transformers 4 and 5, and what is refused in one line."""
+"""Fields of ``config.json`` in the names of transformers 4 and 5, and errors in one line."""
 
 import json
 from pathlib import Path
@@ -38,19 +38,19 @@ def parse(**changes: Any) -> Any:
     return parse_model_config({k: v for k, v in raw.items() if v != "absent"}, "config.json")
 
 
-def test_a_llama_is_read() -> None:
+def test_llama() -> None:
     model = parse()
     assert (model.head_dim, model.num_kv_heads, model.num_layers, model.dtype) == (8, 2, 3, "float32")
     assert not model.qk_norm and not model.qkv_bias and not model.o_bias and not model.tie_word_embeddings
     assert model.rms_norm_eps == 1e-5 and model.rope == RopeConfig()
 
 
-def test_absent_fields_have_the_families_meaning() -> None:
+def test_absent_fields_have_the_familys_defaults() -> None:
     model = parse(num_key_value_heads="absent", max_position_embeddings="absent", rms_norm_eps="absent")
     assert (model.num_kv_heads, model.max_position, model.rms_norm_eps) == (8, 2048, 1e-6)
 
 
-def test_what_sets_the_families_apart() -> None:
+def test_differences_between_families() -> None:
     qwen2 = parse(architectures=["Qwen2ForCausalLM"])
     qwen3 = parse(architectures=["Qwen3ForCausalLM"], head_dim=16)
     biased = parse(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
@@ -60,7 +60,7 @@ def test_what_sets_the_families_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_the_dtype_is_read_under_both_names(name: str) -> None:
+def test_dtype_under_both_names(name: str) -> None:
     assert parse(**{name: "bfloat16"}).dtype == "bfloat16"
 
 
@@ -76,12 +76,12 @@ def test_the_dtype_is_read_under_both_names(name: str) -> None:
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
     ],
 )
-def test_rope_is_read_in_its_old_and_its_new_form(changes: dict[str, Any], rope: RopeConfig) -> None:
+def test_rope_in_old_and_new_form(changes: dict[str, Any], rope: RopeConfig) -> None:
     assert parse(**changes).rope == rope
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "error"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'"),
         ({"architectures": "absent"}, "architecture None"),
@@ -113,14 +113,14 @@ def test_rope_is_read_in_its_old_and_its_new_form(changes: dict[str, Any], rope:
         ({"partial_rotary_factor": 2}, "rotates 16 of 8 dimensions"),
     ],
 )
-def test_a_refusal_names_file_and_field_in_one_line(changes: dict[str, Any], told: str) -> None:
+def test_error_names_file_and_field_in_one_line(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(**changes)
     text = str(caught.value)
-    assert text.startswith("config.json: ") and told in text and "\n" not in text
+    assert text.startswith("config.json: ") and error in text and "\n" not in text
 
 
-def test_the_refusal_of_an_architecture_lists_those_that_run() -> None:
+def test_unsupported_architecture_error_lists_supported_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(architectures=["MambaForCausalLM"])
     assert all(name in str(caught.value) for name in SUPPORTED_ARCHITECTURES) and len(SUPPORTED_ARCHITECTURES) == 15
@@ -133,24 +133,24 @@ def write(folder: Path, config: Any, generation: Any = None) -> Path:
     return folder
 
 
-def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
+def test_end_tokens_of_both_files_are_merged(tmp_path: Path) -> None:
     write(tmp_path, LLAMA | {"eos_token_id": 2}, {"eos_token_id": [2, 7, 5]})
     assert load_model_config(tmp_path).eos_token_ids == [2, 5, 7]
 
 
-def test_no_end_token_is_none(tmp_path: Path) -> None:
+def test_missing_end_token_gives_an_empty_list(tmp_path: Path) -> None:
     assert load_model_config(write(tmp_path, LLAMA)).eos_token_ids == []
 
 
-def test_a_missing_folder_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
+def test_missing_directory_and_missing_file_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
         load_model_config(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json not found"):
         load_model_config(tmp_path)
 
 
-def test_a_block_takes_what_its_shape_says() -> None:
-    """The table of seed 004 by the right figures: 8 KV heads of 128 in 16 bits are 4 KB a token and layer."""
+def test_block_bytes() -> None:
+    """8 KV heads of dimension 128 in 16 bits take 4 KB per token and layer."""
     model = parse(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128, num_hidden_layers=32)
     layout = kv_layout(model, 16, "float16")
     assert layout.token_bytes == 4096
@@ -159,7 +159,7 @@ def test_a_block_takes_what_its_shape_says() -> None:
     assert kv_layout(model, 1, "float32").block_bytes == 2 * 4096 * 32
 
 
-def test_the_digest_of_settings_changes_with_any_of_them() -> None:
+def test_digest_changes_with_each_setting() -> None:
     config = EngineConfig(model=parse(), model_path="/m", max_model_len=64)
     again = EngineConfig(model=parse(), model_path="/m", max_model_len=64)
     assert config.digest == again.digest
@@ -177,12 +177,12 @@ def test_the_digest_of_settings_changes_with_any_of_them() -> None:
     assert len(others) == 6 and config.digest not in others
 
 
-def test_settings_survive_the_wire() -> None:
+def test_config_survives_encoding() -> None:
     config = EngineConfig(model=parse(rope_scaling=LLAMA3), model_path="/m", max_model_len=64)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
-def test_two_steps_may_be_in_flight_only_when_asynchronous() -> None:
+def test_pipeline_depth_is_two_only_with_async_scheduling() -> None:
     config = EngineConfig(model=parse(), model_path="", max_model_len=64)
     assert config.pipeline_depth == 2
     assert msgspec.structs.replace(config, async_scheduling=False).pipeline_depth == 1

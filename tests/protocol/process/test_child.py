@@ -1,4 +1,4 @@
-"""A child's two pipes: what it says, what it is told, and that it ends when nobody is at their other ends."""
+"""A child's two pipes: reports, commands, and its exit when the supervisor exits."""
 
 import contextlib
 import os
@@ -33,10 +33,10 @@ class Ends:
     def send(self, *commands: Command) -> None:
         os.write(self._lifeline, b"".join(msgspec.json.encode(command) + b"\n" for command in commands))
 
-    def hear(self) -> Report:
-        """The next report."""
+    def receive(self) -> Report:
+        """Return the next report."""
         while b"\n" not in self._partial:
-            assert select.select([self._status], [], [], WAIT_S)[0], "nothing was said"
+            assert select.select([self._status], [], [], WAIT_S)[0], "no report arrived"
             self._partial += os.read(self._status, 65536)
         line, self._partial = self._partial.split(b"\n", 1)
         return msgspec.json.decode(line, type=Report)
@@ -44,15 +44,15 @@ class Ends:
     def commands(self, count: int) -> list[Command]:
         taken: list[Command] = []
         while len(taken) < count:
-            assert select.select([self.child.fileno()], [], [], WAIT_S)[0], "no command came"
+            assert select.select([self.child.fileno()], [], [], WAIT_S)[0], "no command arrived"
             taken += self.child.take_commands()
         return taken
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    """The thread of the child would end the process with its lifeline: here it ends alone."""
-    monkeypatch.setattr(child_module, "BEAT_S", 0.01)
+    """The lifeline thread would end the process; here only the thread ends."""
+    monkeypatch.setattr(child_module, "HEARTBEAT_S", 0.01)
     ended = threading.Event()
 
     listen = Child._listen
@@ -76,8 +76,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
         os.close(fd)
 
 
-def test_no_command_is_left_asleep(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes commands does so between any two moments of their coming."""
+def test_command_put_while_commands_are_taken_is_not_lost(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Command("worker_epoch", worker_epoch=1), Command("worker_epoch", worker_epoch=2)
     taken: list[Command] = []
     write = os.eventfd_write
@@ -91,56 +90,56 @@ def test_no_command_is_left_asleep(ends: Ends, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(os, "eventfd_write", write_and_be_overtaken)
         ends.child.put(second)
     while taken[-1:] != [second]:
-        assert select.select([ends.child.fileno()], [], [], 0)[0], "it sleeps"
+        assert select.select([ends.child.fileno()], [], [], 0)[0], "no wake-up for a queued command"
         taken += ends.child.take_commands()
     assert taken == [first, second]
     ends.child.put(first)
     assert ends.commands(1) == [first]
 
 
-def test_commands_come_in_order_and_wake_whoever_waits(ends: Ends) -> None:
-    told = [Command("join", worker_epoch=worker_epoch, rank=worker_epoch % 2) for worker_epoch in range(50)]
-    ends.send(*told[:20])
-    assert ends.commands(20) == told[:20]
+def test_commands_arrive_in_order_and_wake_the_waiter(ends: Ends) -> None:
+    sent = [Command("join", worker_epoch=worker_epoch, rank=worker_epoch % 2) for worker_epoch in range(50)]
+    ends.send(*sent[:20])
+    assert ends.commands(20) == sent[:20]
     assert not ends.child.take_commands()
-    ends.send(*told[20:])
+    ends.send(*sent[20:])
     ends.child.put(Command("stop"))
     rest = ends.commands(31)
-    assert [command for command in rest if command.kind == "join"] == told[20:]
-    while select.select([ends.child.fileno()], [], [], 0)[0]:  # woken by one that was taken already
+    assert [command for command in rest if command.kind == "join"] == sent[20:]
+    while select.select([ends.child.fileno()], [], [], 0)[0]:  # a wake-up for a command that was already taken
         assert not ends.child.take_commands()
 
 
-def test_it_says_that_it_lives(ends: Ends) -> None:
-    assert [ends.hear().event for _ in range(3)] == ["alive"] * 3
+def test_heartbeats_are_sent(ends: Ends) -> None:
+    assert [ends.receive().event for _ in range(3)] == ["alive"] * 3
     ends.child.report(Report("joined", worker_epoch=7))
-    while (report := ends.hear()).event == "alive":
+    while (report := ends.receive()).event == "alive":
         pass
     assert (report.event, report.worker_epoch) == ("joined", 7)
 
 
-def test_a_main_loop_that_hangs_is_told_once_and_the_signs_of_life_end(
+def test_hang_is_reported_once_and_stops_heartbeats(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(child_module, "HANG_S", -1.0)
+    monkeypatch.setattr(child_module, "HANG_TIMEOUT_S", -1.0)
     hung: list[int] = []
-    told = threading.Event()
+    called = threading.Event()
 
     def on_hang() -> None:
         hung.append(1)
-        told.set()
+        called.set()
 
     ends.child.watch_progress(on_hang)
-    assert told.wait(WAIT_S)
+    assert called.wait(WAIT_S)
     while ends.child._on_hang is not None:
         pass
-    while select.select([ends._status], [], [], 0)[0]:  # what was said before
+    while select.select([ends._status], [], [], 0)[0]:  # earlier reports
         os.read(ends._status, 65536)
     assert not select.select([ends._status], [], [], 0.1)[0] and hung == [1]
     assert "most recent call first" in capfd.readouterr().err
-    monkeypatch.setattr(child_module, "HANG_S", 60.0)
+    monkeypatch.setattr(child_module, "HANG_TIMEOUT_S", 60.0)
     ends.child.progress()
-    assert ends.hear().event == "alive"
+    assert ends.receive().event == "alive"
 
 
 @pytest.mark.parametrize(
@@ -150,28 +149,28 @@ def test_a_main_loop_that_hangs_is_told_once_and_the_signs_of_life_end(
         (ValueError("oh"), "ValueError: oh", 1),
     ],
 )
-def test_why_it_fails_is_one_line(ends: Ends, error: Exception, text: str, status: int) -> None:
+def test_failure_is_reported_in_one_line(ends: Ends, error: Exception, text: str, status: int) -> None:
     with pytest.raises(SystemExit) as ended:
         ends.child.fail(error)
     assert ended.value.code == status
-    while (report := ends.hear()).event == "alive":
+    while (report := ends.receive()).event == "alive":
         pass
     assert (report.event, report.text, report.exit_status) == ("failed", text, status)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("death_signal", [signal.SIGCONT, signal.SIGKILL])
-def test_it_ends_with_its_parent_and_its_sockets_directory_goes(
+def test_child_exits_with_its_parent_and_removes_the_socket_directory(
     tmp_path: Path, death_signal: int, stopped: bool
 ) -> None:
-    """Its parent is a process of its own here, which is killed; the child may be stopped at that moment."""
+    """The parent is a separate process here, which is killed; the child may be stopped at that moment."""
     directory = tmp_path / "sockets"
     directory.mkdir()
     child = (
         "import sys, pathlib, time, os\n"
-        "from quire.protocol.process.child import enter_child\n"
+        "from quire.protocol.process.child import init_child\n"
         f"place = pathlib.Path({str(directory)!r})\n"
-        f"enter_child(int(sys.argv[1]), int(sys.argv[2]), place, death_signal={death_signal})\n"
+        f"init_child(int(sys.argv[1]), int(sys.argv[2]), place, death_signal={death_signal})\n"
         "os.write(1, b'up')\n"
         "time.sleep(600)"
     )
@@ -192,7 +191,7 @@ def test_it_ends_with_its_parent_and_its_sockets_directory_goes(
         os.kill(pid, signal.SIGSTOP)
     process.kill()
     process.wait()
-    assert select.select([watched], [], [], 2.0)[0], "it outlives its parent by two seconds"
+    assert select.select([watched], [], [], 2.0)[0], "still alive two seconds after its parent died"
     os.close(watched)
     process.stdout.close()
     if death_signal == signal.SIGCONT:

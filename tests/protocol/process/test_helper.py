@@ -1,4 +1,4 @@
-"""A helper process: whatever a question does to it costs that answer alone, and nothing of it stays behind."""
+"""A helper process: a question that crashes or hangs it costs only that answer, and leaves nothing behind."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def test_questions_of_any_size_are_answered(helper: Helper) -> None:
     assert ask(helper, b"hello") == b"xxxxx"
 
 
-def test_one_that_will_not_says_why(make_helper: Callable[..., Helper]) -> None:
+def test_start_returns_the_reason_of_a_helper_that_cannot_serve(make_helper: Callable[..., Helper]) -> None:
     assert make_helper(b"no").start() == b"will not"
 
 
@@ -64,7 +64,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_what_ends_it_costs_one_answer(case: str, helper: Helper) -> None:
+def test_death_costs_one_answer(case: str, helper: Helper) -> None:
     question, number = ENDS[case]
     for _ in range(2):
         before = ask(helper, b"pid")
@@ -78,7 +78,7 @@ def test_what_ends_it_costs_one_answer(case: str, helper: Helper) -> None:
 
 
 @pytest.mark.parametrize("question", [b"sleep", b"stop"])
-def test_one_that_does_nothing_is_killed_in_the_end(question: bytes, helper: Helper) -> None:
+def test_idle_helper_is_killed_at_the_wall_clock_limit(question: bytes, helper: Helper) -> None:
     ask(helper, b"pid")
     with pytest.raises(HelperDied) as died:
         ask(helper, question, wall_seconds=0.05)
@@ -86,28 +86,28 @@ def test_one_that_does_nothing_is_killed_in_the_end(question: bytes, helper: Hel
     assert ask(helper, b"echo after") == b"after"
 
 
-def test_a_question_that_nobody_reads_is_given_up(helper: Helper) -> None:
-    """More than a pipe holds."""
+def test_sending_times_out_when_the_helper_does_not_read(helper: Helper) -> None:
+    """The question is larger than a pipe's buffer."""
     os.kill(int(ask(helper, b"pid")), signal.SIGSTOP)
     with pytest.raises(HelperDied):
         ask(helper, b"echo " + bytes(2**20), wall_seconds=0.05)
     assert ask(helper, b"echo after") == b"after"
 
 
-def test_memory_is_bounded_and_given_back(helper: Helper) -> None:
+def test_memory_is_limited_and_a_grown_child_is_replaced(helper: Helper) -> None:
     assert ask(helper, b"take 1000") == b"False"
     first = ask(helper, b"pid")
     assert ask(helper, b"take 10") == b"True" and ask(helper, b"pid") == first
     assert ask(helper, b"take 100") == b"True" and ask(helper, b"pid") != first
 
 
-def test_what_it_prints_is_no_answer(helper: Helper) -> None:
+def test_prints_do_not_mix_with_answers(helper: Helper) -> None:
     assert ask(helper, b"print") == b"printed" and ask(helper, b"echo after") == b"after"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
-def test_killed_while_idle_costs_no_answer(generation: int, helper: Helper) -> None:
+def test_death_while_idle_costs_no_answer(generation: int, helper: Helper) -> None:
     for _ in range(3):
         ask(helper, b"pid")
         killed = engine_processes("odd_helper")
@@ -119,7 +119,7 @@ def test_killed_while_idle_costs_no_answer(generation: int, helper: Helper) -> N
 
 
 @pytest.mark.full
-def test_it_ends_with_its_owner(make_helper: Callable[..., Helper]) -> None:
+def test_helper_ends_when_its_owner_is_deleted(make_helper: Callable[..., Helper]) -> None:
     helper = Helper("odd_helper", b"")
     ask(helper, b"pid")
     (parent, child) = engine_processes("odd_helper")
@@ -129,7 +129,7 @@ def test_it_ends_with_its_owner(make_helper: Callable[..., Helper]) -> None:
     assert not parent.is_running() and not child.is_running()
 
 
-def test_no_descriptor_left_refuses_one_question(helper: Helper) -> None:
+def test_missing_file_descriptor_fails_one_question(helper: Helper) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)

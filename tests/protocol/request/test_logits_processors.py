@@ -1,4 +1,4 @@
-"""How states follow rows, and the adapter that makes a batch processor of callables for one request each."""
+"""Updates of per-row states, and the adapter for callables that process one request each."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -41,8 +41,8 @@ def updates(draw: st.DrawFn) -> BatchUpdate:
 
 
 @given(st.lists(updates(), max_size=6))
-def test_states_are_what_the_batch_itself_would_give(sequence: list[BatchUpdate]) -> None:
-    """The batch: which request each row has, None for none. An addition replaces, a move overwrites."""
+def test_states_equal_those_of_a_reference_batch(sequence: list[BatchUpdate]) -> None:
+    """The reference batch has the request of each row, or None. An addition replaces, a move overwrites."""
     batch: list[SamplingParams | None] = [None] * NUM_ROWS
     entries: dict[int, int] = {}
     for update in sequence:
@@ -65,7 +65,7 @@ def test_no_update_changes_nothing() -> None:
     assert entries == {0: 1}
 
 
-def test_removed_comes_before_added_and_added_before_moved() -> None:
+def test_updates_apply_in_the_order_removed_added_moved() -> None:
     entries = {0: 7, 1: 8}
     assert apply_update(
         entries, BatchUpdate(2, [1, 0], [added(0, 1), added(2, 3)], [MovedRequest(2, 1, ONE_WAY)]), state_of
@@ -74,7 +74,7 @@ def test_removed_comes_before_added_and_added_before_moved() -> None:
 
 
 class Row(list[float]):
-    """Stands for a tensor of one dimension."""
+    """Stands for a one-dimensional tensor."""
 
     @property
     def shape(self) -> tuple[int]:
@@ -82,7 +82,7 @@ class Row(list[float]):
 
 
 class PerRequest(AdapterLogitsProcessor):
-    """Its request says in ``extra_args`` which callable it wants."""
+    """A request names its callable in ``extra_args``."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -123,7 +123,7 @@ def adapter_with(*wanted: str | None) -> tuple[PerRequest, list[list[int]]]:
     return adapter, outputs
 
 
-def test_callables_of_two_and_three_parameters_see_the_live_answer() -> None:
+def test_callables_with_two_and_three_parameters_see_the_live_answer() -> None:
     adapter, outputs = adapter_with("two", None, "three")
     outputs[0] += [5, 5]
     outputs[2] += [5]
@@ -135,11 +135,11 @@ def test_callables_of_two_and_three_parameters_see_the_live_answer() -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("four", 4), ("one", 1)])
 def test_other_numbers_of_parameters_are_refused(name: str, count: int) -> None:
-    with pytest.raises(ValueError, match=f"must take 2 or 3 parameters, not {count}"):
+    with pytest.raises(ValueError, match=f"must have 2 or 3 parameters \\(got {count}\\)"):
         adapter_with(name)
 
 
-def test_a_callable_that_changes_the_shape_is_refused() -> None:
+def test_callable_that_changes_the_shape_is_refused() -> None:
     adapter, _ = adapter_with("longer")
     with pytest.raises(ValueError, match="must keep the shape"):
         adapter.apply([Row([0.0, 0.0])])

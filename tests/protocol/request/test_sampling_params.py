@@ -1,4 +1,4 @@
-"""Every field of SamplingParams: what is accepted, and that a refusal names the field and its range."""
+"""Every field of SamplingParams: accepted values, and errors that name the field and its range."""
 
 import math
 from typing import Any
@@ -103,7 +103,7 @@ def test_values_in_range_are_accepted(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), cases({name: values for name, (values, _) in BAD.items()}))
-def test_a_refusal_names_the_field_and_its_range(name: str, value: Any) -> None:
+def test_error_names_the_field_and_its_range(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
@@ -114,11 +114,11 @@ def test_both_tables_cover_every_field() -> None:
     assert set(GOOD) == set(BAD) == set(SamplingParams.__struct_fields__)
 
 
-def test_the_defaults_travel_as_nothing() -> None:
+def test_defaults_are_not_encoded() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
 
 
-def test_no_stop_before_more_tokens_than_there_may_be() -> None:
+def test_min_tokens_must_not_exceed_max_tokens() -> None:
     with pytest.raises(InvalidRequest, match=r"min_tokens must be from 0 to 3 \(max_tokens\)"):
         SamplingParams(max_tokens=3, min_tokens=4)
 
@@ -141,13 +141,13 @@ def test_no_stop_before_more_tokens_than_there_may_be() -> None:
         {"json": {"a": object()}},
     ],
 )
-def test_a_constraint_is_exactly_one(fields: dict[str, Any]) -> None:
+def test_invalid_constraint_is_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         StructuredOutputs(**fields)
     assert caught.value.param == "structured_outputs"
 
 
-def test_a_schema_given_as_an_object_travels_as_text() -> None:
+def test_schema_given_as_an_object_is_stored_as_text() -> None:
     assert StructuredOutputs(json={"b": 1, "a": True}).json == '{"b":1,"a":true}'
     assert StructuredOutputs(json=True).kind == "json" and StructuredOutputs(choice=["a"]).kind == "choice"
 
@@ -156,34 +156,34 @@ def test_a_schema_given_as_an_object_travels_as_text() -> None:
     "fields",
     [{"max_pattern_size": 0}, {"max_pattern_size": 2, "min_pattern_size": 3}, {"max_pattern_size": 2, "min_count": 1}],
 )
-def test_what_repeats_is_of_some_length(fields: dict[str, Any]) -> None:
+def test_repetition_detection_out_of_range_is_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="repetition_detection"):
         RepetitionDetection(**fields)
 
 
-def test_a_grammar_ends_itself() -> None:
+def test_ignore_eos_cannot_be_combined_with_a_grammar() -> None:
     with pytest.raises(InvalidRequest, match="ignore_eos cannot be combined"):
         SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))
 
 
 @pytest.mark.parametrize("raw", [{"n": 0}, {"temperature": -1}, {"top_p": 0}, {"stop": [""]}, {"mirostat": 1}])
-def test_decoding_checks_as_building_does(raw: dict[str, Any]) -> None:
+def test_decoding_validates_values(raw: dict[str, Any]) -> None:
     with pytest.raises((msgspec.ValidationError, InvalidRequest)):
         msgspec.json.decode(msgspec.json.encode(raw), type=SamplingParams)
 
 
-def test_temperature_zero_is_greedy_and_nothing_else_is() -> None:
+def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=0.0).greedy
     assert not SamplingParams(temperature=1e-40).greedy
 
 
-def test_params_cannot_be_changed() -> None:
+def test_params_are_immutable() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
 
 
-def test_seeds_of_samples_are_fixed_for_ever() -> None:
-    """Golden values: SplitMix64 from state 0 begins with the first of these (Vigna's reference code)."""
+def test_seeds_of_samples_equal_golden_values() -> None:
+    """SplitMix64 from state 0 begins with the first two of these (Vigna's reference code)."""
     assert seed_for_sample(0, 0) == 0xE220A8397B1DCDAF
     assert seed_for_sample(0, 1) == 0x6E789E6AA1B965F4
     assert seed_for_sample(1234567, 0) == 6457827717110365317
@@ -195,5 +195,5 @@ def test_seeds_of_samples_differ_and_fit_64_bits() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_a_negative_seed_is_the_same_64_bits() -> None:
+def test_negative_seed_equals_its_64_bit_unsigned_value() -> None:
     assert seed_for_sample(-1, 3) == seed_for_sample(2**64 - 1, 3)

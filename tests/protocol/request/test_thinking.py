@@ -1,4 +1,4 @@
-"""Thinking spans and budgets, against a reading of the whole text from its beginning."""
+"""Thinking spans and budgets, compared with a reading of the whole text from its beginning."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ def read(start: list[int], end: list[int], prompt: list[int], output: list[int],
     if not start or not end:
         return Reading(False, 0, 0, None)
     begins = last_in(prompt, start)
-    opened = begins + len(start) if begins > last_in(prompt, end) else None  # where the span's first token stands
+    opened = begins + len(start) if begins > last_in(prompt, end) else None  # index of the span's first token
     text, ended = prompt + output, 0
     for known in range(len(prompt) + 1, len(text) + 1):
         if opened is None:
@@ -42,46 +42,46 @@ def read(start: list[int], end: list[int], prompt: list[int], output: list[int],
     spent = len(text) - opened
     forced = None
     if spent >= budget:
-        begun = next(n for n in range(len(end) - 1, -1, -1) if text[len(text) - n :] == end[:n] and n <= len(text))
-        forced = end[begun]
+        partial = next(n for n in range(len(end) - 1, -1, -1) if text[len(text) - n :] == end[:n] and n <= len(text))
+        forced = end[partial]
     return Reading(True, spent, ended, forced)
 
 
-def told(state: ThinkingState, budget: int) -> Reading:
+def reading_of(state: ThinkingState, budget: int) -> Reading:
     return Reading(state.is_open, state.num_tokens, state.num_ended, state.forced_token(budget))
 
 
 @given(MARKERS, MARKERS, TEXTS, TEXTS, st.integers(0, 6))
 @settings(deadline=None, max_examples=300)
-def test_every_prefix_reads_as_the_whole_text_does(
+def test_state_equals_a_reading_of_the_whole_text(
     start: list[int], end: list[int], prompt: list[int], output: list[int], budget: int
 ) -> None:
     state = ThinkingState(start, end, prompt)
-    assert told(state, budget) == read(start, end, prompt, [], budget)
+    assert reading_of(state, budget) == read(start, end, prompt, [], budget)
     for known, token in enumerate(output, start=1):
         state.advance(token)
-        assert told(state, budget) == read(start, end, prompt, output[:known], budget)
+        assert reading_of(state, budget) == read(start, end, prompt, output[:known], budget)
 
 
 @given(MARKERS, MARKERS, TEXTS, TEXTS, TEXTS, st.integers(0, 6))
 @settings(deadline=None, max_examples=100)
-def test_a_copy_reads_drafts_and_leaves_the_original_alone(
+def test_copy_follows_drafts_without_changing_the_original(
     start: list[int], end: list[int], prompt: list[int], output: list[int], drafts: list[int], budget: int
 ) -> None:
     state = ThinkingState(start, end, prompt)
     state.extend(output)
     ahead = state.copy()
     ahead.extend(drafts)
-    assert told(ahead, budget) == read(start, end, prompt, output + drafts, budget)
-    assert told(state, budget) == read(start, end, prompt, output, budget)
+    assert reading_of(ahead, budget) == read(start, end, prompt, output + drafts, budget)
+    assert reading_of(state, budget) == read(start, end, prompt, output, budget)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), st.lists(TOKENS, min_size=1, max_size=4), TEXTS, st.data())
 @settings(deadline=None, max_examples=80)
-def test_who_obeys_ends_each_span_in_time(
+def test_forced_tokens_end_each_span_within_its_budget(
     start: list[int], end: list[int], prompt: list[int], data: st.DataObject
 ) -> None:
-    """A span has at most its budget and, behind it, the end marker."""
+    """A span has at most its budget of tokens, then the end marker."""
     budget = data.draw(st.integers(0, 6))
     state = ThinkingState(start, end, prompt)
     late = max(0, state.num_tokens - budget)
@@ -92,7 +92,7 @@ def test_who_obeys_ends_each_span_in_time(
         assert state.num_tokens < budget + late + len(end)
 
 
-def test_a_marker_that_the_model_began_is_finished() -> None:
+def test_partial_end_marker_is_completed() -> None:
     state = ThinkingState([1], [7, 8, 9], [1])
     state.extend([5, 7, 8])
     assert state.forced_token(4) is None
@@ -101,14 +101,14 @@ def test_a_marker_that_the_model_began_is_finished() -> None:
     assert (state.is_open, state.num_tokens, state.num_ended, state.forced_token(0)) == (False, 0, 1, None)
 
 
-def test_the_first_token_of_an_end_marker_ends_nothing() -> None:
+def test_first_token_of_an_end_marker_does_not_end_a_span() -> None:
     state = ThinkingState([1], [7, 8], [1])
     state.extend([7, 5, 7, 7])
     assert (state.is_open, state.num_tokens) == (True, 4)
     assert state.forced_token(4) == 8
 
 
-def test_a_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
+def test_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
     state = ThinkingState([1, 2], [3, 4], [9, 1])
     assert not state.is_open
     state.advance(2)
@@ -120,13 +120,13 @@ def test_a_marker_may_begin_in_the_prompt_and_end_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [([], [7]), ([1], []), ([], [])])
-def test_without_both_markers_nothing_is_ever_open(start: list[int], end: list[int]) -> None:
+def test_no_span_opens_without_both_markers(start: list[int], end: list[int]) -> None:
     state = ThinkingState(start, end, [1, 1])
     state.extend([1, 5, 7])
     assert (state.is_open, state.num_ended, state.forced_token(0)) == (False, 0, None)
 
 
-def test_each_span_has_the_budget_of_its_own() -> None:
+def test_each_span_has_its_own_budget() -> None:
     state = ThinkingState([1], [7], [])
     state.extend([1, 5, 7, 1, 5])
     assert (state.num_ended, state.num_tokens, state.forced_token(2), state.forced_token(1)) == (1, 1, None, 7)

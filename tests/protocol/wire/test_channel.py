@@ -1,4 +1,4 @@
-"""Links accept exactly what was sent, in order; the channel in memory behaves as the sockets do."""
+"""Links accept exactly the sent messages, in order; the in-memory channel behaves like the sockets."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def sent(count: int, worker_epoch: int = 0) -> list[Any]:
 
 
 def taken(link: Link, frames: Any) -> str | list[str]:
-    """What was accepted, or the kind of the refusal."""
+    """Return the accepted request ids, or the kind of the error."""
     try:
         return link.incoming(frames).message.request_ids
     except ProtocolError as error:
@@ -31,7 +31,7 @@ def test_messages_arrive_in_order() -> None:
     assert not link.refused
 
 
-def test_a_gap_a_double_and_a_late_message_are_refused_and_counted() -> None:
+def test_gaps_duplicates_and_late_messages_are_refused_and_counted() -> None:
     link = Link(FrontEndToScheduler)
     first, second, third = sent(3)
     assert taken(link, second) == "gap"
@@ -51,7 +51,7 @@ def test_messages_of_another_epoch_are_refused_and_counted() -> None:
     assert link.refused == {"epoch": 2}
 
 
-def test_damage_does_not_advance_the_numbering() -> None:
+def test_damaged_message_does_not_advance_the_numbering() -> None:
     link = Link(FrontEndToScheduler)
     frames = sent(1)[0]
     assert taken(link, [bytes(frames[0][:-1]) + b"\xff"]) == "crc"
@@ -60,12 +60,12 @@ def test_damage_does_not_advance_the_numbering() -> None:
     assert link.refused == {"crc": 1, "frames": 1}
 
 
-def test_the_frames_of_a_received_message_are_those_that_were_sent() -> None:
+def test_received_frames_equal_sent_frames() -> None:
     frames = sent(1)[0]
     assert [bytes(f) for f in Link(FrontEndToScheduler).incoming(frames).frames] == [bytes(f) for f in frames]
 
 
-def test_a_memory_pair_carries_both_ways() -> None:
+def test_memory_pair_carries_both_directions() -> None:
     scheduler, worker = memory_pair(WorkerToScheduler, SchedulerToWorker, worker_epoch=4)
     assert worker.receive() is None
     scheduler.send(Shutdown())
@@ -75,14 +75,14 @@ def test_a_memory_pair_carries_both_ways() -> None:
     assert answer is not None and answer.message == Heartbeat(1.5)
 
 
-def test_a_memory_pair_refuses_messages_of_the_wrong_direction() -> None:
+def test_memory_pair_refuses_messages_of_the_wrong_direction() -> None:
     scheduler, worker = memory_pair(WorkerToScheduler, SchedulerToWorker)
     worker.send(Shutdown())
     with pytest.raises(ProtocolError):
         scheduler.receive()
 
 
-def test_a_closed_memory_end_has_nothing_left() -> None:
+def test_closed_memory_channel_drops_pending_messages() -> None:
     scheduler, worker = memory_pair(WorkerToScheduler, SchedulerToWorker)
     scheduler.send(Shutdown())
     worker.close()

@@ -1,4 +1,4 @@
-"""The codec: what goes in comes out, whatever the message; what was damaged, is too large or unknown never does."""
+"""The codec: every message survives the round trip; damaged, oversized and unknown ones are refused."""
 
 import random
 import types
@@ -33,7 +33,7 @@ CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)
 UNIONS = (FrontEndToScheduler, SchedulerToFrontEnd, SchedulerToWorker, WorkerToScheduler, Consumed)
 EVERY_MESSAGE = sorted({t for union in UNIONS for t in typing.get_args(union)}, key=lambda t: t.__name__)
 
-# Arrays on both sides of the length from which ids below 65,536 travel narrow.
+# Arrays on both sides of the length from which ids below 65,536 are narrowed.
 int32s = st.one_of(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=70),
     st.lists(st.integers(0, 65535), min_size=60, max_size=90),
@@ -55,7 +55,7 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type, down to the integers that fit the wire."""
+    """Return a strategy for the values of a field's type, with integers that fit the wire."""
     if hint in LEAVES:
         return LEAVES[hint]
     inner = [values_of(part) for part in typing.get_args(hint)]
@@ -71,7 +71,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, with arrays compared by dtype and bits, and NaN equal to NaN."""
+    """Compare with arrays by dtype and bits, and NaN equal to NaN."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if isinstance(a, msgspec.Struct):
@@ -92,7 +92,7 @@ def frames_of(message: Any) -> list[bytes]:
 
 
 def signed(body: bytes, *arrays: bytes) -> list[bytes]:
-    """Frames with a right checksum around any content."""
+    """Return frames with a right checksum around any content."""
     crc = crc32(body)
     for array in arrays:
         crc = crc32(array, crc)
@@ -106,27 +106,27 @@ def refused(frames: list[bytes], union: Any = FrontEndToScheduler) -> str:
 
 
 BIG = AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.arange(1500, dtype=np.int32))
-"""Its arrays get frames of their own."""
+"""A request whose arrays have separate frames."""
 
 REQUEST = AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(EVERY_MESSAGE).flatmap(values_of))
-def test_every_message_comes_out_as_it_went_in(message: Any) -> None:
+def test_every_message_survives_a_round_trip(message: Any) -> None:
     envelope = codec_for_all().decode(frames_of(message))
     assert (envelope.worker_epoch, envelope.seq) == (3, 5)
     assert same(envelope.message, message)
 
 
-def test_every_message_has_a_tag_of_its_own() -> None:
+def test_every_message_has_its_own_tag() -> None:
     tags = [kind.__struct_config__.tag for kind in EVERY_MESSAGE]
     assert len(set(tags)) == len(tags) and all(isinstance(tag, int) for tag in tags)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 70000) | st.integers(0, 99), min_size=60, max_size=70))
-def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
+def test_narrowed_ids_are_decoded_as_int32(values: list[int]) -> None:
     array = np.array(values, np.int32)
     frames = frames_of(ModelRunnerOutput(1, array))
     got = codec_for_all().decode(frames).message.tokens
@@ -137,7 +137,7 @@ def test_narrow_ids_on_the_wire_cannot_be_seen(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 256, 257, 512, 513, 5000])
-def test_small_arrays_stand_in_the_header(length: int) -> None:
+def test_small_arrays_are_encoded_in_the_header(length: int) -> None:
     array = np.arange(length, dtype=np.int32) + 70_000
     frames = frames_of(ModelRunnerOutput(1, array))
     assert len(frames) == (1 if array.nbytes <= INLINE_BYTES else 2)
@@ -147,7 +147,7 @@ def test_small_arrays_stand_in_the_header(length: int) -> None:
 @pytest.mark.parametrize(
     "spec", [["<i4", b"123"], ["<i4", -1], ["<i4", None], ["<i8", b""], ["<f4", b"1234"], [b"", 0]]
 )
-def test_an_array_that_is_none_is_refused(spec: Any) -> None:
+def test_invalid_inline_array_is_refused(spec: Any) -> None:
     assert refused(signed(msgspec.msgpack.encode([1, 2, [42, 1, spec]]))) == "decode"
 
 
@@ -157,19 +157,19 @@ def test_negative_ids_are_never_narrowed() -> None:
 
 
 def test_decoded_arrays_cannot_be_written_to() -> None:
-    """They are views of the frames that the event log keeps."""
+    """They are views of the frames that the event log stores."""
     array = codec_for_all().decode(frames_of(REQUEST)).message.prompt_token_ids
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
 
 
 @pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros(3, np.float64), np.zeros((2, 2), np.int32)])
-def test_an_array_of_another_type_is_not_sent(array: Any) -> None:
+def test_array_of_an_unsupported_type_is_not_encoded(array: Any) -> None:
     with pytest.raises((TypeError, msgspec.MsgspecError)):
         frames_of(ModelRunnerOutput(1, array))
 
 
-def test_a_flipped_bit_anywhere_is_noticed() -> None:
+def test_any_flipped_bit_is_detected() -> None:
     frames = frames_of(REQUEST)
     for index, frame in enumerate(frames):
         for bit in range(8 * len(frame)):
@@ -178,7 +178,7 @@ def test_a_flipped_bit_anywhere_is_noticed() -> None:
             assert refused([*frames[:index], bytes(damaged), *frames[index + 1 :]]) == "crc"
 
 
-def test_lost_added_swapped_and_cut_frames_are_noticed() -> None:
+def test_lost_added_swapped_and_truncated_frames_are_detected() -> None:
     head, prompt, output = frames_of(BIG)
     assert refused([head, prompt]) == "crc"
     assert refused([head, output, prompt]) == "crc"
@@ -190,7 +190,7 @@ def test_lost_added_swapped_and_cut_frames_are_noticed() -> None:
         assert refused(frames) == "frames"
 
 
-def test_a_right_checksum_does_not_help_frames_that_the_header_does_not_name() -> None:
+def test_frames_that_do_not_match_the_header_are_refused_despite_a_right_checksum() -> None:
     head, prompt, output = frames_of(BIG)
     assert refused(signed(head[4:], prompt)) == "decode"
     assert refused(signed(head[4:], prompt[:-4], output)) == "decode"
@@ -198,18 +198,18 @@ def test_a_right_checksum_does_not_help_frames_that_the_header_does_not_name() -
     assert refused(signed(head[4:] + b"\0", prompt, output)) == "decode"  # trailing bytes
 
 
-def test_too_many_frames_are_refused_before_anything_is_read() -> None:
+def test_too_many_frames_are_refused_before_decoding() -> None:
     assert refused(signed(b"x", *[b""] * MAX_FRAMES)) == "frames"
 
 
 class Huge(bytes):
-    """Claims to be longer than any frame may be."""
+    """Claims to exceed the size limit of a frame."""
 
     def __len__(self) -> int:
         return 256 * 2**20 + 1
 
 
-def test_a_frame_over_the_cap_is_refused_before_anything_is_read() -> None:
+def test_oversized_frame_is_refused_before_decoding() -> None:
     assert refused([b"12345", Huge()]) == "frames"
 
 
@@ -225,30 +225,30 @@ def test_messages_of_another_link_and_unknown_tags_are_refused() -> None:
     "spec",
     [["<i8", 4], ["<f4", 8], ["|O", 4], ["<i4", 7], ["<i4", -8], ["<i4"], ["<i4", 8, 1], "<i4", None, [1, 8], 5],
 )
-def test_an_array_of_a_wrong_dtype_or_length_is_refused(spec: Any) -> None:
+def test_array_of_a_wrong_dtype_or_length_is_refused(spec: Any) -> None:
     body = msgspec.msgpack.encode([0, 1, [10, "r", spec, {}, 7]])
     assert refused(signed(body, bytes(32))) == "decode"
 
 
-def test_ids_where_numbers_belong_are_refused() -> None:
+def test_bytes_in_place_of_a_float_are_refused() -> None:
     body = msgspec.msgpack.encode([0, 1, [42, 1, None, None, None, None, None, ["<i4", 1]]])
     assert refused(signed(body, bytes(4)), WorkerToScheduler) == "decode"
 
 
-def test_values_out_of_range_are_refused_in_decoding() -> None:
+def test_values_out_of_range_fail_decoding() -> None:
     for sampling in ({"temperature": 9.0}, {"temperature": float("nan")}, {"n": 0}, {"surprise": 1}, {"top_k": "5"}):
         body = msgspec.msgpack.encode([0, 1, [10, "r", ["<i4", 1], sampling, 7]])
         assert refused(signed(body, bytes(4))) == "decode"
 
 
-def test_random_bytes_never_raise_anything_else() -> None:
+def test_random_bytes_raise_only_protocol_errors() -> None:
     rng = random.Random(5)
     for _ in range(2000):
         frames = signed(rng.randbytes(rng.randrange(1, 40)), *[rng.randbytes(8)] * rng.randrange(2))
         assert refused(frames) in ("decode", "frames")
 
 
-def test_a_codec_goes_on_after_a_refusal() -> None:
+def test_codec_works_after_an_error() -> None:
     codec: Codec[Any] = Codec(FrontEndToScheduler)
     head, prompt, output = frames_of(BIG)
     with pytest.raises(ProtocolError):

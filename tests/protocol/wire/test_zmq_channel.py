@@ -1,4 +1,4 @@
-"""The same links over real sockets in a directory of our own."""
+"""Links over real sockets in a private directory."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def next_of(hub: ZmqHub) -> PeerMessage:
     return received
 
 
-def test_a_pair_of_sockets_carries_both_ways(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_pair_of_sockets_carries_both_directions(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     address = worker_address(tmp_path, 1, 0)
     scheduler = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, 1), bind=True)
     worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
@@ -67,7 +67,7 @@ def test_a_pair_of_sockets_carries_both_ways(context: "zmq.Context[Any]", tmp_pa
     worker.close()
 
 
-def test_a_message_of_an_old_epoch_is_refused(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_message_of_an_old_epoch_is_refused(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     address = worker_address(tmp_path, 2, 0)
     scheduler = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, 2), bind=True)
     worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
@@ -78,10 +78,10 @@ def test_a_message_of_an_old_epoch_is_refused(context: "zmq.Context[Any]", tmp_p
     worker.close()
 
 
-def test_a_channel_whose_peer_never_reads_says_so(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_send_fails_when_the_peer_never_reads(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     lonely = ZmqChannel(context, zmq.PAIR, worker_address(tmp_path, 1, 0), Link(SchedulerToWorker), bind=True)
     lonely.socket.setsockopt(zmq.LINGER, 0)
-    with pytest.raises(EngineError, match="does not take messages"):
+    with pytest.raises(EngineError, match="does not accept messages"):
         for _ in range(10_000):
             lonely.send(Shutdown())
     lonely.close()
@@ -104,22 +104,22 @@ def test_each_peer_of_a_hub_has_its_own_numbering(context: "zmq.Context[Any]", h
         peer.close()
 
 
-def test_sending_to_unknown_gone_or_forgotten_peers_returns_none(
+def test_send_to_unknown_disconnected_or_forgotten_peer_returns_none(
     context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
 ) -> None:
-    assert hub.send(b"nobody", EngineState("ready")) is None
+    assert hub.send(b"unknown", EngineState("ready")) is None
     peer = connect(context, tmp_path)
     peer.send(HELLO)
     name = next_of(hub).peer
     peer.close()
     deadline = time.monotonic() + WAIT
     while hub.send(name, EngineState("ready")) is not None:
-        assert time.monotonic() < deadline, "the hub never noticed that its peer left"
+        assert time.monotonic() < deadline, "the hub did not notice the disconnect"
     hub.forget(name)
     assert hub.send(name, EngineState("ready")) is None
 
 
-def test_damage_from_one_peer_is_counted_and_leaves_the_others_alone(
+def test_damaged_messages_of_one_peer_do_not_affect_others(
     context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
 ) -> None:
     good, evil = connect(context, tmp_path), connect(context, tmp_path)
@@ -135,8 +135,10 @@ def test_damage_from_one_peer_is_counted_and_leaves_the_others_alone(
     evil.close()
 
 
-def test_what_a_dead_scheduler_was_sent_reaches_no_later_one(context: "zmq.Context[Any]", tmp_path: Path) -> None:
-    """The socket keeps it, and would say it to whoever is at the old path: a life has a path of its own."""
+def test_message_to_a_dead_scheduler_does_not_reach_a_later_one(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    """The socket keeps the message and would send it to any process bound to the old path, so each incarnation has its
+    own path.
+    """
     dead = ZmqHub(context, frontend_address(tmp_path, 1), FrontEndToScheduler)
     front_end = connect(context, tmp_path)
     front_end.send(HELLO)
@@ -145,11 +147,11 @@ def test_what_a_dead_scheduler_was_sent_reaches_no_later_one(context: "zmq.Conte
     stale = front_end.send(Abort(["a"]))
     hub = ZmqHub(context, frontend_address(tmp_path, 2), FrontEndToScheduler)
     at_old_path = ZmqHub(context, frontend_address(tmp_path, 1), FrontEndToScheduler)
-    for _ in range(100):  # what goes out before the connection is seen to be dead, is lost
+    for _ in range(100):  # messages sent before the socket notices the broken connection are lost
         if at_old_path.socket.poll(WAIT * 10):
             break
         front_end.send(Abort(["a"]))
-    assert isinstance(next_of(at_old_path).message, ProtocolError)  # and there it would be refused, as a gap
+    assert isinstance(next_of(at_old_path).message, ProtocolError)  # a scheduler there would refuse it as a gap
     link = Link(SchedulerToFrontEnd)
     newcomer = ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path, 2), link, bind=False)
     newcomer.send(HELLO)
@@ -163,7 +165,9 @@ def test_what_a_dead_scheduler_was_sent_reaches_no_later_one(context: "zmq.Conte
         end.close()
 
 
-def test_an_asyncio_front_end_speaks_the_same(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
+def test_asyncio_channel_exchanges_messages_with_the_hub(
+    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
+) -> None:
     async def talk() -> None:
         own = zmq.asyncio.Context()
         channel = AsyncZmqChannel(own, frontend_address(tmp_path), Link(SchedulerToFrontEnd))

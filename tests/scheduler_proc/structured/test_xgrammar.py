@@ -77,7 +77,7 @@ def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
         ({"regex": "[z]{1}"}, "structured_outputs.regex allows no text that the model could write"),
         ({"regex": "[a]{0}"}, "structured_outputs.regex allows no text that the model could write"),
         ({"grammar": 'start: "a"'}, "this server takes grammars in GBNF"),
-        ({"json": {"$ref": "http://example.com"}}, "nothing is fetched"),
+        ({"json": {"$ref": "http://example.com"}}, "references outside the JSON schema"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(backend: Any, fields: dict[str, Any], why: str) -> None:

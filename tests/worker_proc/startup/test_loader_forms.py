@@ -359,15 +359,15 @@ class TestChecksums:
         _load(folder)
         self._damage(folder)
         told = _refused(folder)
-        assert f"{SINGLE}: its SHA-256 is not the one that" in told
+        assert f"{SINGLE}: SHA-256 differs from" in told
         _load(folder, Rank(1, 2))  # One rank looks; that is enough.
 
     @pytest.mark.parametrize(
         ("name", "text", "told"),
         [
-            ("SHA256SUMS", "hello\n", "line 1 is not a SHA-256"),
+            ("SHA256SUMS", "hello\n", "line 1 must be a SHA-256"),
             ("checksums.json", "[]", "must hold a JSON object"),
-            ("checksums.json", '{"model.safetensors": 5}', "has no SHA-256 in hex for 'model.safetensors'"),
+            ("checksums.json", '{"model.safetensors": 5}', "value of 'model.safetensors' must be a SHA-256 in hex"),
         ],
     )
     def test_a_list_that_cannot_be_read(self, name: str, text: str, told: str, copy_of: Any) -> None:
