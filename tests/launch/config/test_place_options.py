@@ -37,9 +37,9 @@ def test_trace_and_dump_paths_reach_the_configuration(tmp_path: Path, monkeypatc
     [
         ({"kv_events_endpoint": "tcp://*:5557"}, "--kv-events-endpoint must be"),
         ({"kv_events_replay_endpoint": "tcp://127.0.0.1:5557"}, "needs --kv-events-endpoint"),
-        ({"kv_events_endpoint": "tcp://127.0.0.1:5557"}, "TCP needs keys, which --kv-events-curve-dir names"),
-        ({"kv_events_curve_dir": "/nowhere"}, "--kv-events-curve-dir is for tcp:// endpoints"),
-        ({"kv_events_endpoint": "tcp://127.0.0.1:5557", "kv_events_curve_dir": "/nowhere"}, "there is no /nowhere"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:5557"}, "TCP needs CURVE keys.*set --kv-events-curve-dir"),
+        ({"kv_events_curve_dir": "/nowhere"}, "--kv-events-curve-dir needs a tcp"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:5557", "kv_events_curve_dir": "/nowhere"}, "/nowhere not found"),
         ({"trace": "/no/such/folder/t.jsonl"}, "--trace /no/such/folder/t.jsonl cannot be written: /no/such/folder"),
         ({"trace": "t", "trace_max_bytes": 100}, "--trace-max-bytes must be 0 .* or at least 65536, not 100"),
         ({"trace": "t", "trace_max_bytes": -1}, "--trace-max-bytes must be"),

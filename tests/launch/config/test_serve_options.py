@@ -68,8 +68,8 @@ def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[st
         main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        *("--gpu-memory-utilization SHARE", "share of a GPU's memory to use (0.9)"),
+        *("--gpu-memory-utilization FRACTION", "fraction of GPU memory to use (0.9)"),
         *("--kv-cache-memory-bytes BYTES", "--trace FILE", "--scheduling-policy {fcfs,priority}"),
-        *("--no-enable-prefix-caching", "reuse the KV of equal prefixes (on)", "--priority-range LOW:HIGH"),
+        *("--no-enable-prefix-caching", "reuse cached KV blocks of equal prefixes (on)", "--priority-range LOW:HIGH"),
     ):
         assert part in text, part
