@@ -157,8 +157,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["raw_logprobs", "processed_logprobs"],
         Setting(
             SAMPLING,
-            "distribution of returned log probabilities: the model's (raw_logprobs), or the one that is sampled from "
-            "(processed_logprobs)",
+            "return log probabilities from before (raw_logprobs) or after (processed_logprobs) sampling parameters "
+            "are applied",
         ),
     ] = "raw_logprobs"
     structured_outputs_backend: Annotated[

@@ -2,7 +2,7 @@
 
 A child inherits two pipe ends. It writes JSON lines (``Report``) to *status*: a heartbeat twice a second, and on
 failure the reason as the last line. It reads JSON lines (``Command``) from *lifeline*. End of file there means that the
-supervisor exited, for whatever cause; the thread that reads it then ends the process, in the middle of a step if
+supervisor exited or was killed; the thread that reads it then ends the process, in the middle of a step if
 necessary.
 
 The kernel's parent-death signal covers the case that this thread cannot run. It fires when the *thread* that started
@@ -110,7 +110,7 @@ class Child:
             sys.exit(1)  # the supervisor exited
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report the reason in one line and end the process: status 78 for bad settings or checkpoints, else 1.
+        """Report the reason in one line and exit: status 78 for bad settings or checkpoints, 1 for other errors.
 
         An unexpected error also leaves its traceback on stderr.
         """
@@ -148,7 +148,7 @@ class Child:
         self._pending = True
 
     def watch_progress(self, on_hang: Callable[[], None]) -> None:
-        """Start the hang watch: ``progress`` must be called about once a second from now on.
+        """Start the hang watch: ``progress`` must then be called about once a second.
 
         After HANG_TIMEOUT_S without a call, the stacks of all threads are written to stderr, ``on_hang`` is called in
         the lifeline thread, and heartbeats stop.

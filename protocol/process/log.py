@@ -57,7 +57,7 @@ def start_logging() -> None:
 
 
 def _value(value: Any) -> str:
-    """Return a number as it is, and text in quotes where it has spaces, quotes or unprintable characters."""
+    """Format a number with 4 digits, and quote text that is empty or has spaces, quotes or unprintable characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)

@@ -110,7 +110,7 @@ class ThinkingState:
             self.advance(token)
 
     def forced_token(self, budget: int) -> int | None:
-        """Return the next token of the end marker if the open span has at least ``budget`` tokens, else None.
+        """Return the next token of the end marker if the open span has at least ``budget`` tokens, or None.
 
         If the text ends with a partial end marker, only the rest of it is forced.
         """

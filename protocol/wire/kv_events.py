@@ -42,7 +42,7 @@ class _Event(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BlocksStored(_Event, frozen=True, tag=50):
-    """These contents can be found from now on. ``block_size``: tokens in each block."""
+    """These contents can now be found. ``block_size``: tokens in each block."""
 
     hashes: list[bytes]
     block_size: int

@@ -57,7 +57,7 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         step: number of the step, which continues over epochs.
         removed, parked: handles that leave, and handles that stay without being scheduled.
         new_requests: rows to build; ``token_ids`` and ``block_ids`` are their packed arrays.
-        unparked: handles that are scheduled again.
+        unparked: parked handles that become active.
         appended_handles, appended_block_ids: newly allocated blocks of known requests, one entry each, in the order of
             the request's block table; ``appended_groups`` is None while all are of group 0.
         counts: (handle, tokens) of each request that computes a number of tokens other than one.

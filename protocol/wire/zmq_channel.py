@@ -180,7 +180,7 @@ class ReplayRouter:
             raise
 
     def receive(self) -> tuple[bytes, int] | None:
-        """Return (peer, number) of one message, or None if there is none or it is malformed."""
+        """Return (peer, number) of one message, or None without a well-formed one."""
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None  # the usual case, for which an exception would be slow
         peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
