@@ -1,4 +1,4 @@
-"""Start the scheduler process: ``python -P -m quire.scheduler_proc``, by the supervisor only."""
+"""Start the scheduler process with ``python -P -m quire.scheduler_proc``. Only the supervisor runs it."""
 
 import signal
 
@@ -13,8 +13,8 @@ from quire.scheduler_proc.process.sockets import Sockets
 
 def main() -> None:
     parser = child_parser(__doc__)
-    parser.add_argument("--incarnation", type=int, required=True, help="which scheduler of this engine it is, from 1")
-    parser.add_argument("--worker-epoch", type=int, required=True, help="of the workers that are on their way")
+    parser.add_argument("--incarnation", type=int, required=True, help="scheduler incarnation, from 1")
+    parser.add_argument("--worker-epoch", type=int, required=True, help="worker epoch of the group that is starting")
     args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:

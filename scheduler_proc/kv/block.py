@@ -1,18 +1,18 @@
-"""One block's bookkeeping, and the queue of free blocks that is threaded through the blocks themselves."""
+"""The metadata of one block, and the free queue, a linked list through the blocks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 class KVCacheBlock:
-    """Metadata of one physical block; the KV itself lies with the workers.
+    """Metadata of one physical block. The keys and values are in the workers' memory.
 
     Attributes:
         block_id: index in the pool; 0 is the null block.
-        ref_cnt: how many requests hold it.
-        block_hash: key under which its content can be found, while it is full and unchanged.
-        prev_free_block, next_free_block: neighbours in the free queue; None when it is not in the queue.
-        is_null: the one block that stands for "no block".
+        ref_cnt: number of requests that hold the block.
+        block_hash: key under which the content can be found; None unless the block is full and unchanged.
+        prev_free_block, next_free_block: neighbours in the free queue; None when the block is not in the queue.
+        is_null: whether this is the null block.
     """
 
     __slots__ = ("block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
@@ -31,10 +31,9 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, the next to be reused first. A doubly linked list, so that a cache hit leaves its middle in O(1).
+    """Free blocks in reuse order: a doubly linked list, so that a cache hit is removed from its middle in O(1).
 
-    Two sentinels stand at the ends, so that no operation has an edge case. Links live in the blocks: nothing is
-    allocated when blocks come and go.
+    Sentinels at both ends remove the edge cases. The links are block attributes, so queue operations allocate nothing.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -46,15 +45,15 @@ class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Remove and return the first block. Raises IndexError when there is none."""
+        """Remove and return the first block. Raises IndexError when the queue is empty."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Remove and return the first ``n`` blocks in order. Raises IndexError when there are fewer."""
         if n > self.num_free_blocks:
-            raise IndexError(f"{n} blocks wanted, {self.num_free_blocks} free")
+            raise IndexError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
         taken: list[KVCacheBlock] = []
-        block: Any = self._head.next_free_block  # Any: n links are there, and an assert for each would be felt
+        block: Any = self._head.next_free_block  # Any: n links exist, and one assert per link is slow
         for _ in range(n):
             taken.append(block)
             following = block.next_free_block
@@ -66,11 +65,11 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take ``block`` out of wherever it stands. Raises ValueError when it is not in the queue."""
+        """Remove ``block`` from any position. Raises ValueError when it is not in the queue."""
         self.remove_n((block,))
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take each block out. Raises ValueError at the first that is not in the queue; those before it are out."""
+        """Remove each block. Raises ValueError at the first that is not in the queue; those before it are removed."""
         for block in blocks:
             before, after = block.prev_free_block, block.next_free_block
             if before is None or after is None:
@@ -84,13 +83,13 @@ class FreeKVCacheBlockQueue:
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put ``blocks`` at the end, in order: reused last."""
+        """Append ``blocks`` in order: they are reused last."""
         last = self._tail.prev_free_block
         assert last is not None
         self._link(last, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put ``blocks`` at the front, in order: reused next."""
+        """Prepend ``blocks`` in order: they are reused next."""
         first = self._head.next_free_block
         assert first is not None
         self._link(self._head, blocks, first)
@@ -98,10 +97,10 @@ class FreeKVCacheBlockQueue:
     def _link(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
         for block in blocks:
             if block.next_free_block is not None:
-                raise ValueError(f"{block!r} is in the free queue already")
+                raise ValueError(f"{block!r} is already in the free queue")
             block.prev_free_block = before
             before.next_free_block = block
-            # Set at once, so that a block listed twice in this very call is noticed.
+            # Set here so that a block listed twice in one call is detected.
             block.next_free_block = after
             before = block
         before.next_free_block = after
@@ -109,7 +108,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += len(blocks)
 
     def blocks(self) -> list[KVCacheBlock]:
-        """All free blocks in order: for checks and tests, O(n)."""
+        """Return all free blocks in order. O(n), for checks and tests."""
         found: list[KVCacheBlock] = []
         block = self._head.next_free_block
         while block is not None and block is not self._tail:
@@ -121,9 +120,9 @@ class FreeKVCacheBlockQueue:
         """Raise AssertionError unless both directions of the list agree with each other and with the count."""
         forward = self.blocks()
         assert len(forward) == self.num_free_blocks, f"{len(forward)} linked, {self.num_free_blocks} counted"
-        assert len({id(b) for b in forward}) == len(forward), "a block stands twice in the free queue"
+        assert len({id(b) for b in forward}) == len(forward), "a block is in the free queue twice"
         before: KVCacheBlock = self._head
         for block in forward:
-            assert block.prev_free_block is before, f"{block!r} has a wrong neighbour"
+            assert block.prev_free_block is before, f"{block!r}: wrong prev_free_block"
             before = block
-        assert self._tail.prev_free_block is before, "the tail has a wrong neighbour"
+        assert self._tail.prev_free_block is before, "wrong prev_free_block at the tail"

@@ -1,9 +1,9 @@
-"""Names for block contents: one running hash over canonical bytes, read off at each block's end.
+"""Block hashes: one running hash over the tokens of a request, read at the end of each block.
 
-The hash of a block covers its tokens (little-endian int32) and everything before them, down to a root made of adapter
-and cache salt. So equal hashes mean equal prefixes, in every process and on every machine, and requests with another
-salt or adapter share nothing. SHA-256 chains by itself: what follows block after block is its own inner state, and a
-digest may be taken at any point, which costs less than hashing each block's parent again.
+The hash of a block covers its tokens (little-endian int32), all tokens before it, and a root made of adapter and cache
+salt. Equal hashes therefore mean equal prefixes, in every process and on every machine. Requests with different salts
+or adapters share no hash. The inner state of the hash function is the chain: reading a digest after each block costs
+less than hashing every block together with its parent's digest.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from quire.protocol.errors import ConfigError
 
 SHORT_HASH_BYTES = 8
-"""Of a SHA-256: enough that no two of a billion blocks are taken for one (1 in 37)."""
+"""Bytes of a hash that traces keep. Among 2**30 blocks, two share 8 bytes of SHA-256 with probability 1 in 37."""
 
 _PLAIN = b"quire block chain 2\0"
 _SALTED = b"quire salted block chain 2\0"
@@ -23,7 +23,7 @@ _TENANT = b"quire tenant's block chain 2\0"
 _FEATURE = b"quire block feature 2\0"
 
 CHUNK_BLOCKS = 64
-"""Blocks that the memo remembers together."""
+"""Blocks per entry of the memo."""
 
 
 class _Hash(Protocol):
@@ -33,15 +33,15 @@ class _Hash(Protocol):
 
 
 def hash_algorithm(name: str) -> Callable[[], _Hash]:
-    """A new running hash of the algorithm ``sha256`` or ``xxh3_128``.
+    """Return the constructor of a running hash for the algorithm ``sha256`` or ``xxh3_128``.
 
     Raises:
-        ConfigError: an unknown name, or a package that is missing.
+        ConfigError: the name is unknown, or the package is not installed.
     """
     if name == "sha256":
         return sha256
     if name != "xxh3_128":
-        raise ConfigError(f"prefix_caching_hash_algo must be sha256 or xxh3_128, not {name!r}")
+        raise ConfigError(f"prefix_caching_hash_algo must be sha256 or xxh3_128 (got {name!r})")
     try:
         make: Callable[[], _Hash] = importlib.import_module("xxhash").xxh3_128
     except ImportError:
@@ -50,7 +50,7 @@ def hash_algorithm(name: str) -> Callable[[], _Hash]:
 
 
 class Feature(NamedTuple):
-    """Something other than tokens that a stretch of positions stands for: an image, say, by the hash of its content."""
+    """Non-token input at a range of positions, such as an image, identified by the hash of its content."""
 
     offset: int
     length: int
@@ -58,10 +58,10 @@ class Feature(NamedTuple):
 
 
 class HashMemo:
-    """Hashes of long prefixes seen lately, so that the next turn of a conversation hashes only what is new.
+    """LRU cache of the hashes of long prefixes, so that the next turn of a conversation hashes only its new tokens.
 
-    Kept in chunks of CHUNK_BLOCKS blocks, each under its last block's hash: one hash over a whole chunk costs a tenth
-    of hashing its blocks one by one, and the name that it gives is exact, for it covers the whole prefix.
+    An entry is a chunk of CHUNK_BLOCKS blocks, stored under the hash of its last block. Hashing a whole chunk costs a
+    tenth of hashing its blocks one by one. The lookup is exact, because the hash covers the whole prefix.
     """
 
     def __init__(self, max_chunks: int = 4096) -> None:
@@ -84,10 +84,10 @@ class HashMemo:
 
 
 class BlockHasher:
-    """How this engine names contents: algorithm and granularity, and the memo that its chains share."""
+    """Makes hash chains: owns the algorithm, the block size and the memo that all chains share."""
 
     def __init__(self, algorithm: str, block_size: int, memo: HashMemo | None = None) -> None:
-        """``block_size``: tokens per hash. Raises ConfigError for an algorithm that cannot be had."""
+        """``block_size``: tokens per hash. Raises ConfigError when the algorithm is unknown or not installed."""
         self.block_size = block_size
         self.memo = HashMemo() if memo is None else memo
         self._new = hash_algorithm(algorithm)
@@ -96,16 +96,16 @@ class BlockHasher:
     def chain(
         self, cache_salt: str = "", adapter: str = "", features: Sequence[Feature] = (), *, tenant: int = 0
     ) -> "HashChain":
-        """An empty chain; only requests with the same salt, adapter and tenant can share a hash of it.
+        """Return an empty chain. Only requests with the same salt, adapter and tenant can share a hash of it.
 
-        ``tenant``: 0 where tenants share what they find.
+        ``tenant``: 0 when tenants share the prefix cache.
         """
         state = self._new()
         if cache_salt or adapter or tenant:
             salt, name = cache_salt.encode(), adapter.encode()
             kind = _TENANT + tenant.to_bytes(4, "little") if tenant else _SALTED
             state.update(kind + len(salt).to_bytes(4, "little") + salt + name)
-            root = state.digest()  # of a fixed length, so that a salt cannot pretend to be tokens
+            root = state.digest()  # fixed length, so that a salt cannot imitate tokens
             state = self._new()
             state.update(_SALTED + root)
         else:
@@ -113,14 +113,14 @@ class BlockHasher:
         return HashChain(self, state, tuple(sorted(features)))
 
     def restart(self, digest: bytes, extra: bytes) -> _Hash:
-        """A running hash that goes on from ``digest`` with ``extra``, which tokens cannot imitate."""
+        """Return a running hash that continues from ``digest`` with ``extra``, which tokens cannot imitate."""
         state = self._new()
         state.update(_FEATURE + len(extra).to_bytes(4, "little") + extra + digest)
         return state
 
 
 class HashChain:
-    """The hashes of one request's full blocks; grows at its end only."""
+    """The block hashes of one request. Append-only."""
 
     __slots__ = ("_features", "_hasher", "_size", "_state", "hashes")
 
@@ -132,9 +132,11 @@ class HashChain:
         self.hashes: list[bytes] = []
 
     def extend(self, data: bytes | bytearray, added: bytes = b"") -> None:
-        """Hash whichever blocks ``data``, all tokens of the request as bytes, has completed since the last call.
+        """Hash the blocks that ``data`` has completed since the last call.
 
-        ``added``: what was just added to it; where that is one whole block nothing needs to be cut out.
+        Args:
+            data: all tokens of the request, as bytes.
+            added: the bytes just appended to ``data``. When they are exactly one block, no copy is made.
         """
         size = self._size
         start = len(self.hashes) * size
@@ -152,13 +154,13 @@ class HashChain:
         self._append_blocks(bytes(memoryview(data)[start:]), size)
 
     def _append_blocks(self, raw: bytes, size: int) -> None:
-        """Hash the whole blocks in ``raw``. (The pass over ``update`` is C's: a sixth less than a loop of our own.)"""
+        """Hash the whole blocks in ``raw``. Mapping ``update`` in C takes a sixth less time than a Python loop."""
         update, digest = self._state.update, self._state.digest
         blocks = [raw[at : at + size] for at in range(0, len(raw) - size + 1, size)]
         self.hashes += [digest() for _ in map(update, blocks)]
 
     def _extend_by_chunks(self, data: bytes | bytearray, size: int) -> int:
-        """Whole chunks: from the memo as far as it knows them, then block by block. Returns where it stopped."""
+        """Hash whole chunks, from the memo where it has them. Returns the byte offset after the last chunk."""
         memo, chunk = self._hasher.memo, size * CHUNK_BLOCKS
         view = memoryview(data)
         at, known = len(self.hashes) * size, True
@@ -171,7 +173,7 @@ class HashChain:
                     self.hashes += found
                     at += chunk
                     continue
-                known = False  # a longer prefix of it would hardly be known
+                known = False  # the memo is unlikely to have a longer prefix
                 self._state = before
             first = len(self.hashes)
             self._append_blocks(bytes(view[at : at + chunk]), size)
@@ -180,7 +182,7 @@ class HashChain:
         return at
 
     def _extend_with_features(self, data: bytes | bytearray, size: int) -> None:
-        """Blocks that hold a part of a feature are named by its content and by where in them it starts."""
+        """Hash blocks of which some overlap features: the content hash and its offset in the block are hashed too."""
         tokens = size // 4
         for at in range(len(self.hashes) * size, len(data) - size + 1, size):
             first = at // 4
@@ -198,14 +200,14 @@ class HashChain:
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """The key of a block's content in one KV group's cache: groups keep different things of the same tokens."""
+    """Return the cache key of a block in one KV group: groups store different data for the same tokens."""
     return block_hash if group == 0 else block_hash + group.to_bytes(2, "little")
 
 
 def prompt_hashes(
     tokens: Sequence[int], block_size: int, cache_salt: str = "", algorithm: str = "sha256"
 ) -> list[bytes]:
-    """Hashes of the full blocks of a prompt: what a router looks for among the published ones."""
+    """Return the hashes of a prompt's full blocks, which a router looks up among the published ones."""
     chain = BlockHasher(algorithm, block_size).chain(cache_salt)
     chain.extend(b"".join(token.to_bytes(4, "little") for token in tokens))
     return chain.hashes

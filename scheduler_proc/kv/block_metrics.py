@@ -1,4 +1,4 @@
-"""How long contents stay, lie unused and come back: of one block in 64, for a step touches thousands."""
+"""Lifetime, idle time and reuse gap of cached blocks. One block in 64 is sampled, because a step changes thousands."""
 
 from bisect import bisect_left
 from itertools import repeat
@@ -6,14 +6,14 @@ from itertools import repeat
 from quire.protocol.wire.front_end_messages import Histogram
 
 SAMPLE_MASK = 63
-"""A block is sampled when its id has none of these bits: then the cost for the others is one test."""
+"""A block is sampled when ``block_id & SAMPLE_MASK == 0``, so that the other blocks cost one test."""
 
 BOUNDS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
-"""Seconds."""
+"""Upper bounds of the histogram buckets, in seconds."""
 
 
 class Observations:
-    """Counts in fixed buckets: the memory does not grow with what is observed."""
+    """Counts in fixed buckets: memory use does not depend on the number of observations."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS) + 1)
@@ -24,14 +24,14 @@ class Observations:
         self._total += seconds
 
     def histogram(self) -> Histogram:
-        """Each count is of its own bucket; they do not add up from the left."""
+        """Return the histogram. Counts are per bucket, not cumulative."""
         return Histogram(list(BOUNDS), list(self._counts), self._total)
 
 
 class BlockMetrics:
-    """Stamps and histograms of the sampled blocks; the caller passes the time and sees to the sampling.
+    """Timestamps and histograms of the sampled blocks. The caller passes the time, and calls only for sampled blocks.
 
-    A block's slot is its id divided by 64. Owns no block, and holds nothing but times of those it is told of.
+    The index of a block is its id divided by 64. Owns no blocks, only times.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,35 +43,35 @@ class BlockMetrics:
 
     @property
     def lifetime(self) -> Histogram:
-        """Seconds from the allocation of a block to the loss of the content that it then got."""
+        """Seconds from the allocation of a block to the eviction of its content."""
         return self._lifetime.histogram()
 
     @property
     def idle_before_evict(self) -> Histogram:
-        """Seconds from the last hit or release of a content to its loss."""
+        """Seconds from the last hit or release of a cached block to its eviction."""
         return self._idle_before_evict.histogram()
 
     @property
     def reuse_gap(self) -> Histogram:
-        """Seconds between a hit and the next one on the same content."""
+        """Seconds between two consecutive hits of a cached block."""
         return self._reuse_gap.histogram()
 
     def allocated(self, block_id: int, now: float) -> None:
-        slot = block_id // (SAMPLE_MASK + 1)
-        self._allocated[slot] = self._used[slot] = now
-        self._hit[slot] = None
+        index = block_id // (SAMPLE_MASK + 1)
+        self._allocated[index] = self._used[index] = now
+        self._hit[index] = None
 
     def hit(self, block_id: int, now: float) -> None:
-        slot = block_id // (SAMPLE_MASK + 1)
-        before = self._hit[slot]
+        index = block_id // (SAMPLE_MASK + 1)
+        before = self._hit[index]
         if before is not None:
             self._reuse_gap.observe(now - before)
-        self._hit[slot] = self._used[slot] = now
+        self._hit[index] = self._used[index] = now
 
     def released(self, block_id: int, now: float) -> None:
         self._used[block_id // (SAMPLE_MASK + 1)] = now
 
     def evicted(self, block_id: int, now: float) -> None:
-        slot = block_id // (SAMPLE_MASK + 1)
-        self._lifetime.observe(now - self._allocated[slot])
-        self._idle_before_evict.observe(now - self._used[slot])
+        index = block_id // (SAMPLE_MASK + 1)
+        self._lifetime.observe(now - self._allocated[index])
+        self._idle_before_evict.observe(now - self._used[index])

@@ -1,4 +1,4 @@
-"""All blocks: which are free, which are held, and which contents can be found again."""
+"""The block pool: reference counts, the free queue, and the map from hash to cached block."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -10,12 +10,12 @@ from quire.scheduler_proc.kv.events import KVEventRecorder
 
 
 class BlockHashToBlockMap:
-    """Content hash to the block that holds it; rarely to several (the same prompt computed twice at once).
+    """Map from content hash to the block with that content, or to several (one prompt computed twice concurrently).
 
-    Duplicates are kept rather than merged, so that a request's block ids never change. The usual single block is
-    stored bare: a dict each would cost more than the block.
+    Duplicates are kept rather than merged, so that a request's block ids never change. A single block is stored without
+    a dict, because one dict per block would use more memory than the block itself.
 
-    Invariants (``check``): a dict has at least two blocks; ``num_blocks`` counts all.
+    Invariants (``check``): a dict has at least two blocks; ``num_blocks`` counts all blocks.
     """
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class BlockHashToBlockMap:
         self.num_blocks = 0
 
     def get_one_block(self, key: bytes) -> KVCacheBlock | None:
-        """A block with this content, the one that was stored first."""
+        """Return the block with this content that was stored first, or None."""
         found = self._found.get(key)
         if found is None or isinstance(found, KVCacheBlock):
             return found
         return next(iter(found.values()))
 
     def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
-        """A block for each key (the one that was stored first), up to the first key that nothing is known of.
+        """Return the first stored block of each key, up to the first unknown key.
 
-        Neither a block nor a dict of several is ever false, so the pass needs no Python code of its own.
+        Blocks and dicts of blocks are never false, so ``takewhile(bool, ...)`` runs without Python code per key.
         """
         run = list(takewhile(bool, map(self._found.get, keys)))
         if self.num_blocks == len(self._found):
@@ -40,7 +40,7 @@ class BlockHashToBlockMap:
         return [b if isinstance(b, KVCacheBlock) else next(iter(b.values())) for b in run if b is not None]
 
     def insert(self, key: bytes, block: KVCacheBlock) -> bool:
-        """Whether the key is new."""
+        """Add the block under the key. Returns whether the key is new."""
         self.num_blocks += 1
         found = self._found.setdefault(key, block)
         if found is block:
@@ -52,7 +52,7 @@ class BlockHashToBlockMap:
         return False
 
     def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
-        """Forget that ``block_id`` holds ``key``; None when it was not known to."""
+        """Remove ``block_id`` from ``key``. Returns the block, or None when it was not stored under ``key``."""
         found = self._found.get(key)
         if found is None:
             return None
@@ -70,7 +70,7 @@ class BlockHashToBlockMap:
         return block
 
     def pop_blocks(self, keys: Sequence[bytes], blocks: Sequence[KVCacheBlock]) -> list[bytes]:
-        """Forget that these blocks hold these keys, pair by pair; the keys, in order, that no block has any more."""
+        """Remove each block from its key. Returns, in order, the keys that have no block left."""
         found = self._found
         if self.num_blocks == len(found):  # no duplicates: the usual case
             for key in keys:
@@ -79,28 +79,28 @@ class BlockHashToBlockMap:
             return list(keys)
         for key, block in zip(keys, blocks, strict=True):
             self.pop(key, block.block_id)
-        return [key for key in dict.fromkeys(keys) if key not in found]  # two blocks of one key may go together
+        return [key for key in dict.fromkeys(keys) if key not in found]  # one call may remove two blocks of one key
 
     def pop_all(self, key: bytes) -> list[KVCacheBlock]:
-        """Forget the key; the blocks that held it."""
+        """Remove the key. Returns its blocks."""
         found = self._found.pop(key, {})
         blocks = [found] if isinstance(found, KVCacheBlock) else list(found.values())
         self.num_blocks -= len(blocks)
         return blocks
 
     def __len__(self) -> int:
-        """Keys; ``num_blocks`` may be more."""
+        """Number of keys; ``num_blocks`` can be larger."""
         return len(self._found)
 
     def blocks(self) -> list[tuple[bytes, KVCacheBlock]]:
-        """Every (key, block): for checks and resets, O(n)."""
+        """Return all (key, block) pairs. O(n), for checks and resets."""
         pairs: list[tuple[bytes, KVCacheBlock]] = []
         for key, found in self._found.items():
             pairs += [(key, b) for b in ([found] if isinstance(found, KVCacheBlock) else found.values())]
         return pairs
 
     def duplicates(self) -> list[tuple[int, bytes]]:
-        """(block id, key) where several blocks have one key: by key, and then in the order in which they are found."""
+        """Return (block id, key) for keys with several blocks: sorted by key, then in lookup order."""
         if self.num_blocks == len(self._found):
             return []
         several = [(key, found) for key, found in self._found.items() if not isinstance(found, KVCacheBlock)]
@@ -112,31 +112,31 @@ class BlockHashToBlockMap:
         assert len(pairs) == self.num_blocks, f"{len(pairs)} blocks cached, {self.num_blocks} counted"
         for key, found in self._found.items():
             blocks = {found.block_id: found} if isinstance(found, KVCacheBlock) else found
-            assert len(blocks) > 1 or blocks is not found, f"a dict of {len(blocks)} for {key.hex()}"
-            assert all(b.block_id == i for i, b in blocks.items()), f"a wrong id for {key.hex()}"
+            assert len(blocks) > 1 or blocks is not found, f"a dict of {len(blocks)} block for {key.hex()}"
+            assert all(b.block_id == i for i, b in blocks.items()), f"wrong block id for {key.hex()}"
 
 
 class BlockPool:
-    """Hands blocks out, takes them back, and remembers contents until a block is reused.
+    """Allocates and frees blocks, and keeps cached contents until their block is reused.
 
-    Owns all KVCacheBlock objects, the free queue and the hash map; knows nothing of requests.
+    Owns all KVCacheBlock objects, the free queue and the hash map. Does not know requests.
 
-    Invariants (``check``): a block is in the free queue exactly when its ref_cnt is 0 and it is not the null block,
-    whose ref_cnt stays 0; a block has a hash exactly when the map leads to it.
+    Invariants (``check``): a block is in the free queue exactly when its ref_cnt is 0 and it is not the null block. The
+    null block's ref_cnt stays 0. A block has a hash exactly when the map contains it.
 
     Attributes:
-        events: told of each content that can newly be found, or not any more; None: they are not wanted.
+        events: records each key that was added to or removed from the map, or None.
         now: seconds; the owner sets it once per step, for ``metrics``.
-        num_evicted_blocks: contents forgotten, since the start, because their block was needed.
+        num_evicted_blocks: contents evicted since the start.
         num_evictable_blocks: free blocks whose content can still be found.
-        num_changes: grows whenever a block changes hands, or a content its block: while it stands still, the pool
-            answers everything as before.
+        num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
+            gives the same answers.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
-        """``num_blocks`` counts the null block, which is block 0 and never handed out."""
+        """``num_blocks`` includes the null block, which is block 0 and never allocated."""
         if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (one is the null block), not {num_blocks}")
+            raise ValueError(f"num_blocks must be at least 2, one of which is the null block (got {num_blocks})")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.events = events
@@ -153,13 +153,13 @@ class BlockPool:
         return FreeKVCacheBlockQueue(self.blocks)
 
     def act_for(self, tenant: int) -> None:
-        """The next calls are for a request of this tenant. Only a pool that is shared fairly needs it."""
+        """Set the tenant on whose behalf the next calls are made. Used only by FairBlockPool."""
 
     def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
-        """How to learn what each tenant's requests hold, for a pool that is shared fairly."""
+        """Set the function that returns the number of held blocks per tenant. Used only by FairBlockPool."""
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
-        """What a pool that is shared fairly has to be told to be ``restore``d, besides its contents; else nothing."""
+        """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""
         return []
 
     @property
@@ -169,7 +169,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now; some of them still hold content that would be lost."""
+        """Blocks that can be allocated now. Some of them hold cached content that would be evicted."""
         return self.free_block_queue.num_free_blocks
 
     @property
@@ -181,11 +181,11 @@ class BlockPool:
         return self.cached_block_hash_to_block.get_one_block(key)
 
     def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
-        """A block for each key, up to the first that nothing is known of."""
+        """Return one block per key, up to the first unknown key."""
         return self.cached_block_hash_to_block.get_cached_blocks(keys)
 
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
-        """``n`` blocks, each held once; what they cached is forgotten. Raises IndexError when fewer are free."""
+        """Allocate ``n`` blocks with ref_cnt 1 and evict their content. Raises IndexError when fewer are free."""
         self.num_changes += 1
         taken = self.free_block_queue.popleft_n(n)
         evicted = [block for block in taken if block.block_hash is not None]
@@ -198,7 +198,7 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold each block once more, for its content; a free one leaves the queue. The null block stays as it is."""
+        """Increment each block's ref_cnt for a cache hit; free blocks leave the queue. The null block is skipped."""
         self.num_changes += 1
         free: list[KVCacheBlock] = []
         for block in blocks:
@@ -213,10 +213,10 @@ class BlockPool:
         self.num_evictable_blocks -= len(free)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Let go of each block once; those that no request holds any more become free, the first one reused first.
+        """Decrement each block's ref_cnt. Blocks that reach 0 become free; the first in the list is reused first.
 
         Raises:
-            ValueError: a block that was not held; those before it were let go of.
+            ValueError: a block was not held. The blocks before it are released.
         """
         self.num_changes += 1
         freed: list[KVCacheBlock] = []
@@ -229,34 +229,34 @@ class BlockPool:
             elif block.is_null:
                 continue
             else:
-                self._put_back(freed)
-                raise ValueError(f"{block!r} is freed more often than it was held")
+                self._return_freed(freed)
+                raise ValueError(f"{block!r} is freed but not held")
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.released(block.block_id, self.now)
-        self._put_back(freed)
+        self._return_freed(freed)
 
-    def _put_back(self, freed: Sequence[KVCacheBlock]) -> None:
+    def _return_freed(self, freed: Sequence[KVCacheBlock]) -> None:
         hashed = [block for block in freed if block.block_hash is not None]
         self.num_evictable_blocks += len(hashed)
-        self._line_up(freed, hashed)
+        self._queue_freed(freed, hashed)
 
-    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
-        """Where freed blocks stand in line: one without a content that can be found is reused before any that caches.
+    def _queue_freed(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
+        """Put freed blocks into the queue: blocks without cached content in front, so that they are reused first.
 
-        The one place that decides it; a pool that is to reuse in another order overrides this.
+        The only place that decides the order of reuse; a pool with another order overrides it.
         """
         self.free_block_queue.append_n(hashed)
         if len(hashed) < len(freed):
             self.free_block_queue.prepend_n([block for block in freed if block.block_hash is None])
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Iterable[bytes]) -> None:
-        """From now on each key finds its block, whose content is complete."""
+        """Make each block findable by its key. Its content must be complete."""
         self.num_changes += 1
         insert = self.cached_block_hash_to_block.insert
         stored: list[bytes] = []
         for block, key in zip(blocks, keys, strict=True):
             if block.block_hash is not None or block.is_null:
-                raise ValueError(f"{block!r} cannot take a hash")
+                raise ValueError(f"{block!r} cannot be cached: it is the null block or already has a hash")
             block.block_hash = key
             if insert(key, block):
                 stored.append(key)
@@ -264,7 +264,7 @@ class BlockPool:
             self.events.stored(stored)
 
     def invalidate(self, key: bytes) -> None:
-        """Invalidate this key: the blocks with it may hold wrong content, which must not be found again."""
+        """Remove this key: its blocks may hold wrong content, which must not be found again."""
         self.num_changes += 1
         blocks = self.cached_block_hash_to_block.pop_all(key)
         for block in blocks:
@@ -274,7 +274,7 @@ class BlockPool:
             self.events.removed((key,))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content. Does nothing and returns False while any block is held."""
+        """Drop all cached contents. Does nothing and returns False while any block is held."""
         self.num_changes += 1
         if self.num_free_blocks != self.num_usable_blocks:
             return False
@@ -287,9 +287,9 @@ class BlockPool:
         return True
 
     def contents(self) -> list[tuple[int, bytes]]:
-        """(block id, key) of each content that can be found; of equal keys the block that is found first, first.
+        """Return (block id, key) of each cached content; blocks with equal keys are in lookup order.
 
-        In the order of the blocks, for that of the keys is all over the memory, and five times as slow.
+        The order is that of the blocks: iterating in key order jumps through memory and takes five times as long.
         """
         pairs = [(block.block_id, block.block_hash) for block in self.blocks if block.block_hash is not None]
         if several := self.cached_block_hash_to_block.duplicates():
@@ -300,33 +300,33 @@ class BlockPool:
     def restore(
         self, free: Sequence[int], cached: Sequence[tuple[int, bytes]], tenants: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        """For a pool of which nothing is held: other contents, and another order of reuse.
+        """Replace the cached contents and the free queue of a pool without held blocks.
 
         Args:
-            free: every block but the null block, the next to be reused first.
-            cached: (block, key) of each content; of equal keys the block that is to be found first, first.
-            tenants: what ``left_by_tenant`` said.
+            free: every block but the null block, in reuse order.
+            cached: (block, key) of each content; blocks with equal keys in lookup order.
+            tenants: the return value of ``left_by_tenant``.
 
         Raises:
-            ValueError: they are no blocks of this pool, or something is held.
+            ValueError: the arguments do not fit this pool, or a block is held.
         """
         if sorted(free) != list(range(1, self.num_blocks)) or not self.reset_prefix_cache():
-            raise ValueError("not every block of the pool is free")
+            raise ValueError("cannot restore: a block is held, or the free blocks are not those of this pool")
         if (cached and not self.enable_caching) or any(not 0 < block < self.num_blocks for block, _ in cached):
-            raise ValueError("contents of blocks that can have none")
+            raise ValueError("cannot restore: cached contents with caching disabled or with invalid block ids")
         self.free_block_queue.popleft_n(self.num_usable_blocks)
         self._restore_free([self.blocks[block] for block in free], tenants)
         self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
         self.num_evictable_blocks = len(cached)
 
     def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
-        """The queue is empty. Raises ValueError where ``tenants`` cannot be."""
+        """Fill the empty free queue. Raises ValueError when ``tenants`` does not fit."""
         if tenants:
-            raise ValueError("blocks of tenants in a pool that does not know any")
+            raise ValueError("cannot restore tenants: this pool does not track them")
         self.free_block_queue.append_n(free)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Forget what these blocks cache, for they are needed. A key is gone only with its last block."""
+        """Remove the keys of blocks that are being allocated. A key is reported as removed with its last block."""
         keys: list[bytes] = []
         for block in blocks:
             assert block.block_hash is not None
@@ -341,24 +341,26 @@ class BlockPool:
             self.events.removed(gone)
 
     def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
-        """Raise AssertionError unless the invariants hold; with ``holders`` also that ref_cnt counts them."""
+        """Raise AssertionError unless the invariants hold; with ``holders``, ref_cnt must also equal their number."""
         self.free_block_queue.check()
         free = {b.block_id for b in self.free_block_queue.blocks()}
         null = self.null_block
-        assert null is self.blocks[0] and null.is_null, "the null block is another one"
+        assert null is self.blocks[0] and null.is_null, "null_block is not block 0"
         assert null.block_id not in free, "the null block is free"
         assert null.ref_cnt == 0 and null.block_hash is None, "the null block is held or cached"
         for index, block in enumerate(self.blocks[1:], 1):
-            assert block.block_id == index and not block.is_null, f"{block!r} stands at {index}"
+            assert block.block_id == index and not block.is_null, f"{block!r} is at index {index}"
             assert block.ref_cnt >= 0, f"{block!r}: negative ref_cnt"
-            assert (block.ref_cnt == 0) == (block.block_id in free), f"{block!r}: free and held do not agree"
+            assert (block.ref_cnt == 0) == (block.block_id in free), f"{block!r}: ref_cnt and the free queue disagree"
         self.cached_block_hash_to_block.check()
         cached = self.cached_block_hash_to_block.blocks()
         for key, block in cached:
-            assert block.block_hash == key, f"{block!r} is found under another hash"
+            assert block.block_hash == key, f"{block!r} is stored under another hash"
         evictable = sum(block.ref_cnt == 0 for _, block in cached)
-        assert evictable == self.num_evictable_blocks, f"{evictable} can be evicted, not {self.num_evictable_blocks}"
-        assert len(cached) == sum(b.block_hash is not None for b in self.blocks), "a hash leads nowhere"
+        assert evictable == self.num_evictable_blocks, (
+            f"{evictable} blocks evictable, {self.num_evictable_blocks} counted"
+        )
+        assert len(cached) == sum(b.block_hash is not None for b in self.blocks), "a block's hash is not in the map"
         if holders is not None:
             counts = [0] * self.num_blocks
             for held in holders:

@@ -1,4 +1,4 @@
-"""One request's blocks over all KV groups: all groups get what they need, or none does."""
+"""The blocks of one request over all KV groups: allocation succeeds for all groups or for none."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
 
 
 def hash_granularity(layout: KVLayout) -> int:
-    """Tokens under one hash: the smallest block size, so that each group's blocks end where a hash ends.
+    """Return the tokens per hash: the smallest block size, so that every group's blocks end where a hash ends.
 
     Raises:
         ConfigError: a block size is not a multiple of it.
@@ -30,17 +30,17 @@ def hash_granularity(layout: KVLayout) -> int:
     for group in layout.groups:
         if smallest < 1 or group.block_size % smallest:
             raise ConfigError(
-                f"block sizes of KV groups must be multiples of the smallest: {group.block_size} and {smallest}"
+                f"block sizes of KV groups must be multiples of the smallest, {smallest} (got {group.block_size})"
             )
     return smallest
 
 
 class KVCacheCoordinator(ABC):
-    """Fans out to one SingleTypeKVCacheManager per group; how groups agree on a cache hit is the subclass's.
+    """Delegates to one SingleTypeKVCacheManager per group. Subclasses define how the groups agree on a cache hit.
 
     Attributes:
-        alignment: tokens; each hit's length is a multiple: the least one of the groups' block sizes.
-        skips: whether some group lets go of blocks while a request runs.
+        alignment: tokens; the length of each hit is a multiple of it: the least common multiple of the block sizes.
+        skips: whether some group frees blocks while a request runs.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
@@ -50,9 +50,7 @@ class KVCacheCoordinator(ABC):
         for group_id, group in enumerate(layout.groups):
             kind = MANAGERS.get(group.kind)
             if kind is None:
-                raise ConfigError(
-                    f"KV groups of kind {group.kind!r} are not supported; supported: {', '.join(MANAGERS)}"
-                )
+                raise ConfigError(f"KV group kind {group.kind!r} is not supported; supported: {', '.join(MANAGERS)}")
             self.managers.append(kind(group, group_id, group.block_size // granularity, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
         self.alignment = lcm(*(m.block_size for m in self.managers))
@@ -60,11 +58,14 @@ class KVCacheCoordinator(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
-        """Cached blocks per group, and how many tokens they hold: at most ``max_length``, the same in each group."""
+        """Return the cached blocks per group and their number of tokens, at most ``max_length``.
 
-    def begins_block(self, handle: int, num_tokens: int, computed: GroupBlocks) -> bool:
+        Every group's blocks hold the same number of tokens.
+        """
+
+    def needs_blocks(self, handle: int, num_tokens: int, computed: GroupBlocks) -> bool:
         for manager, blocks in zip(self.managers, computed, strict=True):
-            if manager.begins_block(handle, num_tokens, len(blocks)):
+            if manager.needs_blocks(handle, num_tokens, len(blocks)):
                 return True
         return False
 
@@ -82,7 +83,7 @@ class KVCacheCoordinator(ABC):
         return [manager.allocate(handle, num_tokens) for manager in self.managers]
 
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Contents of the first ``num_tokens`` positions, as far as each group's may be found already."""
+        """Cache the first ``num_tokens`` positions, as far as each group's blocks are full."""
         for manager in self.managers:
             manager.cache_blocks(handle, block_hashes, num_tokens)
 
@@ -99,11 +100,14 @@ class KVCacheCoordinator(ABC):
             manager.free(handle)
 
     def blocks(self, handle: int) -> GroupBlocks:
-        """All entries of a request, null ones included, per group."""
+        """Return all entries of a request per group, null ones included."""
         return [manager.req_to_blocks.get(handle, ()) for manager in self.managers]
 
     def num_shared(self, computed: GroupBlocks) -> int:
-        """Hit blocks that cost nothing for as long as the request runs: others hold them, and no group skips them."""
+        """Return the number of hit blocks that need no free block while the request runs.
+
+        Other requests hold them, and their group frees no blocks while a request runs.
+        """
         pairs = zip(self.managers, computed, strict=True)
         return sum(len(blocks) - num_free(blocks) for manager, blocks in pairs if not manager.skips)
 
@@ -113,17 +117,17 @@ class KVCacheCoordinator(ABC):
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Any number of groups; nothing is ever found again."""
+    """Any number of groups without a prefix cache."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         return self.no_blocks, 0
 
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Nothing is remembered."""
+        """Cache nothing."""
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One group: its hit is the hit."""
+    """A single group: its hit is the result."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
         manager = self.managers[0]
@@ -132,15 +136,16 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: each accepts a length or shortens it, until all accept the same one.
+    """Several groups: each accepts the candidate length or shortens it, until all accept the same length.
 
-    Each group answers with its longest hit within the candidate, so no common length is passed over, and the first
-    one that all accept is the longest.
+    Each group returns its longest hit within the candidate, so no common length is skipped, and the first length that
+    all accept is the longest.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         super().__init__(layout, pool)
-        # Full attention first: its hit is found in one pass, then only cut, and bounds what the others look through.
+        # Full attention first: one pass finds its hit, later rounds only cut it, and it bounds the other groups'
+        # search.
         self._order = sorted(range(len(self.managers)), key=lambda index: not self.managers[index].is_prefix_closed)
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
@@ -157,7 +162,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def _shorten(
         self, hits: list[list[KVCacheBlock] | None], index: int, block_hashes: Sequence[bytes], length: int
     ) -> int:
-        """Length of the group's longest hit within ``length``; the hit itself goes into ``hits``."""
+        """Store the group's longest hit within ``length`` in ``hits``. Returns its length."""
         manager, known = self.managers[index], hits[index]
         num_blocks = length // manager.block_size
         if known is None or (len(known) > num_blocks and not manager.is_prefix_closed):
@@ -167,10 +172,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
 
 def make_coordinator(layout: KVLayout, pool: BlockPool) -> KVCacheCoordinator:
-    """The coordinator for this layout.
+    """Return the coordinator for this layout.
 
     Raises:
-        ConfigError: a kind, a window or block sizes that cannot be used.
+        ConfigError: unsupported group kind, window or block sizes.
     """
     if not pool.enable_caching:
         return KVCacheCoordinatorNoPrefixCache(layout, pool)

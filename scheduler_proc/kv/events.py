@@ -1,4 +1,4 @@
-"""What changed in the prefix cache since the changes were last taken, in order."""
+"""Records the changes of the prefix cache as events, in order."""
 
 from collections.abc import Iterable
 
@@ -7,49 +7,49 @@ from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, Block
 
 
 class KVEventRecorder:
-    """Gathers the pool's keys into events: as few as order allows, one for each group of a run of one kind.
+    """Collects changed keys into as few events as the order allows: one per group for each run of equal changes.
 
-    A consumer that keeps a set, and applies what ``take`` returned, has the keys of the pool's map: that is the
-    promise. The pool therefore tells only of a key's first block and of its last.
+    Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has the keys of the
+    pool's map. The pool therefore reports a key only with its first and its last block.
     """
 
     def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
-        """``hash_bytes``: length of a hash; what a key has beyond it is the group (``block_hash.group_key``)."""
+        """``hash_bytes``: length of a hash; the rest of a key is the group (``block_hash.group_key``)."""
         self._block_sizes = [group.block_size for group in layout.groups]
         self._hash_bytes = hash_bytes
         self._events: list[KVEvent] = []
         self._run: list[bytes] = []
-        """Keys of the newest run, split into groups only at its end: a step may store thousands, one by one."""
+        """Keys of the current run, split into groups only at its end: a step stores thousands one by one."""
         self._run_is_stored = True
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """No block had any of these keys until now."""
+        """Record keys that had no block until now."""
         if not self._run_is_stored:
             self._end_run()
             self._run_is_stored = True
         self._run.extend(keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """No block has any of these keys any more."""
+        """Record keys that have no block any more."""
         if self._run_is_stored:
             self._end_run()
             self._run_is_stored = False
         self._run.extend(keys)
 
     def cleared(self) -> None:
-        """No block has a key any more. What was not taken yet does not matter then."""
+        """Record that the cache is empty, and drop the changes before it."""
         self._run = []
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[KVEvent]:
-        """All since the last call. The recorder does not touch them again."""
+        """Return the events since the last call; the caller owns the list."""
         if self._run:
             self._end_run()
         events, self._events = self._events, []
         return events
 
     def _end_run(self) -> None:
-        """Order between groups does not matter: no key is of two."""
+        """Append the run's events. The order of groups does not matter, because no key belongs to two."""
         for group, hashes in self._by_group(self._run):
             if self._run_is_stored:
                 self._events.append(BlocksStored(hashes, self._block_sizes[group], group))

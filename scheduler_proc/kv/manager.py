@@ -1,4 +1,4 @@
-"""The scheduler's one door to KV memory."""
+"""The interface of the KV cache for the scheduler."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -9,20 +9,20 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
 
 _MANY_TOKENS = 2**31 - 1
-"""More positions than any request has: a bound where no group needs more blocks with more positions."""
+"""Upper bound for a request's positions, when no group needs more blocks for more positions."""
 
 
 class CacheRequest(Protocol):
-    """What is known here of a request.
+    """The view of a request that this package needs.
 
     Attributes:
-        block_hashes: of its known tokens, in units of ``KVCacheManager.block_size``.
+        block_hashes: hashes of its known tokens, in units of ``KVCacheManager.block_size``.
         num_tokens: known tokens.
-        num_computed_tokens: positions of every step sent; 0 again once it is preempted.
-        num_acknowledged_tokens: positions whose computing was answered, cache hits included; never more than the
-            computed ones, and 0 again with them.
-        skip_reading_prefix_cache: it must compute everything itself.
-        tenant: its tenant; 0: none is known.
+        num_computed_tokens: positions of all steps sent; 0 after a preemption.
+        num_acknowledged_tokens: positions whose results have arrived, cache hits included; at most
+            ``num_computed_tokens``, and 0 after a preemption.
+        skip_reading_prefix_cache: whether all positions must be computed.
+        tenant: tenant number; 0 when unknown.
     """
 
     @property
@@ -42,13 +42,13 @@ class CacheRequest(Protocol):
 
 
 class KVCacheManager:
-    """Looks up, allocates, caches and frees blocks for requests.
+    """Looks up, allocates, caches and frees the blocks of requests.
 
-    Owns pool and coordinator; knows requests only as a CacheRequest, and never changes one.
+    Owns the pool and the coordinator. Knows requests only as CacheRequest, and never changes one.
 
     Attributes:
-        block_size: tokens under one hash: the smallest block size of the groups.
-        watermark_blocks: blocks that admission should leave free, so that running requests find some.
+        block_size: tokens per hash: the smallest block size of the groups.
+        watermark_blocks: blocks that admission should leave free for the growth of running requests.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class KVCacheManager:
     ) -> None:
         """
         Args:
-            watermark: share of the pool.
-            max_step_tokens: positions that one step computes of one request at most. With it, window groups count
-                only what they hold at a time in ``num_blocks_for`` and ``max_tokens``; without, every position.
-            pipeline_depth: steps that can be unanswered at a time, the one being decided included.
-            pool_class: makes the pool, which decides in which order free blocks are reused.
+            watermark: fraction of the pool.
+            max_step_tokens: most positions of one request in one step. With it, ``num_blocks_for`` and ``max_tokens``
+                count only the blocks that window groups hold at a time; without it, every position.
+            pipeline_depth: most steps without a result at a time, including the one being scheduled.
+            pool_class: makes the pool, which decides the reuse order of free blocks.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
@@ -80,17 +80,17 @@ class KVCacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """Positions that one request alone could have; 2**31 - 1 where no group needs more with more positions."""
+        """Most positions of one request when it is alone; 2**31 - 1 when the number of its blocks is bounded."""
         return self._max_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks, over all groups, that a request of this length holds at worst when it is alone."""
+        """Return the most blocks over all groups that a request of this length holds at any time when it is alone."""
         return sum(manager.num_blocks_for(num_tokens, self._max_in_flight) for manager in self.coordinator.managers)
 
     def get_computed_blocks(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
-        """Cached blocks for the request's prefix, and the tokens in them.
+        """Return the cached blocks of the request's prefix, and the tokens in them.
 
-        The last known token is never taken from the cache: it must be computed, for its logits.
+        The last known token is never taken from the cache: it must be computed for its logits.
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.coordinator.no_blocks, 0
@@ -102,10 +102,10 @@ class KVCacheManager:
         max_total_tokens: int,
         computed: GroupBlocks | None = None,
     ) -> bool:
-        """Whether a waiting request could run to ``max_total_tokens`` on what is free now.
+        """Return whether the free blocks suffice for a waiting request to reach ``max_total_tokens``.
 
         Args:
-            computed: its hits, if they are known already.
+            computed: its cache hits, when already looked up.
         """
         hits = self.get_computed_blocks(request)[0] if computed is None else computed
         needed = self.num_blocks_for(max_total_tokens) - self.coordinator.num_shared(hits)
@@ -120,27 +120,29 @@ class KVCacheManager:
         *,
         keep_free: int = 0,
     ) -> GroupBlocks | None:
-        """Blocks for the next ``num_new_tokens`` positions, after ``computed`` ones from the cache.
+        """Allocate blocks for the next ``num_new_tokens`` positions, after the hits in ``computed``.
 
-        Three phases: how many blocks it takes; whether there are so many; only then anything changes, except that
-        blocks which no later token reads are let go of first.
+        Counts the blocks needed, compares them with the free blocks, and only then changes state. The exception: blocks
+        that no later token reads are freed first.
 
         Args:
-            keep_free: blocks that must be free afterwards, if any are taken.
+            keep_free: blocks that must remain free, when any are allocated.
 
         Returns:
-            The new entries per group, or None (and nothing held or found has changed) when the pool has too few.
+            The new entries per group; or None when too few blocks are free, with holders and cached contents unchanged.
         """
         coordinator, handle = self.coordinator, request.handle
         num_computed = request.num_computed_tokens + num_new_computed_tokens
         num_tokens = num_computed + num_new_tokens
         hits = coordinator.no_blocks if computed is None else computed
-        if not coordinator.begins_block(handle, num_tokens, hits):
+        if not coordinator.needs_blocks(handle, num_tokens, hits):
             return coordinator.no_blocks
         self.pool.act_for(request.tenant)
         if coordinator.skips:
             acknowledged = request.num_acknowledged_tokens
-            assert acknowledged <= num_computed, f"handle {handle}: more acknowledged than computed"
+            assert acknowledged <= num_computed, (
+                f"handle {handle}: {acknowledged} tokens acknowledged, {num_computed} computed"
+            )
             coordinator.remove_skipped_blocks(handle, acknowledged)
         if coordinator.num_blocks_to_allocate(handle, num_tokens, hits) > self.pool.num_free_blocks - keep_free:
             return None
@@ -149,13 +151,14 @@ class KVCacheManager:
         return coordinator.allocate(handle, num_tokens)
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Make findable what the first ``num_tokens`` positions fill: known tokens whose write is in a step sent."""
+        """Cache the blocks that the first ``num_tokens`` positions fill: known tokens whose write is in a sent step."""
         self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
 
     def invalidate(self, request: CacheRequest, num_kept_tokens: int) -> None:
-        """Invalidate what this request wrote itself, after its first ``num_kept_tokens`` positions.
+        """Invalidate the contents that this request wrote after its first ``num_kept_tokens`` positions.
 
-        Looked up by hash: the blocks of a request that was preempted since are free by now, and can still be found.
+        Blocks are found by hash, because a request that was preempted in the meantime has freed them, but they stay
+        cached.
         """
         self.coordinator.invalidate(request.block_hashes, num_kept_tokens)
 
@@ -167,15 +170,15 @@ class KVCacheManager:
         return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)
 
     def block_ids(self, request: CacheRequest) -> list[list[int]]:
-        """Ids of all the request's entries, per group; the null block's id where an entry is skipped."""
+        """Return the ids of all entries per group; 0, the null block, where an entry is skipped."""
         return [[b.block_id for b in blocks] for blocks in self.coordinator.blocks(request.handle)]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content. Does nothing and returns False while any block is held."""
+        """Drop all cached contents. Does nothing and returns False while any block is held."""
         return self.pool.reset_prefix_cache()
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is free or held exactly as often as requests hold it."""
+        """Raise AssertionError unless every block's ref_cnt is the number of requests that hold it."""
         self.pool.check([held for m in self.coordinator.managers for held in m.req_to_blocks.values()])
         self.coordinator.check()
 

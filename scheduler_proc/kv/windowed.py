@@ -1,4 +1,4 @@
-"""Sliding windows: a token reads back only so far."""
+"""The blocks of one KV group with a sliding window."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,9 +12,9 @@ from quire.scheduler_proc.kv.single_type import SingleTypeKVCacheManager
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """A token sees the last ``window`` positions, its own included; what lies before is null, in hits and in use.
+    """A token reads the last ``window`` positions, its own included. Earlier blocks are null, in hits and in tables.
 
-    Owns how many leading entries of each request were let go of.
+    Owns the number of leading entries of each request that were freed.
     """
 
     skips = True
@@ -23,15 +23,15 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         super().__init__(group, group_id, granules, pool)
         self.window = group.window
         if self.window < 1:
-            raise ConfigError(f"a KV group of kind {group.kind!r} needs a window of at least 1, not {group.window}")
+            raise ConfigError(f"KV group kind {group.kind!r} needs a window of at least 1 (got {group.window})")
         self.num_skipped_blocks: dict[int, int] = {}
 
     def first_read(self, position: int) -> int:
-        """The first position whose content the token at ``position`` reads; ``position`` itself: none before it."""
+        """Return the first position that the token at ``position`` reads, at most ``position`` itself."""
         return max(0, position - self.window + 1)
 
     def num_blocks_for(self, num_tokens: int, max_in_flight: int | None) -> int:
-        """The window before the first position in flight, and what is in flight, begun and ended within a block."""
+        """Count the blocks of the window before the first position in flight, and of the positions in flight."""
         whole = super().num_blocks_for(num_tokens, max_in_flight)
         if max_in_flight is None:
             return whole
@@ -41,7 +41,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_length: int, alignment: int
     ) -> list[KVCacheBlock]:
-        """From the right, each block looked at once: behind a missing block only shorter prefixes are left."""
+        """Search from the right, looking at each block once: after a missing block only shorter prefixes remain."""
         step = alignment // self.block_size
         index = end = min(max_length // self.block_size, len(block_hashes) // self.granules) // step * step
         first = self._first_block(end)
@@ -62,18 +62,18 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return super().num_held_blocks(handle) - self.num_skipped_blocks.get(handle, 0)
 
     def _first_block(self, end: int) -> int:
-        """The first block that the token after ``end`` blocks reads."""
+        """Return the first block that the token after ``end`` blocks reads."""
         return self.first_read(end * self.block_size) // self.block_size
 
     def _blocks_backwards(self, block_hashes: Sequence[bytes], end: int) -> Iterator[KVCacheBlock | None]:
-        """What is cached for the blocks ``end - 1`` down to 0."""
+        """Yield the cached block, or None, of blocks ``end - 1`` down to 0."""
         keys: Iterable[bytes] = block_hashes[end * self.granules - 1 :: -self.granules] if end else ()
         if self.group_id:
             keys = map(partial(group_key, group=self.group_id), keys)
         return map(self.pool.get_cached_block, keys)
 
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
-        """By the acknowledged count, for a step that is not answered may yet be set back."""
+        """Free blocks by the acknowledged count, because steps in flight can still be rolled back."""
         held = self.req_to_blocks.get(handle)
         if held is None:
             return
@@ -92,6 +92,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
     def check_request(self, handle: int, held: list[KVCacheBlock], where: str) -> None:
         skipped = self.num_skipped_blocks.get(handle, 0)
-        assert all(b.is_null for b in held[:skipped]), f"{where}: a skipped block is still held"
+        assert all(b.is_null for b in held[:skipped]), f"{where}: a skipped block is not null"
         real = [index for index, block in enumerate(held) if not block.is_null]
-        assert not real or len(held) - real[0] == len(real), f"{where}: a hole within the window"
+        assert not real or len(held) - real[0] == len(real), f"{where}: null block within the window"

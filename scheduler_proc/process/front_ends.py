@@ -1,4 +1,4 @@
-"""The front ends of this scheduler: which are connected, as which clients, and what all of them are told."""
+"""The front ends connected to this scheduler."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from quire.scheduler_proc.process.transport import Hub
 
 
 class FrontEnds:
-    """Owns the hub, and each connection's client: the number under which the Scheduler knows it. Knows no requests.
+    """Owns the hub, and the client number under which the Scheduler knows each connection. Does not know requests.
 
-    A number is never given out again, for requests of the front end that had it may still be ending.
+    A client number is never reused, because requests of a disconnected front end may still be ending.
     """
 
-    def __init__(self, hub: Hub, config: EngineConfig, on_gone: Callable[[int], None]) -> None:
-        """``on_gone``: called with each client that is gone, does not read, or cannot be understood."""
+    def __init__(self, hub: Hub, config: EngineConfig, on_disconnect: Callable[[int], None]) -> None:
+        """``on_disconnect``: called with each client that exited, does not read, or sent an invalid message."""
         self._hub = hub
-        self._on_gone = on_gone
+        self._on_disconnect = on_disconnect
         self._welcome = Welcome(PROTOCOL_VERSION, config.digest, config.max_model_len)
         self._state = EngineState("loading")
         self._peers: dict[int, bytes] = {}
@@ -29,16 +29,16 @@ class FrontEnds:
         self._next_client = 0
 
     def receive(self) -> tuple[int, PeerMessage] | None:
-        """(client, message) of the next message that is for the engine, without waiting; None: there is no other.
+        """Return the next (client, message) for the engine, or None, without waiting.
 
-        A Hello and a heartbeat are answered here; a front end that cannot be understood is cut off.
+        Hello and Heartbeat are answered here. A front end that sends an invalid message is disconnected.
         """
         while (received := self._hub.receive()) is not None:
             client, message = self._clients.get(received.peer), received.message
             if isinstance(message, ProtocolError):
-                self._cut(received.peer, "a message was damaged, lost or unknown")
+                self._refuse(received.peer, "a message is corrupt, missing or of unknown type")
             elif client is None:
-                self._greet(received.peer, message)
+                self._on_hello(received.peer, message)
             elif isinstance(message, Heartbeat):
                 self.send(client, message)
             else:
@@ -46,32 +46,32 @@ class FrontEnds:
         return None
 
     def send(self, client: int, message: Message) -> None:
-        """Without effect on a client that is gone. A client that does not take it is gone from now on."""
+        """Send to a client. No-op for a disconnected client; a failed send disconnects it."""
         peer = self._peers.get(client)
         if peer is not None and self._hub.send(peer, message) is None:
-            self._forget(client)
+            self._disconnect(client)
 
     def announce(self, state: EngineState) -> None:
-        """The engine's state from now on: to all that are connected, and to each that comes."""
+        """Send the engine state to all connected clients, and to each that connects later."""
         self._state = state
         for client in list(self._peers):
             self.send(client, state)
 
     def on_process_exit(self, pid: int) -> None:
-        """The front end with this process id has died, whether its connection shows it or not."""
-        for client in [client for client, (its_pid, _) in self._places.items() if its_pid == pid]:
-            self._forget(client)
+        """Disconnect all clients of a front-end process that has exited."""
+        for client in [client for client, (client_pid, _) in self._places.items() if client_pid == pid]:
+            self._disconnect(client)
 
-    def _greet(self, peer: bytes, hello: Message) -> None:
+    def _on_hello(self, peer: bytes, hello: Message) -> None:
         if not isinstance(hello, Hello):
-            self._cut(peer, "the first message must be Hello")
+            self._refuse(peer, "the first message must be Hello")
             return
-        if why := mismatch(hello):
-            self._cut(peer, why, final=True)
+        if reason := mismatch(hello):
+            self._refuse(peer, reason, final=True)
             return
         place = (hello.pid, hello.index)
         for client in [client for client, other in self._places.items() if other == place]:
-            self._forget(client)  # its connection was lost without a word
+            self._disconnect(client)  # its previous connection was lost unnoticed
         client = self._next_client
         self._next_client += 1
         self._clients[peer] = client
@@ -79,27 +79,27 @@ class FrontEnds:
         self._places[client] = place
         self.send(client, self._welcome)
         if self._state.kind == "recovering":
-            self.send(client, EngineState("ready"))  # it takes requests, which wait here
+            self.send(client, EngineState("ready"))  # it accepts requests, which wait in the scheduler
         self.send(client, self._state)
 
-    def _cut(self, peer: bytes, reason: str, *, final: bool = False) -> None:
+    def _refuse(self, peer: bytes, reason: str, *, final: bool = False) -> None:
         self._hub.send(peer, Refused(reason, final))
         client = self._clients.get(peer)
         if client is None:
             self._hub.forget(peer)
         else:
-            self._forget(client)
+            self._disconnect(client)
 
-    def _forget(self, client: int) -> None:
+    def _disconnect(self, client: int) -> None:
         peer = self._peers.pop(client)
         del self._places[client]
         self._hub.forget(peer)
         del self._clients[peer]
-        self._on_gone(client)
+        self._on_disconnect(client)
 
 
 def mismatch(hello: Hello) -> str:
-    """Why the scheduler cannot talk with the sender; empty where it can."""
+    """Return why the peer's protocol version is refused; empty when it matches."""
     if hello.protocol_version == PROTOCOL_VERSION:
         return ""
     return (

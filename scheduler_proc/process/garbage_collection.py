@@ -1,21 +1,24 @@
-"""When the garbage collector runs: never by itself, so that no step of a busy loop waits for a walk over everything."""
+"""Controls when Python's garbage collector runs, so that no step waits for a full collection."""
 
 import gc
 import time
 from collections.abc import Callable
 
 YOUNG_EVERY = 16
-"""Steps and messages after which what they made is walked, and nothing else: some ten microseconds. Python's own count
-of new objects will not do: where as many old ones go, it stays low while the young ones heap up."""
+"""Messages after which the youngest generation is collected, which takes some ten microseconds.
+
+Python's own trigger counts allocations minus deallocations. That number stays low while a busy engine frees as many old
+objects as it makes new ones.
+"""
 
 IDLE_SECONDS = 5.0
 
 
 class Collector:
-    """Owns the process' collector from ``start`` to ``stop``.
+    """Owns the garbage collector of the process from ``start`` to ``stop``.
 
-    The scheduler makes no cycles (a test says so): counting references frees all of it. What others' code may make is
-    found while it is young, or else in the next idle moment.
+    The scheduler makes no reference cycles (a test checks this), so reference counting frees all of its objects. Cycles
+    made by libraries are collected while young, or in the next idle moment.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,13 +29,13 @@ class Collector:
         self._collected_at = float("-inf")
 
     def start(self) -> None:
-        """What is there by now stays for ever, as far as collections are concerned: no later one walks it."""
+        """Disable automatic collection, and exclude all existing objects from collections."""
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
-        """Back to Python's own ways."""
+        """Restore Python's defaults."""
         gc.unfreeze()
         gc.enable()
 
@@ -41,13 +44,13 @@ class Collector:
         self.after_message()
 
     def after_message(self) -> None:
-        """After whatever may have made something that stays: a thousand arrivals may come between two steps."""
+        """Count an event that may have made long-lived objects. A thousand arrivals can come between two steps."""
         self._messages += 1
         if self._messages % YOUNG_EVERY == 0:
             gc.collect(0)
 
     def idle(self) -> None:
-        """Nothing came for a while: the one chance for a full collection. Soon again, or without a step: not."""
+        """Run a full collection, at most every IDLE_SECONDS and only when steps ran since the last one."""
         now = self._clock()
         if self._steps == self._steps_collected or now - self._collected_at < IDLE_SECONDS:
             return

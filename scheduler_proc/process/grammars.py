@@ -1,4 +1,4 @@
-"""What grammars are to a turn of the loop: requests that are held and released, and the masks that steps wait for."""
+"""The loop's part in structured outputs: holds requests until their grammar is compiled, and sends bitmasks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,35 +16,35 @@ from quire.scheduler_proc.trace.journal import Journal
 
 
 class Grammars:
-    """Brings the GrammarManager, the Scheduler and the workers together; owns the first, and the newest drafts.
+    """Connects the GrammarManager, the Scheduler and the workers. Owns the manager and the newest draft tokens.
 
-    What becomes of a request is an event, which the journal hears of like one that came over a wire.
+    Every outcome for a request is an event, which the journal records like one that arrived in a message.
     """
 
     def __init__(self, config: EngineConfig, journal: Journal, clock: Callable[[], float]) -> None:
         self._manager = GrammarManager(config, clock)
         self._journal = journal
         self._codec: Codec[Any] = Codec(Consumed)
-        self._proposed: Proposed | None = None
+        self._drafts: Proposed | None = None
 
     def fileno(self) -> int:
-        """Readable when ``release`` has something to do."""
+        """File descriptor that is readable when ``release`` has outcomes."""
         return self._manager.fileno()
 
     @property
     def has_waiting_requests(self) -> bool:
-        """A grammar is being compiled: ``release`` is to be called every now and then."""
+        """Whether requests wait for a grammar: ``release`` must then be called periodically."""
         return self._manager.has_waiting_requests
 
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
-        """A request that has just come waits until its grammar is compiled; one that was refused does not."""
+        """Hold a new request until its grammar is compiled, unless the scheduler has already refused it."""
         if request.sampling.structured_outputs is None or (client, request.request_id) not in scheduler.table.requests:
             return
         if self._manager.begin(client, request):
             self._consume(scheduler, Hold(request.request_id, "grammar"), client)
 
     def release(self, scheduler: Scheduler) -> None:
-        """Those whose grammars are ready, or never will be."""
+        """Release or refuse the requests whose grammar compilation has ended."""
         live = scheduler.table.requests
         for client, event in self._manager.poll():
             if (client, event.request_id) in live:
@@ -52,21 +52,21 @@ class Grammars:
         self._manager.prune(live)
 
     def proposed(self, drafts: Proposed) -> None:
-        """Of a step before, perhaps: then they are not asked for."""
-        self._proposed = drafts
+        """Store the draft tokens of a step. ``give_inputs`` ignores them unless they are those of the awaited step."""
+        self._drafts = drafts
 
-    def give_inputs(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
-        """The masks that the oldest step waits for, if it does and its drafts are known. No step is sent before.
+    def send_inputs(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
+        """Send the bitmasks that the oldest step awaits, once its drafts are known. No later step is sent before.
 
         Raises:
-            WorkerFault: its drafts cannot be what the workers were asked for.
+            WorkerFault: the draft tokens do not match the step.
         """
         record = scheduler.step_awaiting_inputs
         if record is None:
             return
         proposed = None
         if has_drafts(record):
-            proposed = self._proposed
+            proposed = self._drafts
             if proposed is None or proposed.step != record.step:
                 return
         inputs, failures = self._manager.sample_inputs(record, proposed)
@@ -76,8 +76,8 @@ class Grammars:
             self._consume(scheduler, fail, client)
 
     def forget_drafts(self) -> None:
-        """Nothing in flight will be answered any more."""
-        self._proposed = None
+        """Drop the stored drafts: no result of the steps in flight will arrive."""
+        self._drafts = None
 
     def close(self) -> None:
         self._manager.close()

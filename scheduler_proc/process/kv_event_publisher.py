@@ -1,4 +1,4 @@
-"""Cache events for routers: a PUB socket, and a ROUTER that is asked for what was missed. See docs/kv_events.md."""
+"""Publishes KV cache events: a PUB socket, and a ROUTER socket that resends missed batches. See docs/kv_events.md."""
 
 from collections import deque
 from pathlib import Path
@@ -18,22 +18,22 @@ KEPT_BYTES = 64 * 2**20
 
 ANSWER_BATCHES = 32
 ANSWER_BYTES = 256 * 2**10
-"""An answer has at most so much and the first batch: the loop that gives it also runs the engine."""
+"""Limits of one answer, apart from its first batch: the loop that answers also runs the engine."""
 
 HIGH_WATER_MARK = 1000
-"""Batches that wait for a slow subscriber; it loses further ones, and can ask."""
+"""Batches queued for a slow subscriber. Further ones are dropped, and the subscriber can request them again."""
 
-MAX_ASK_BYTES = 1024
-"""Of one message of a stranger's: a topic or a number; and what keys are exchanged in, 500 bytes or so."""
+MAX_REQUEST_BYTES = 1024
+"""Most bytes of one received message: a topic, a sequence number, or the roughly 500 bytes of a key exchange."""
 
 NUMBER_BYTES = 64
-"""The same where no keys are exchanged."""
+"""The same for a replay endpoint without keys."""
 
 
 class KVEventPublisher:
-    """Numbers, sends and keeps batches. Nothing here waits for anybody.
+    """Numbers, publishes and keeps batches of events. Never blocks.
 
-    Owns both sockets. Invariant: what is kept are the newest batches, without a gap, up to ``next_sequence``.
+    Owns both sockets. Invariant: the kept batches are the newest, without gaps, up to ``next_sequence``.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class KVEventPublisher:
     ) -> None:
         """
         Args:
-            life: any number below 2**64 that no earlier publisher at this endpoint had.
-            curve_dir: keys for ``tcp://`` endpoints: ours, and theirs who may connect.
+            incarnation: a number below 2**64 that no earlier publisher at this endpoint had.
+            curve_dir: key files for ``tcp://`` endpoints: the engine's pair, and the public keys of allowed routers.
 
         Raises:
-            ConfigError: an endpoint that is refused, or that cannot be bound.
+            ConfigError: an endpoint is not allowed or cannot be bound.
         """
         check_endpoints(endpoint, replay_endpoint, curve_dir)
         self._curve = CurveContext(load_curve_keys(Path(curve_dir))) if curve_dir else None
@@ -68,34 +68,36 @@ class KVEventPublisher:
         self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
-        given = endpoint
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        failed_endpoint = endpoint
         try:
             self._pub.bind(endpoint)
             if replay_endpoint:
-                given = replay_endpoint
-                most = MAX_ASK_BYTES if is_tcp(replay_endpoint) else NUMBER_BYTES
-                self._replay = ReplayRouter(self._context_for(replay_endpoint, context), replay_endpoint, most)
+                failed_endpoint = replay_endpoint
+                max_bytes = MAX_REQUEST_BYTES if is_tcp(replay_endpoint) else NUMBER_BYTES
+                self._replay = ReplayRouter(self._context_for(replay_endpoint, context), replay_endpoint, max_bytes)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"KV events cannot be published at {given}: {zmq.strerror(error.errno or 0)}") from None
+            raise ConfigError(
+                f"cannot publish KV events at {failed_endpoint}: {zmq.strerror(error.errno or 0)}"
+            ) from None
 
     def _context_for(self, endpoint: str, context: "zmq.Context[Any]") -> "zmq.Context[Any]":
-        """What other machines can reach has a context with keys; check_endpoints has seen that there are some."""
+        """Return the context with keys for ``tcp://`` endpoints; check_endpoints has verified that keys exist."""
         return self._curve.context if self._curve is not None and is_tcp(endpoint) else context
 
     @property
     def replay_socket(self) -> "zmq.Socket[Any] | None":
-        """To be polled; when something came, ``answer`` takes it."""
+        """The socket to poll: when it is readable, call ``answer``."""
         return None if self._replay is None else self._replay.socket
 
     def follow(self, recorder: KVEventRecorder) -> None:
-        """Publish what this recorder gathers from now on; its pool is new and empty."""
+        """Publish the events of this recorder from now on. Its pool must be new and empty."""
         recorder.cleared()
         self._recorder = recorder
 
     def publish(self, now: float) -> None:
-        """Send what was recorded since the last call, if anything, as one batch."""
+        """Publish the events since the last call, if any, as one batch."""
         events = [] if self._recorder is None else self._recorder.take()
         if not events:
             return
@@ -108,11 +110,11 @@ class KVEventPublisher:
             self._bytes -= len(self._kept.popleft())
 
     def answer(self) -> None:
-        """Answer one ask, if there is one. Whoever does not read loses the rest of its answer, and can ask again."""
-        ask = None if self._replay is None else self._replay.receive()
-        if self._replay is None or ask is None:
+        """Answer one replay request, if any. A peer that does not read loses the rest and can request it again."""
+        request = None if self._replay is None else self._replay.receive()
+        if self._replay is None or request is None:
             return
-        peer, start = ask
+        peer, start = request
         incarnation = _eight_bytes(self._incarnation)
         oldest = self.next_sequence - len(self._kept)
         if start < oldest:

@@ -1,4 +1,4 @@
-"""The scheduler process' loop: take messages, decide, send, reply."""
+"""The loop of the scheduler process: receive messages, schedule, send steps and outputs."""
 
 import time
 from collections.abc import Callable
@@ -39,18 +39,19 @@ from quire.scheduler_proc.trace.journal import Journal
 log = event_logger("scheduler")
 
 MAX_TOO_LARGE = 5
-"""Steps in a row that did not fit the workers' memory, with no token in between, after which they are ended."""
+"""Consecutive steps out of memory, without a token in between, after which the worker group is replaced."""
 
 IDLE_MS = 1000
 COMPILING_MS = 100
-"""How long the loop sleeps at most: while a request waits for a grammar, no longer than a refusal may be late."""
+"""Longest sleep of the loop; COMPILING_MS while requests wait for grammars, to bound the delay of a refusal."""
 
 
 class SchedulerLoop:
-    """Moves messages between the front ends, the Scheduler and the workers; decides nothing itself.
+    """Moves messages between the front ends, the Scheduler and the workers. Takes no scheduling decision itself.
 
-    Owns the front ends, the group of workers and the journal. The Scheduler exists once every rank is ready for the
-    first time, when the number of blocks is known; it outlives every group. Without a group, requests wait.
+    Owns the front ends, the worker group and the journal. The Scheduler is created when all ranks are ready for the
+    first time, because then the number of blocks is known, and outlives every worker group. Without a group, requests
+    wait.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class SchedulerLoop:
         worker_epoch: int = FIRST_WORKER_EPOCH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``worker_epoch``: of the workers that are on their way."""
+        """``worker_epoch``: worker epoch of the group that is starting."""
         self._config = config
         self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
         self._transport = transport
-        self._front_ends = FrontEnds(transport.hub, config, self._client_gone)
+        self._front_ends = FrontEnds(transport.hub, config, self._on_client_disconnect)
         self._workers: WorkerGroup | None = transport.open_group(worker_epoch)
         self._deadline = StepDeadline()
         self._child = child
@@ -75,10 +76,10 @@ class SchedulerLoop:
         self._scheduler: Scheduler | None = None
         self._num_too_large = 0
         self._progress_due = True
-        """The supervisor is to hear of the next token."""
-        self._open = True
-        self._why_stopped = ""
-        """The reason, where it is a failure."""
+        """Whether to report the next generated token to the supervisor."""
+        self._running = True
+        self._stop_reason = ""
+        """The reason given by the supervisor when it stops a failed engine."""
         self._dump_wanted = False
         transport.add(self._grammars.fileno())
         transport.add(child.fileno())
@@ -86,23 +87,23 @@ class SchedulerLoop:
         self._kv_events = transport.open_kv_events(config) if config.kv_events_endpoint else None
 
     def run(self) -> None:
-        """Until it is told to stop.
+        """Run until the supervisor sends ``stop``.
 
         Raises:
-            ConfigError: a file that it was told to write cannot be written.
+            ConfigError: a file given in the configuration cannot be written.
         """
         self._child.watch_progress(lambda: self._journal.dump("the scheduler hangs"))
         try:
-            while self._open:
+            while self._running:
                 self._wait()
                 self.turn()
             if self._workers is not None:
                 self._workers.send(Shutdown())
-            if self._why_stopped:
-                self._journal.dump(self._why_stopped)
-                self._journal.close(self._why_stopped)
+            if self._stop_reason:
+                self._journal.dump(self._stop_reason)
+                self._journal.close(self._stop_reason)
         except Exception as error:
-            self._give_up(error)
+            self._fail(error)
             raise
         finally:
             self._journal.close()
@@ -112,16 +113,16 @@ class SchedulerLoop:
                 self._kv_events.close()
 
     def dump(self) -> None:
-        """Write the last events to a file after this round; may be called from a signal handler."""
+        """Write the last events to a file after this turn. May be called from a signal handler."""
         self._dump_wanted = True
 
     def turn(self) -> None:
-        """One round: take whatever came, decide, send."""
+        """Run one turn: receive all messages, schedule, send."""
         self._child.progress()
         for command in self._child.take_commands():
-            self._obey(command)
-        self._take_from_workers()
-        self._take_from_front_ends()
+            self._on_command(command)
+        self._receive_from_workers()
+        self._receive_from_front_ends()
         if self._scheduler is not None:
             self._grammars.release(self._scheduler)
         self._send_steps()
@@ -132,28 +133,28 @@ class SchedulerLoop:
 
     def _wait(self) -> None:
         self._journal.pause()
-        patience = COMPILING_MS if self._grammars.has_waiting_requests else IDLE_MS
+        timeout_ms = COMPILING_MS if self._grammars.has_waiting_requests else IDLE_MS
         remaining = self._deadline.remaining(self._clock())
         if remaining is not None:
-            patience = max(0, min(patience, int(remaining * 1000) + 1))
-        if not self._transport.wait(patience):
+            timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
+        if not self._transport.wait(timeout_ms):
             self.on_idle()
 
     def on_idle(self) -> None:
-        """Neither a message nor anything else for a while: a step may be overdue, or there is time for other things."""
+        """Handle a timeout: detect an overdue step, otherwise do maintenance."""
         remaining = self._deadline.remaining(self._clock())
         if remaining is not None and remaining < 0:
             self._lose_group("the workers have not finished a step in time")
         self._journal.idle()
         self._collector.idle()
 
-    def _obey(self, command: Command) -> None:
+    def _on_command(self, command: Command) -> None:
         match command.kind:
             case "stop":
-                self._open = False
-                self._why_stopped = command.text
+                self._running = False
+                self._stop_reason = command.text
             case "epoch":
-                self._expect_group(command)
+                self._open_group(command)
             case "front_end_exited":
                 self._progress_due = True
                 self._front_ends.on_process_exit(command.pid)
@@ -167,22 +168,22 @@ class SchedulerLoop:
             self._journal.before_step()
             step = scheduler.schedule(now)
             frames = None if step is None else workers.send(step)
-            self._say_reasons(scheduler)
+            self._log_decisions(scheduler)
             self._journal.decided(now, step, frames)
             if step is None:
                 return
             self._deadline.sent(step.step, scheduler.in_flight.records[-1].num_tokens, now)
-            self._grammars.give_inputs(scheduler, workers)
+            self._grammars.send_inputs(scheduler, workers)
             if self._kv_events is not None:
                 self._kv_events.publish(now)
             self._collector.after_step()
 
     def _reply(self) -> None:
         if self._scheduler is not None:
-            self._say_reasons(self._scheduler)
+            self._log_decisions(self._scheduler)
             for client, message in self._scheduler.take_messages():
-                told = self._with_losses(message) if isinstance(message, Statistics) else message
-                self._front_ends.send(client, told)
+                reply = self._with_losses(message) if isinstance(message, Statistics) else message
+                self._front_ends.send(client, reply)
         if self._dump_wanted:
             self._dump_wanted = False
             self._journal.dump_aside("somebody asked")
@@ -191,7 +192,7 @@ class SchedulerLoop:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
         return msgspec.structs.replace(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
 
-    def _say_reasons(self, scheduler: Scheduler) -> None:
+    def _log_decisions(self, scheduler: Scheduler) -> None:
         decisions = scheduler.decisions.take()
         self._journal.note(decisions)
         for decision in decisions:
@@ -203,71 +204,74 @@ class SchedulerLoop:
     # ---- cache events
 
     def _serve_kv_events(self) -> None:
-        """What changed without a step, and one ask for what was missed: the next one waits for the next round."""
+        """Publish changes made outside steps, and answer one replay request; more wait for the next turn."""
         if self._kv_events is not None:
             self._kv_events.publish(self._clock())
             self._kv_events.answer()
 
     # ---- the workers
 
-    def _take_from_workers(self) -> None:
+    def _receive_from_workers(self) -> None:
         try:
             while self._workers is not None and (received := self._workers.receive()) is not None:
                 self._on_worker_message(self._workers, *received)
         except StepTooLarge as fault:
-            self._begin_again(fault)
+            self._restart_with_smaller_steps(fault)
         except (WorkerFault, ProtocolError, EngineError) as error:
             self._lose_group(str(error))
 
     def _on_worker_message(self, workers: WorkerGroup, rank: int, received: Received) -> None:
-        """Raises WorkerFault, EngineError: the group cannot be trusted any more."""
+        """Process a worker message. Raises WorkerFault or EngineError when the group can no longer be trusted."""
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
-                self._take_from_step(self._scheduler, workers, received)
+                self._on_step_message(self._scheduler, workers, received)
             case Hello() as hello:
-                if why := mismatch(hello):
-                    workers.send_to(rank, Refused(why, final=True))
-                    raise EngineError(f"worker: {why}")
+                if reason := mismatch(hello):
+                    workers.send_to(rank, Refused(reason, final=True))
+                    raise EngineError(f"worker: {reason}")
                 workers.send_to(rank, Welcome(PROTOCOL_VERSION, self._config.digest))
                 workers.send_to(rank, self._configure(workers))
             case Ready() as ready:
                 if (group := workers.ready(rank, ready)) is not None:
-                    self._begin(workers, group)
+                    self._on_group_ready(workers, group)
             case Heartbeat() as beat:
-                workers.send(beat)  # to all: a step's digest covers the number that it has on each link
+                workers.send(beat)  # to all ranks: a digest covers the sequence number of each link
             case Fault() as fault:
                 self._lose_group(fault.text, ends_itself=True)
             case _:
                 raise EngineError(f"unexpected {type(received.message).__name__} from the worker")
 
     def _configure(self, workers: WorkerGroup) -> Configure:
-        """A group after the first goes on where the one before ended, with a pool of the same size."""
+        """Return the configuration of a new group. A replacement continues after the last step, with as many blocks."""
         if self._scheduler is None:
             return Configure(workers.worker_epoch, self._layout, self._config)
         num_blocks = self._scheduler.kv.pool.num_usable_blocks + 1
         return Configure(workers.worker_epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
 
-    def _take_from_step(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
+    def _on_step_message(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
         before = scheduler.num_generated_tokens
         if isinstance(received.message, Proposed):
             self._grammars.proposed(received.message)
         else:
-            self._deadline.answered(received.message.step, self._clock())
+            self._deadline.result_received(received.message.step, self._clock())
             scheduler.consume(received.message)
             self._journal.consumed(0, received.frames, received.message)
-        self._grammars.give_inputs(scheduler, workers)
+        self._grammars.send_inputs(scheduler, workers)
         if scheduler.num_generated_tokens > before:
             self._num_too_large = 0
             if self._progress_due:
-                self._say_progress()
+                self._report_progress()
 
-    def _say_progress(self) -> None:
+    def _report_progress(self) -> None:
         self._progress_due = False
         if self._workers is not None:
             self._child.report(Report("progress", worker_epoch=self._workers.worker_epoch))
 
-    def _begin_again(self, fault: StepTooLarge) -> None:
-        """The same workers go on, with smaller steps: they have dropped their rows themselves."""
+    def _restart_with_smaller_steps(self, fault: StepTooLarge) -> None:
+        """Restart running requests on the same workers with smaller steps.
+
+        The workers have dropped their rows themselves.
+        """
         self._num_too_large += 1
         if self._num_too_large == MAX_TOO_LARGE:
             self._lose_group(str(fault))
@@ -279,7 +283,10 @@ class SchedulerLoop:
         self._begin_worker_epoch(str(fault), budget_halved=budget_halved, new_workers=False)
 
     def _begin_worker_epoch(self, reason: str, *, budget_halved: bool, new_workers: bool) -> bool:
-        """Whether a request was found to be why, and has ended."""
+        """Restart running requests in a new worker epoch.
+
+        Returns whether a suspect was found to be the cause and has failed.
+        """
         self._grammars.forget_drafts()
         if self._scheduler is None:
             return False
@@ -288,11 +295,10 @@ class SchedulerLoop:
         return found
 
     def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
-        """It died, or what it says cannot be right: nothing is asked of it any more. The supervisor ends it, if it has
-        not ended, and starts another.
+        """Abandon the worker group, which died or sent invalid messages. The supervisor ends and replaces it.
 
         Args:
-            ends_itself: the supervisor hears the reason from the worker, whose word it is.
+            ends_itself: the worker reports the reason to the supervisor itself.
         """
         workers, self._workers = self._workers, None
         if workers is None:
@@ -307,20 +313,20 @@ class SchedulerLoop:
             self._child.report(Report("suspect_confirmed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
         self._front_ends.announce(EngineState("recovering" if self._scheduler is not None else "loading"))
 
-    def _expect_group(self, command: Command) -> None:
-        """The group before is gone, whether that was noticed here or not."""
+    def _open_group(self, command: Command) -> None:
+        """Open a new worker group. The previous group has ended, even when that was not noticed here."""
         self._lose_group(command.text)
         self._workers = self._transport.open_group(command.worker_epoch)
         self._progress_due = True
 
-    def _begin(self, workers: WorkerGroup, ready: Ready) -> None:
-        """All ranks can run steps."""
+    def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
+        """Handle readiness of all ranks."""
         scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
         if min(ready.num_blocks) != scheduler.kv.pool.num_usable_blocks + 1:
-            raise EngineError("the workers have another number of KV blocks than those before")
+            raise EngineError("the new workers have a different number of KV blocks than the previous ones")
         self._child.report(Report("ready", detail=ready.timings, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
-            self._say_progress()  # there is no request that could get a token
+            self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))
 
     def _make_scheduler(self, num_blocks: int) -> Scheduler:
@@ -335,9 +341,9 @@ class SchedulerLoop:
 
     # ---- front ends
 
-    def _take_from_front_ends(self) -> None:
-        while (come := self._front_ends.receive()) is not None:
-            self._on_client_message(*come)
+    def _receive_from_front_ends(self) -> None:
+        while (received := self._front_ends.receive()) is not None:
+            self._on_client_message(*received)
 
     def _on_client_message(self, client: int, received: PeerMessage) -> None:
         match received.message:
@@ -345,26 +351,27 @@ class SchedulerLoop:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
             case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
-                is_known = (
+                is_duplicate = (
                     isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
                 )
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)
-                if isinstance(event, AddRequest) and not is_known:
+                if isinstance(event, AddRequest) and not is_duplicate:
                     self._grammars.hold(self._scheduler, event, client)
                 self._collector.after_message()
             case _:
-                pass  # a question that only a loaded engine can answer
+                pass  # requests that only a loaded engine can answer
 
-    def _client_gone(self, client: int) -> None:
-        """Its requests end."""
+    def _on_client_disconnect(self, client: int) -> None:
+        """Abort the client's requests."""
         if self._scheduler is not None:
             self._scheduler.drop_client(client)
             self._journal.client_dropped(client)
 
-    def _give_up(self, error: Exception) -> None:
-        """Every request ends with an error, and every front end hears that the engine failed; then what led to it is
-        written down. An unforeseen error may have left anything behind: then only that is done.
+    def _fail(self, error: Exception) -> None:
+        """End every request with an error, report the failed state to all front ends, and dump the last events.
+
+        After an unforeseen error the state may be inconsistent, so only the dump is written.
         """
         reason = str(error)
         if isinstance(error, QuireError):

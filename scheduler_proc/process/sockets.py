@@ -1,4 +1,4 @@
-"""The scheduler process' sockets, and what its loop sleeps on."""
+"""The ZeroMQ transport of the scheduler process: its sockets and the poller that the loop sleeps on."""
 
 import secrets
 from pathlib import Path
@@ -16,10 +16,10 @@ from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
 class Sockets:
-    """Implements ``transport.Transport``. Owns the context and every socket in it."""
+    """Implements ``transport.Transport``. Owns the ZeroMQ context and every socket in it."""
 
     def __init__(self, directory: Path, incarnation: int, num_ranks: int) -> None:
-        """``incarnation``: which scheduler of this engine this is: front ends find each at a path of its own."""
+        """``incarnation``: the scheduler incarnation, which is part of the path that front ends connect to."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._directory = directory
         self._num_ranks = num_ranks

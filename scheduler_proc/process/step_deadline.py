@@ -1,4 +1,4 @@
-"""How long a step may take before its workers count as hung."""
+"""The deadline of a step, after which its workers count as hung."""
 
 from collections import deque
 
@@ -9,58 +9,58 @@ log = event_logger("scheduler")
 FLOOR_S = 2.0
 TIMES_USUAL = 10.0
 FIRST_STEPS_S = 60.0
-"""For steps of a size that was not seen yet: kernels are compiled, memory is touched for the first time."""
+"""Deadline of a step whose size was not seen yet: it compiles kernels and touches memory for the first time."""
 TIMES_SLOW = 5.0
 SLOW_S = 0.5
-"""What is slower than that and ``TIMES_SLOW`` as slow as usual is worth a warning."""
+"""A step is reported as slow above SLOW_S and above TIMES_SLOW times the longest recent step of its size."""
 NUM_KEPT = 100
-"""Of the steps of one size: the longest of them is what 99 of 100 do not exceed."""
+"""Step times kept per size; their maximum estimates the 99th percentile."""
 
 
 class StepDeadline:
-    """Learns what steps take, and says when the oldest in flight is overdue. Steps are answered in order.
+    """Learns step durations and computes when the oldest step in flight is overdue. Results arrive in order.
 
-    Sizes are powers of two of a step's tokens. A step may take ``TIMES_USUAL`` as long as the longest of the last ones
-    of its size, FLOOR_S at least; how long a step of a new size takes is not known.
+    The size of a step is the bit length of its number of tokens. A step may take TIMES_USUAL times the longest recent
+    step of its size, but at least FLOOR_S; a step of a new size may take FIRST_STEPS_S.
     """
 
     def __init__(self) -> None:
         self._in_flight: deque[tuple[int, int, float]] = deque()
-        """(step, size, when it was sent)."""
+        """(step, size, time of sending)."""
         self._seconds: dict[int, deque[float]] = {}
-        self._answered = 0.0
+        self._last_result = 0.0
         self.num_slow = 0
-        """Steps that took ``TIMES_SLOW`` as long as the longest of the last ones of their size."""
+        """Slow steps since the start; see SLOW_S."""
 
     def sent(self, step: int, num_tokens: int, now: float) -> None:
         self._in_flight.append((step, num_tokens.bit_length(), now))
 
-    def answered(self, step: int, now: float) -> None:
-        """Without effect unless it is the oldest one: an answer may come twice."""
+    def result_received(self, step: int, now: float) -> None:
+        """Record the result of a step. Ignored unless it is the oldest in flight, because a result can arrive twice."""
         if not self._in_flight or self._in_flight[0][0] != step:
             return
-        _, size, began = self._in_flight.popleft()
+        _, size, sent_at = self._in_flight.popleft()
         seconds = self._seconds.get(size)
         if seconds is None:
             seconds = self._seconds[size] = deque(maxlen=NUM_KEPT)
-        took = now - max(began, self._answered)  # a worker does one after the other
-        if took > SLOW_S and seconds and took > TIMES_SLOW * max(seconds):
+        duration = now - max(sent_at, self._last_result)  # a worker executes steps one after another
+        if duration > SLOW_S and seconds and duration > TIMES_SLOW * max(seconds):
             self.num_slow += 1
-            log.warning("slow step", step=step, seconds=took, longest_before=max(seconds))
-        seconds.append(took)
-        self._answered = now
+            log.warning("slow step", step=step, seconds=duration, longest_before=max(seconds))
+        seconds.append(duration)
+        self._last_result = now
 
     def forget(self) -> None:
-        """Nothing in flight will be answered, and other workers compute the next steps."""
+        """Forget steps in flight and learned durations: the workers are replaced."""
         self._in_flight.clear()
         self._seconds.clear()
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until the oldest step in flight is overdue, below 0 when it is; None while there is none."""
+        """Return the seconds until the oldest step in flight is overdue, negative when it is, or None without steps."""
         if not self._in_flight:
             return None
-        _, size, began = self._in_flight[0]
-        return max(began, self._answered) + self.allowed(size) - now
+        _, size, sent_at = self._in_flight[0]
+        return max(sent_at, self._last_result) + self.allowed(size) - now
 
     def allowed(self, size: int) -> float:
         seconds = self._seconds.get(size)

@@ -1,4 +1,4 @@
-"""What the loop needs of the outside, as interfaces: sockets.py has them over ZeroMQ, the simulation over lists."""
+"""The interfaces through which the loop exchanges messages: ZeroMQ in sockets.py, lists in the simulation."""
 
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
 class Hub(Protocol):
-    """Many front ends, each behind a name; see ``ZmqHub``."""
+    """Connections to many front ends, each identified by a peer name; see ``ZmqHub``."""
 
     def send(self, peer: bytes, message: Any) -> Frames | None: ...
 
@@ -20,23 +20,23 @@ class Hub(Protocol):
 
 
 class Transport(Protocol):
-    """Where messages come in, and what the loop sleeps on."""
+    """The transport of the loop: connections, and the poller on which the loop sleeps."""
 
     @property
     def hub(self) -> Hub: ...
 
     def open_group(self, worker_epoch: int) -> WorkerGroup:
-        """Where the workers of this epoch will connect to."""
+        """Open the endpoints that the workers of this epoch will connect to."""
         ...
 
     def close_group(self, group: WorkerGroup) -> None: ...
 
     def add(self, source: Any) -> None:
-        """Something else to be woken by."""
+        """Add a file descriptor or socket that also wakes ``wait``."""
         ...
 
     def wait(self, milliseconds: int) -> bool:
-        """False when nothing came for so long."""
+        """Return False when no message arrived within the timeout."""
         ...
 
     def open_kv_events(self, config: EngineConfig) -> KVEventPublisher: ...

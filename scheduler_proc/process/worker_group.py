@@ -1,4 +1,4 @@
-"""The ranks of one worker group, seen as one worker."""
+"""The ranks of one worker group behind the interface of a single worker."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 
 
 class WorkerGroup:
-    """Sends every message to all ranks, and lets a result through when all of them agree on its step.
+    """Sends every message to all ranks, and releases a result when the digests of all ranks agree on its step.
 
-    Owns the channels, and what single ranks have said that the group has not yet said: which are ready, digests, and
-    results of rank 0 that wait for digests. A rank alone sends none: there is no other to disagree with.
+    Owns the channels, and per rank its ready message, digests, and results of rank 0 that wait for digests. A single
+    rank sends no digests.
 
     Attributes:
-        epoch: which group of this engine it is.
-        is_ready: all ranks can run steps.
-        is_broken: a rank did not take a message.
+        epoch: the worker epoch of this group.
+        is_ready: whether all ranks can run steps.
+        is_broken: whether sending to a rank failed.
     """
 
     def __init__(self, channels: Sequence[Channel], worker_epoch: int = FIRST_WORKER_EPOCH) -> None:
@@ -36,12 +36,12 @@ class WorkerGroup:
         return len(self._channels)
 
     def send(self, message: Any) -> Frames:
-        """To all ranks; returns what rank 0 is sent, or would be."""
+        """Send to all ranks. Returns the frames for rank 0, even when sending failed."""
         sent = [self.send_to(rank, message) for rank in range(self.size)]
         return sent[0]
 
     def send_to(self, rank: int, message: Any) -> Frames:
-        """A rank that does not take it makes the group ``is_broken``: what was decided stands, for the next one."""
+        """Send to one rank. A failure sets ``is_broken``; the decision remains valid and the next group executes it."""
         try:
             return self._channels[rank].send(message)
         except SendFailed as error:
@@ -53,11 +53,11 @@ class WorkerGroup:
             channel.close()
 
     def receive(self) -> tuple[int, Received] | None:
-        """(rank, message) of the next message that can be acted on, without waiting.
+        """Return the next (rank, message) that can be processed, or None, without waiting.
 
         Raises:
-            EngineError: the ranks disagree on a step. What they hold is not the same any more.
-            ProtocolError: a frame was damaged or lost.
+            EngineError: the ranks disagree on a step, so their states differ.
+            ProtocolError: a frame is corrupt or missing.
         """
         for rank, channel in enumerate(self._channels):
             while (received := channel.receive()) is not None:
@@ -71,7 +71,7 @@ class WorkerGroup:
         return self.agreed()
 
     def ready(self, rank: int, ready: Ready) -> Ready | None:
-        """A rank is ready; what the group as a whole is ready with, once all are."""
+        """Record that a rank is ready. Once all are, return the combined Ready of the group."""
         self._ready[rank] = ready
         if len(self._ready) < self.size or self.is_ready:
             return None
@@ -81,7 +81,7 @@ class WorkerGroup:
         return Ready(fewest, self._ready[0].plan, slowest.timings)
 
     def agreed(self) -> tuple[int, Received] | None:
-        """The next result that all ranks have answered alike, with its rank. Raises EngineError where they disagree."""
+        """Return (0, the next result on which all ranks agree), or None. Raises EngineError when they disagree."""
         if not self._held:
             return None
         step = self._held[0].message.step

@@ -1,4 +1,4 @@
-"""The seam between requests with a grammar and the library that knows what it allows."""
+"""The interface of a grammar library."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,58 +14,58 @@ Masks = npt.NDArray[np.int32]
 
 
 class GrammarTooSlow(GrammarRefused):
-    """It was given ``seconds`` to compile, and did not."""
+    """The grammar did not compile within ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"structured_outputs took longer than {seconds:g} s to compile")
 
 
 class GrammarBusy(GrammarRefused):
-    """It may be a good one: there is no room to find out now, and the client may ask again."""
+    """The grammar was not compiled for lack of capacity; the client may retry."""
 
     def __init__(self) -> None:
-        super().__init__("too many structured_outputs wait to be compiled")
+        super().__init__("too many structured_outputs are waiting to be compiled")
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar. Used by one thread at a time."""
+    """The position of one output in its grammar. Used by one thread at a time."""
 
     def accept(self, token: int) -> bool:
-        """Go on by ``token``; False, and nothing changed, where the grammar does not allow it here."""
+        """Advance by ``token``. Returns False, without a change, when the grammar does not allow it here."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` that were accepted."""
+        """Undo the last ``num_tokens`` accepted tokens."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Nothing but the end of the text may follow."""
+        """Whether only the end of the text may follow."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar, ready for any number of answers."""
+    """A compiled grammar, shared by any number of outputs."""
 
     def matcher(self) -> Matcher:
-        """At the start of an answer. Cheap: called between two steps."""
+        """Return a matcher at the start of an output. Cheap: called between two steps."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """One library. ``compile`` runs beside the loop, in any thread; the rest in the loop's."""
+    """One library. ``compile`` runs in threads beside the loop; everything else in the loop's thread."""
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """Ready, and known to allow some text.
+        """Compile a grammar that allows some text.
 
         Raises:
-            GrammarRefused: it is not valid, allows no text, or is too complex to be matched in time.
+            GrammarRefused: the grammar is invalid, allows no text, or is too complex to be matched in time.
         """
         ...
 
     def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
-        """Write what may come next: row ``index`` of ``masks`` for each (matcher of this backend, index).
+        """Write the allowed next tokens: row ``index`` of ``masks`` for each (matcher of this backend, index).
 
-        All zeros where nothing may: the answer is at a dead end. Ends of text are allowed where the grammar may end.
+        A row is all zeros when no token is allowed. End-of-text tokens are allowed where the grammar may end.
         """
         ...

@@ -1,4 +1,4 @@
-"""From the configuration to the library that it names."""
+"""Selects the grammar library that the configuration names."""
 
 import importlib.util
 import json
@@ -14,29 +14,29 @@ BACKENDS = ("llguidance", "xgrammar")
 
 
 def backend_maker(config: EngineConfig) -> Callable[[], GrammarBackend]:
-    """What makes the backend, which takes its time: in another thread, at the first request that needs it.
+    """Return a function that makes the backend; it is slow, so it is called in a thread at the first request.
 
-    The maker raises GrammarRefused where no grammar can be matched with this model.
+    The function raises GrammarRefused when no grammar can be matched with this model.
 
     Raises:
-        ConfigError: the library is unknown, or not installed.
+        ConfigError: the library is unknown or not installed.
     """
     name = config.structured_outputs_backend
     if name not in BACKENDS:
-        raise ConfigError(f"structured_outputs_backend must be {' or '.join(BACKENDS)}, not {name!r}")
+        raise ConfigError(f"structured_outputs_backend must be {' or '.join(BACKENDS)} (got {name!r})")
     if importlib.util.find_spec(name) is None:
         raise ConfigError(f"structured_outputs_backend={name} needs the package {name}: pip install quire[{name}]")
     return lambda: make_backend(config)
 
 
 def make_backend(config: EngineConfig) -> GrammarBackend:
-    """Reads the checkpoint's tokenizer. Raises GrammarRefused where no grammar can be matched with this model."""
+    """Make the backend from the checkpoint's tokenizer. Raises GrammarRefused when this model cannot use grammars."""
     model = config.model
     path = Path(config.model_path) / "tokenizer.json"
     if not config.model_path or not path.is_file():
-        raise GrammarRefused("this model has no tokenizer, so its answers cannot be structured")
+        raise GrammarRefused("structured_outputs need a tokenizer, which this model does not have")
     if not model.eos_token_ids:
-        raise GrammarRefused("this model has no end-of-text token, so its answers cannot be structured")
+        raise GrammarRefused("structured_outputs need an end-of-text token, which this model does not have")
     try:
         text = path.read_text(encoding="utf-8")
         if config.structured_outputs_backend == "xgrammar":
@@ -47,4 +47,4 @@ def make_backend(config: EngineConfig) -> GrammarBackend:
 
         return LLGuidanceBackend(text, model.vocab_size, model.eos_token_ids)
     except (OSError, ValueError, KeyError, RuntimeError):
-        raise GrammarRefused("this model's tokenizer cannot be used for structured answers") from None
+        raise GrammarRefused("structured_outputs do not support this model's tokenizer") from None

@@ -1,4 +1,4 @@
-"""Grammars that were compiled, for the next request that has the same."""
+"""Compiled grammars and refusals by source, for reuse by later requests."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ Source = tuple[str, str]
 
 @dataclass(slots=True)
 class GrammarCache:
-    """The newest outcomes by source, refusals among them; bounded by count and by bytes of source.
+    """LRU cache of compilation outcomes by source, refusals included; bounded by count and by bytes of source.
 
-    Bytes, because what a library builds grows with them, and it does not say how much that is.
+    Bytes of source approximate the memory of a compiled grammar, which libraries do not report.
     """
 
     max_count: int = 256
@@ -38,12 +38,12 @@ class GrammarCache:
             self.num_bytes -= len(oldest[1])
 
     def discard(self, source: Source) -> None:
-        """What was built for it has reached a limit: the next request begins anew."""
+        """Remove a source whose grammar has reached a limit: the next request compiles it again."""
         if self._outcomes.pop(source, None) is not None:
             self.num_bytes -= len(source[1])
 
     def forget_grammars(self) -> None:
-        """What was built goes, but for what answers still hold. Refusals stay: they are small, and cost to find."""
+        """Remove all compiled grammars; running outputs keep theirs. Refusals stay, because they are small."""
         for source in [source for source, found in self._outcomes.items() if not isinstance(found, GrammarRefused)]:
             self.discard(source)
 

@@ -1,7 +1,7 @@
-"""Threads in which grammars are compiled, so that the scheduler's loop never waits for one.
+"""Threads that compile grammars, so that the scheduler's loop never waits for one.
 
-One tries every grammar for a moment; the other takes those that need longer, and each is given up in the end. So a
-flood of hard grammars keeps nobody waiting who has an ordinary one; and within each, owners take turns.
+One thread tries every grammar for a short time; the other takes those that need longer, up to a limit. A flood of hard
+grammars therefore does not delay ordinary ones. Within each queue, owners take turns.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
 QUICK_SECONDS = 0.1
-"""CPU time for the first try: a schema as people write them takes 2 to 6 ms."""
+"""CPU time of the first try. A typical schema takes 2 to 6 ms."""
 MAX_QUEUED = 1024
-"""Grammars of one owner that wait for their first try."""
+"""Most grammars of one owner that wait for their first try."""
 MAX_QUEUED_SLOW = 16
-"""And for the second: half a minute's work."""
+"""Most grammars of one owner that wait for the second try: half a minute's work."""
 
 
 class Check(Protocol):
-    """What a grammar must pass before it is compiled here; one for each thread."""
+    """A check that a grammar must pass before it is compiled in this process; one per thread."""
 
     def start(self) -> None: ...
 
@@ -46,21 +46,21 @@ class _Job:
 
 
 class _Lane:
-    """One thread's queue, and how long each of its jobs may take."""
+    """One thread's queue, and the CPU time limit of its jobs."""
 
-    def __init__(self, cpu_seconds: float, most: int) -> None:
+    def __init__(self, cpu_seconds: float, max_queued: int) -> None:
         self.cpu_seconds = cpu_seconds
-        self.queue: FairQueue[_Job] = FairQueue(most)
+        self.queue: FairQueue[_Job] = FairQueue(max_queued)
         self.thread: threading.Thread | None = None
 
 
 class CompilePool:
-    """Owns the threads, their jobs, and a pipe that is readable while there are outcomes.
+    """Owns the compile threads, their jobs, and a pipe that is readable while there are outcomes.
 
-    Nothing is made before the first job: a large vocabulary takes a second and some memory.
+    The backend and the threads are made at the first job, because a large vocabulary takes a second and some memory.
 
     Attributes:
-        ready_at: when a thread last was able to begin; None before the first time.
+        ready_at: when a thread was last able to start a job; None before the first time.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CompilePool:
         make_check: Callable[[], Check],
         clock: Callable[[], float],
     ) -> None:
-        """``make_backend`` may raise GrammarRefused: then so is every grammar."""
+        """``make_backend`` may raise GrammarRefused; every grammar is then refused with it."""
         self._make_backend = make_backend
         self._make_check = make_check
         self._clock = clock
@@ -78,9 +78,9 @@ class CompilePool:
         self._quick = _Lane(QUICK_SECONDS, MAX_QUEUED)
         self._slow = _Lane(COMPILE_SECONDS, MAX_QUEUED_SLOW)
         self._queued: dict[Source, _Job] = {}
-        """Those that somebody still waits for; others are passed over when their turn comes."""
+        """Jobs with waiting requests. A job in a lane that is not here is skipped."""
         self._changed = threading.Condition()
-        """Of the lanes, of what is queued, and of this."""
+        """Guards the lanes, ``_queued`` and ``_closing``."""
         self._closing = False
         self._outcomes: deque[tuple[Source, Outcome]] = deque()
         self.ready_at: float | None = None
@@ -92,16 +92,16 @@ class CompilePool:
         return self._read_fd
 
     def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
-        """False where ``owner`` has too many that wait."""
+        """Queue a grammar. Returns False when too many of ``owner`` are waiting."""
         return self._put(self._quick, _Job(source, wanted, owner))
 
     def withdraw(self, source: Source) -> bool:
-        """Nobody waits for it any more. False where it is being compiled, and will have an outcome."""
+        """Cancel a job. Returns False when it is being compiled and will have an outcome."""
         with self._changed:
             return self._queued.pop(source, None) is not None
 
     def take(self) -> list[tuple[Source, Outcome]]:
-        """Outcomes since the last call."""
+        """Return the outcomes since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read_fd, 4096)
         taken = []
@@ -110,7 +110,7 @@ class CompilePool:
         return taken
 
     def backend(self) -> GrammarBackend:
-        """The backend; made now if no job has made it yet. Raises GrammarRefused."""
+        """Return the backend, making it if needed. Raises GrammarRefused."""
         with self._making:
             if self._made is None:
                 try:
@@ -122,7 +122,7 @@ class CompilePool:
         return self._made
 
     def close(self) -> None:
-        """Ends the threads, at most one compilation later."""
+        """Stop the threads, which takes at most one compilation."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class CompilePool:
             return True
 
     def _next(self, lane: _Lane) -> _Job | None:
-        """None once the pool is being closed."""
+        """Return the next job, waiting for it; None once the pool is closing."""
         with self._changed:
             while True:
                 if self._closing:
@@ -163,7 +163,7 @@ class CompilePool:
                     continue
                 outcome = GrammarBusy()
             self._outcomes.append((job.source, outcome))
-            with contextlib.suppress(BlockingIOError):  # full, so readable
+            with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
                 os.write(self._write_fd, b"x")
         check.close()
 
@@ -176,5 +176,5 @@ class CompilePool:
             return backend.compile(wanted)
         except GrammarRefused as refused:
             return refused
-        except BaseException:  # a library's panic too: what it does with a client's text costs that client's request
+        except BaseException:  # includes a library's panic: only this grammar's requests fail
             return GrammarRefused(CRASHED)

@@ -1,4 +1,4 @@
-"""Where one answer stands: its tokens against its grammar, and before that its thoughts, which have none."""
+"""One output and its grammar: which tokens the grammar has read, after a thinking part that it does not constrain."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from quire.scheduler_proc.structured.backend import Matcher
 
 
 @dataclass(slots=True)
-class Reading:
-    """Reads an answer token by token.
+class GrammarReader:
+    """Reads an output token by token.
 
-    The grammar holds from the first token that is no thought: at once, unless the prompt leaves thinking open, or a
-    first thought is awaited. Once it has begun, it holds to the end, whatever the text spells.
+    The grammar holds from the first token after the thinking part: at once, unless the prompt leaves thinking open, or
+    a first thought is expected. From then on it holds to the end, also for thinking markers.
 
     Attributes:
-        thinking: while the answer may still think; None once the grammar holds.
-        awaits_thought: a first thought is to come, and has not ended.
-        num_matched: tokens that the matcher has accepted through this reading.
+        thinking: state of the thinking part; None once the grammar holds.
+        awaits_thought: whether a first thought is expected and has not ended.
+        num_matched: tokens that the matcher has accepted through this object.
     """
 
     matcher: Matcher
@@ -28,12 +28,12 @@ class Reading:
 
     @property
     def is_unconstrained(self) -> bool:
-        """No grammar holds yet: any token may come next but the end of the text."""
+        """Whether the grammar does not hold yet: any token but the end of the text is allowed."""
         thinking = self.thinking
         return thinking is not None and (thinking.is_open or (self.awaits_thought and not thinking.num_ended))
 
     def read(self, token: int) -> bool:
-        """False, and nothing changed, where the grammar does not allow ``token``."""
+        """Read one token. Returns False, without a change, when the grammar does not allow it."""
         if self.is_unconstrained and self.thinking is not None:
             self.thinking.advance(token)
             return True
@@ -43,17 +43,20 @@ class Reading:
         self.num_matched += 1
         return True
 
-    def fork(self) -> "Reading":
-        """For drafts: reads on from here, and ``undo`` leaves no trace of it."""
-        return Reading(self.matcher, None if self.thinking is None else self.thinking.copy(), self.awaits_thought)
+    def fork(self) -> "GrammarReader":
+        """Return a copy that reads draft tokens from here on; ``undo`` reverts its effect on the matcher."""
+        return GrammarReader(self.matcher, None if self.thinking is None else self.thinking.copy(), self.awaits_thought)
 
     def undo(self) -> None:
         self.matcher.rollback(self.num_matched)
 
 
-class ConstrainedAnswer:
-    """The reading of one request's answer. It is a function of the request's tokens, and only remembers how many it
-    has read: a preemption, a resubmission or a new epoch need nothing else."""
+class ConstrainedOutput:
+    """The grammar state of one request's output.
+
+    It is a function of the request's tokens and remembers only how many it has read, so that preemption, resubmission
+    and a new worker epoch need no code here.
+    """
 
     def __init__(self, matcher: Matcher, request: Request, config: EngineConfig) -> None:
         self._num_read = request.num_prompt_tokens
@@ -64,10 +67,10 @@ class ConstrainedAnswer:
             thinking = ThinkingState(start, end, prompt)
             has_budget = request.sampling.thinking_token_budget is not None
             awaits_thought = has_budget and Marker(end).last_in(prompt) < 0
-        self.reading = Reading(matcher, thinking, awaits_thought)
+        self.reader = GrammarReader(matcher, thinking, awaits_thought)
 
     def catch_up(self, request: Request) -> bool:
-        """Read the tokens that are new; False where the grammar does not allow one."""
+        """Read the new tokens. Returns False when the grammar does not allow one of them."""
         tokens = request.tokens.tail(self._num_read)
         self._num_read += len(tokens)
-        return all(map(self.reading.read, tokens))
+        return all(map(self.reader.read, tokens))

@@ -1,29 +1,29 @@
-"""The drafts of a step, as the workers told them."""
+"""Validation of the draft tokens that the workers proposed for a step."""
 
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 
 
 def has_drafts(record: InFlightStep) -> bool:
-    """Whether the masks of a step depend on what its proposer says."""
+    """Return whether the bitmasks of a step depend on its draft tokens."""
     return any(row.num_drafts for row in record.constrained)
 
 
 def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict[int, list[int]]:
-    """Handle → its drafts.
+    """Return the draft tokens by handle.
 
     Raises:
-        WorkerFault: they cannot be the drafts of this step.
+        WorkerFault: the message does not match the step.
     """
     handles, counts, tokens = proposed.handles.tolist(), proposed.counts.tolist(), proposed.tokens.tolist()
     if len(handles) != len(counts) or len(set(handles)) != len(handles) or sum(counts) != len(tokens):
-        raise WorkerFault(f"drafts of step {record.step}: they do not add up")
+        raise WorkerFault(f"drafts of step {record.step}: lengths differ, or duplicate handles")
     drafts: dict[int, list[int]] = {}
     start = 0
     for handle, count in zip(handles, counts, strict=True):
         row = record.rows.get(handle)
         if row is None or not 0 < count <= row.num_drafts:
-            raise WorkerFault(f"drafts of step {record.step}: more than were asked for")
+            raise WorkerFault(f"drafts of step {record.step}: {count} for handle {handle}, more than requested")
         drafts[handle] = tokens[start : start + count]
         start += count
     if any(not 0 <= token < vocab_size for token in tokens):

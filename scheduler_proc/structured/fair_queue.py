@@ -1,4 +1,4 @@
-"""Who is served next where several ask: one of each owner in turn, however many one of them has."""
+"""A queue in which owners take turns, regardless of how many items each has."""
 
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
@@ -7,26 +7,26 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner: first come, first served among those of one owner, and owners take turns.
+    """Items by owner: first come, first served within one owner; owners take turns.
 
     Args:
-        most: of one owner; more are not taken in.
+        max_per_owner: items of one owner at a time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_per_owner: int) -> None:
+        self._max_per_owner = max_per_owner
         self._owners: OrderedDict[int, deque[T]] = OrderedDict()
 
     def put(self, owner: int, item: T) -> bool:
-        """False where its owner has too many."""
+        """Add an item. Returns False when its owner has too many."""
         items = self._owners.setdefault(owner, deque())
-        if len(items) >= self._most:
+        if len(items) >= self._max_per_owner:
             return False
         items.append(item)
         return True
 
     def pop(self) -> tuple[int, T] | None:
-        """(owner, item) whose turn it is; its owner's next turn comes behind all others'."""
+        """Remove and return the next (owner, item), or None. Its owner moves behind all others."""
         if not self._owners:
             return None
         owner, items = self._owners.popitem(last=False)

@@ -1,7 +1,7 @@
-"""A helper process in which every grammar is compiled first: libraries hang and crash on some, and then only it ends.
+"""A helper process that compiles every grammar first: where a library hangs or crashes, only the helper ends.
 
-What it tells is only whether a grammar will do: a compiled one cannot travel. It is started by the compile pool as
-``python -P -m quire.scheduler_proc.structured.guard``.
+It returns only whether the grammar is accepted, because a compiled grammar cannot be sent between processes. The
+compile pool starts it as ``python -P -m quire.scheduler_proc.structured.guard``.
 """
 
 import resource
@@ -16,36 +16,36 @@ from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy,
 from quire.scheduler_proc.structured.backends import make_backend
 
 COMPILE_SECONDS = 1.0
-"""CPU time that a grammar may take."""
+"""CPU time limit of one compilation."""
 WALL_SECONDS = 15.0
-"""For the same, where the machine is busy, or something has stopped the guard."""
+"""Wall time limit of one compilation, in case the machine is overloaded or the helper is stopped."""
 MAX_COMPILE_BYTES = 192 * 2**20
 MAX_ADDRESS_BYTES = 1024 * 2**20
-"""Where the guard is stopped in the middle: allocators reserve more than they touch."""
+"""Address space limit, which ends the helper during a compilation: allocators reserve more than they use."""
 
-CRASHED = "structured_outputs cannot be used: compiling them failed"
+CRASHED = "structured_outputs cannot be used: compilation failed"
 _TOO_LARGE = "structured_outputs cannot be used: they are too complex"
 
 
 class Guard:
-    """The parent's end. Used by one thread at a time."""
+    """The parent's interface to the helper. Used by one thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._helper = Helper("quire.scheduler_proc.structured.guard", msgspec.msgpack.encode(config))
-        self._why_not = ""
+        self._start_refusal = ""
 
     def start(self) -> None:
-        """Raises GrammarRefused where no grammar can be compiled for this model."""
+        """Start the helper. Raises GrammarRefused when no grammar can be compiled for this model."""
         try:
-            self._why_not = self._why_not or self._helper.start().decode()
+            self._start_refusal = self._start_refusal or self._helper.start().decode()
         except HelperDied:
             raise GrammarBusy() from None
-        if self._why_not:
+        if self._start_refusal:
             self._helper.close()
-            raise GrammarRefused(self._why_not)
+            raise GrammarRefused(self._start_refusal)
 
     def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
-        """Raises GrammarRefused unless it compiles: in time, in bounded memory, and without a crash."""
+        """Raise GrammarRefused unless the grammar compiles in time, in bounded memory and without a crash."""
         try:
             self._check(wanted, cpu_seconds)
         except HelperDied as died:
@@ -63,7 +63,7 @@ class Guard:
             raise GrammarRefused(reason.decode())
 
     def _check_again(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
-        """Somebody killed the guard over a grammar that may be innocent; twice is no accident."""
+        """Retry once after the helper was killed from outside, which need not be the grammar's fault."""
         try:
             self._check(wanted, cpu_seconds)
         except HelperDied as died:
@@ -89,13 +89,13 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 
 def _reason(backend: GrammarBackend, wanted: StructuredOutputs) -> str:
-    """Why it is refused; nothing where it is not."""
+    """Return why the grammar is refused, or an empty string."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         backend.compile(wanted)
     except GrammarRefused as refused:
         return str(refused)
-    except BaseException:  # a library's panic too
+    except BaseException:  # includes a library's panic
         return CRASHED
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return _TOO_LARGE if grown > MAX_COMPILE_BYTES else ""

@@ -1,7 +1,7 @@
-"""What grammars may take of the scheduler's process: time of its loop, and memory.
+"""Limits on what matching grammars may use of the scheduler process: time of its loop, and memory.
 
-A library says little of either, and both grow while an answer is matched: with an ambiguous grammar a token costs
-tens of milliseconds in which nobody is scheduled; automata that are built as they are needed take a hundred megabytes.
+Both grow while outputs are matched, and libraries bound neither. With an ambiguous grammar one token can take tens of
+milliseconds, during which no request is scheduled; lazily built automata can take a hundred megabytes.
 """
 
 import os
@@ -10,23 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 ANSWER_SECONDS = 0.25
-"""CPU time of the loop's thread that one answer's matching may take, and for each of its tokens ..."""
+"""CPU time of the loop's thread that matching one output may take, plus TOKEN_SECONDS per token."""
 TOKEN_SECONDS = 0.001
-"""... so much more. A schema's token takes 0.02 to 0.1 ms."""
+"""A schema's token takes 0.02 to 0.1 ms."""
 SLOW_SECONDS = 0.01
-"""From here on it is worth knowing whose the rows of a step are."""
+"""Filling the bitmasks of a step is slow above this; rows are then timed one by one."""
 NUM_WATCHED = 32
 MAX_GROWN_BYTES = 128 * 2**20
 LOOK_EVERY = 64
 
 
 def is_over(seconds: float, num_tokens: int) -> bool:
-    """Whether an answer of so many tokens has had more than its share."""
+    """Return whether an output of so many tokens has used more than its share."""
     return seconds > ANSWER_SECONDS + num_tokens * TOKEN_SECONDS
 
 
 class SlowSteps:
-    """Masks of a step are made together, for that is fastest; after a slow one, row by row for a while."""
+    """Decides whether rows are timed one by one: for NUM_WATCHED steps after a slow one.
+
+    Otherwise rows are filled together, which is faster.
+    """
 
     def __init__(self) -> None:
         self._num_watched = 0
@@ -35,12 +38,12 @@ class SlowSteps:
     def are_watched(self) -> bool:
         return self._num_watched > 0
 
-    def took(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self._num_watched = NUM_WATCHED if seconds > SLOW_SECONDS else max(0, self._num_watched - 1)
 
 
 class MemoryWatch:
-    """Says when the process has grown so much that what was built for grammars had better go."""
+    """Detects growth of the process memory, after which compiled grammars should be dropped."""
 
     def __init__(self, resident_bytes: Callable[[], int]) -> None:
         self._resident_bytes = resident_bytes
@@ -48,7 +51,11 @@ class MemoryWatch:
         self._base: int | None = None
 
     def has_grown(self) -> bool:
-        """Looks once in a while. What is let go of is used again by what is built next: the process stays as it is."""
+        """Return whether the process has grown too much; it looks at every LOOK_EVERY-th call only.
+
+        Freed memory is reused by later grammars and not returned to the system, so the current size becomes the new
+        base.
+        """
         self._num_calls += 1
         if self._num_calls % LOOK_EVERY:
             return False
@@ -60,5 +67,5 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process in bytes."""
     return int(Path(f"/proc/{os.getpid()}/statm").read_text("ascii").split()[1]) * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""Grammars by llguidance: Earley parsing over lexers that are built while they are used, so compiling takes little.
+"""The llguidance backend: Earley parsing with lexers that are built lazily, so that compiling is fast.
 
-JSON is written without blanks, but for at most one after each comma and colon: a model cannot fill its answer with
-them, and both usual ways (compact, and as ``json.dumps``) stay open to it.
+JSON has no whitespace except an optional blank after each comma and colon. The model cannot fill its output with
+whitespace, but both usual styles (compact, and that of ``json.dumps``) remain possible.
 """
 
 import json
@@ -20,26 +20,26 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
 
 MAX_LEXER_STATES = 20_000
-"""Of one grammar, over all answers that use it: 1 to 3 KB each."""
+"""Lexer states of one grammar over all outputs that use it: 1 to 3 KB each."""
 MAX_ROW_ITEMS = 1000
 MAX_STEP_ITEMS = 20_000
 MAX_STEP_FUEL = 50_000
-"""What one token may cost the parser and the lexer: some milliseconds. A schema of 500 objects takes 10,000 items."""
+"""Parser and lexer cost limits of one token: some milliseconds. A schema of 500 objects takes 10,000 items."""
 MAX_THREADS = 8
 PARALLEL_FROM = 4
-"""Rows from which threads are worth waking."""
+"""Fewest rows that are filled by several threads."""
 
 _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _TOO_COMPLEX = re.compile(
     r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
 )
-_ITS_OWN_AFFAIRS = re.compile(r"out of range$|\bline \d+ column \d|[Rr]etriev")
-"""What says more of the library, or of how it reads, than of what a client wrote."""
+_LIBRARY_INTERNAL = re.compile(r"out of range$|\bline \d+ column \d|[Rr]etriev")
+"""Errors about the library or its reading position rather than about the client's text."""
 _GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 class LLGuidanceMatcher:
-    """One answer. The library counts no end of text as a token, so that is done here."""
+    """The matcher of one output. The library does not treat end-of-text tokens as tokens, so they are handled here."""
 
     __slots__ = ("_eos", "_has_ended", "_ids")
 
@@ -73,7 +73,7 @@ class LLGuidanceMatcher:
 
 
 class LLGuidanceGrammar:
-    """Owns the matcher at the start, of which each answer gets a copy. Copies share the lexer and what it has built."""
+    """Owns the matcher at the start position and copies it for each output. Copies share the lexer's states."""
 
     def __init__(self, start: "llguidance.LLMatcher", eos: frozenset[int]) -> None:
         self._start = start
@@ -84,7 +84,7 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceBackend:
-    """Owns the vocabulary as the library sees it, and threads for filling masks."""
+    """Owns the library's copy of the vocabulary, and threads that fill bitmasks."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """
@@ -111,7 +111,7 @@ class LLGuidanceBackend:
         check(wanted)
         try:
             grammar = _grammar(wanted)
-        except Exception as error:  # the library's converters raise nothing narrower
+        except Exception as error:  # the library's converters raise plain Exception
             raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(str(error), in_grammar=False)}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         self._check_start(matcher, wanted)
@@ -126,10 +126,10 @@ class LLGuidanceBackend:
             fill_next_token_bitmask_par(self._threads, rows, masks)
         for ids, index in rows:
             if ids.is_error():
-                masks[index] = 0  # the library lets a text end that can go nowhere
+                masks[index] = 0  # on an error the library allows the end of the text
 
     def _check_start(self, matcher: "llguidance.LLMatcher", wanted: StructuredOutputs) -> None:
-        """Builds what every answer begins with, too."""
+        """Check that the grammar allows some text; this also builds the lexer states of the start position."""
         in_grammar = wanted.kind == "grammar" and not is_gbnf(wanted.grammar or "")
         if error := matcher.get_error():
             raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(error, in_grammar=in_grammar)}")
@@ -144,7 +144,7 @@ class LLGuidanceBackend:
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
-    """In the library's own notation."""
+    """Return the constraint in the library's notation."""
     matcher = llguidance.LLMatcher
     match wanted.kind:
         case "json":
@@ -154,25 +154,27 @@ def _grammar(wanted: StructuredOutputs) -> str:
             return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_STYLE))
         case "regex":
             return str(matcher.grammar_from_regex(str(wanted.regex)))
-        case "choice":  # a terminal: as rules, so many alternatives would be as many parses
+        case "choice":  # a terminal: with rules, each alternative would be a parse of its own
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice or [])
             return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
         case _:
             grammar = str(wanted.grammar)
-            return str(matcher.grammar_from_lark(any_to_lark(_spelt_out(grammar)) if is_gbnf(grammar) else grammar))
+            return str(
+                matcher.grammar_from_lark(any_to_lark(_unescape_unicode(grammar)) if is_gbnf(grammar) else grammar)
+            )
 
 
-def _spelt_out(gbnf: str) -> str:
-    """``\\u`` escapes as what they stand for: the library's converter drops their leading zeros."""
+def _unescape_unicode(gbnf: str) -> str:
+    """Return the grammar with ``\\u`` escapes resolved: the library's converter drops their leading zeros."""
 
-    def spell(found: re.Match[str]) -> str:
+    def unescape(found: re.Match[str]) -> str:
         digits = found[1] or found[2]
         if digits is None:
             return found[0]
         code = int(digits, 16)
         return f"\\x{code:02x}" if code < 128 else chr(code)
 
-    return _GBNF_UNICODE.sub(spell, gbnf)
+    return _GBNF_UNICODE.sub(unescape, gbnf)
 
 
 def _name(wanted: StructuredOutputs) -> str:
@@ -181,14 +183,14 @@ def _name(wanted: StructuredOutputs) -> str:
 
 
 def _reason(error: str, *, in_grammar: bool) -> str:
-    """The library's words without its own affairs. ``in_grammar``: positions in the text are the client's."""
+    """Return the library's message for the client. ``in_grammar``: positions in it refer to the client's text."""
     if _TOO_COMPLEX.search(error):
         return "it is too complex"
     if error.startswith("oneOf constraints"):
         return "oneOf is supported only where its parts exclude each other (a const in each, say)"
     if 'failed to parse "%json"' in error:
         return "the JSON behind its %json is not valid"
-    if _ITS_OWN_AFFAIRS.search(error):
+    if _LIBRARY_INTERNAL.search(error):
         return "it is not valid"
     marked = re.findall(r"^error: (.+)$", error, re.MULTILINE)
     if marked:

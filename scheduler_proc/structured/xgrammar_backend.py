@@ -1,7 +1,4 @@
-"""Grammars by xgrammar, an extra: pushdown automata whose masks are mostly made while compiling, so that takes longer.
-
-JSON has no blanks but one after each comma and colon. Grammars are GBNF; Lark's notation is llguidance's alone.
-"""
+"""The xgrammar backend, an extra: pushdown automata. Most of a mask is computed while compiling, which takes longer."""
 
 import json
 import re
@@ -17,12 +14,12 @@ from quire.scheduler_proc.structured.backend import Masks
 
 CACHE_BYTES = 64 * 2**20
 MAX_ROLLBACK = 256
-"""Tokens that can be undone: the drafts of one step."""
+"""Most tokens that can be rolled back: the drafts of one step."""
 SEPARATORS = (", ", ": ")
 
 
 class XGrammarMatcher:
-    """One answer; ``inner`` is the library's."""
+    """The matcher of one output; ``inner`` is the library's."""
 
     __slots__ = ("inner",)
 
@@ -38,7 +35,7 @@ class XGrammarMatcher:
 
     @property
     def is_done(self) -> bool:
-        """The end of the text was accepted: the library tells no earlier."""
+        """Whether the end of the text was accepted; the library does not report it earlier."""
         return bool(self.inner.is_terminated())
 
 
@@ -54,7 +51,7 @@ class XGrammarGrammar:
 
 
 class XGrammarBackend:
-    """Owns the compiler, and the tensor that the library fills: it takes none of numpy's."""
+    """Owns the compiler, and a tensor for the library to fill, because it does not accept numpy arrays."""
 
     def __init__(self, tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """
@@ -64,9 +61,12 @@ class XGrammarBackend:
         """
         self._eos = list(eos_token_ids)
         self._vocab_size = vocab_size
-        self._ends = _mask_of(self._eos, vocab_size)
+        self._end_mask = _mask_of(self._eos, vocab_size)
         info = xgrammar.TokenizerInfo(
-            _spellings(tokenizer, vocab_size), _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=self._eos
+            _token_strings(tokenizer, vocab_size),
+            _vocab_type(tokenizer),
+            vocab_size=vocab_size,
+            stop_token_ids=self._eos,
         )
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=2, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
@@ -81,17 +81,17 @@ class XGrammarBackend:
             grammar.matcher().inner.fill_next_token_bitmask(start, 0)
         except GrammarRefused:
             raise
-        except Exception as error:  # the library raises nothing narrower; time and source file are its own affair
+        except Exception as error:  # the library raises plain Exception; its time stamp and source file are removed
             line = re.sub(r"^\[[^\]]*\] |\S+\.\w+:\d+: ", "", (str(error).strip() or "invalid").splitlines()[0])
             raise GrammarRefused(f"structured_outputs.{wanted.kind} cannot be used: {line}") from None
-        if not (start.numpy()[0] & ~self._ends).any():
+        if not (start.numpy()[0] & ~self._end_mask).any():
             raise GrammarRefused(f"structured_outputs.{wanted.kind} allows no text that the model could write")
         return grammar
 
     def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
         for matcher, index in matchers:
-            if matcher.is_done:  # the library refuses to be asked
-                masks[index] = self._ends
+            if matcher.is_done:  # the library raises an error here
+                masks[index] = self._end_mask
                 continue
             matcher.inner.fill_next_token_bitmask(self._filled, 0)
             masks[index] = self._filled.numpy()[0]
@@ -111,32 +111,32 @@ class XGrammarBackend:
                 return compiler.compile_grammar(f"root ::= {choices}")
             case _:
                 if not is_gbnf(str(wanted.grammar)):
-                    raise GrammarRefused("this server takes grammars in GBNF (root ::= ...) only")
+                    raise GrammarRefused("this server supports grammars in GBNF (root ::= ...) only")
                 return compiler.compile_grammar(str(wanted.grammar))
 
 
 def _mask_of(tokens: Sequence[int], vocab_size: int) -> Masks:
-    """int32 ``[ceil(vocab_size / 32)]`` with the bits of ``tokens``."""
+    """Return int32 ``[ceil(vocab_size / 32)]`` with the bits of ``tokens`` set."""
     words = np.zeros((vocab_size + 31) // 32, np.uint32)
     for token in tokens:
         words[token // 32] |= np.uint32(1 << token % 32)
     return words.view(np.int32)
 
 
-def _spellings(tokenizer: dict[str, Any], vocab_size: int) -> list[str]:
-    """Each id's token as the tokenizer's own vocabulary spells it; empty where there is none."""
+def _token_strings(tokenizer: dict[str, Any], vocab_size: int) -> list[str]:
+    """Return the token of each id as written in the tokenizer's vocabulary; empty for ids without one."""
     vocabulary = tokenizer["model"]["vocab"]
-    spellings = [""] * vocab_size
+    strings = [""] * vocab_size
     named = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
     added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens", []))
-    for spelling, token_id in (*named, *added):
+    for string, token_id in (*named, *added):
         if token_id < vocab_size:
-            spellings[token_id] = spelling
-    return spellings
+            strings[token_id] = string
+    return strings
 
 
 def _vocab_type(tokenizer: dict[str, Any]) -> Any:
-    """How the vocabulary spells bytes that are no text, by the decoder that undoes it."""
+    """Return how the vocabulary encodes non-text bytes, by the decoder that reverses it."""
     decoder = tokenizer.get("decoder") or {}
     kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
     if "ByteLevel" in kinds:

@@ -56,7 +56,7 @@ def test_it_starts_in_order_and_gives_single_blocks_too() -> None:
 
 def test_an_empty_queue_gives_nothing_and_stays_whole() -> None:
     _, queue = make(2)
-    with pytest.raises(IndexError, match="3 blocks wanted, 2 free"):
+    with pytest.raises(IndexError, match="cannot take 3 blocks: 2 are free"):
         queue.popleft_n(3)
     assert ids(queue) == [0, 1]
     queue.popleft_n(2)

@@ -200,7 +200,7 @@ def test_the_check_of_the_queue_bites() -> None:
     leave(queue, 1, queue.popleft_n(3))
     queue.check()
     queue._owners[queue.blocks()[-1].block_id] = 2
-    with pytest.raises(AssertionError, match="another queue"):
+    with pytest.raises(AssertionError, match="not in the queue of its owner"):
         queue.check()
 
 

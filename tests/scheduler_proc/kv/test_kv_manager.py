@@ -138,7 +138,7 @@ def test_several_groups_get_blocks_together_or_not_at_all() -> None:
 
 def test_a_kind_that_nobody_knows_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="kind 'telepathy' are not supported; supported: full_attention, sliding_window"
+        ConfigError, match="kind 'telepathy' is not supported; supported: full_attention, sliding_window"
     ):
         KVCacheManager(layout_of("telepathy"), 9, True)
 
@@ -201,5 +201,5 @@ def test_check_fails_when_a_block_can_be_found_before_it_is_full() -> None:
     kv, request = manager_of(), request_of(1, list(range(9)))
     run(kv, request)
     kv.coordinator.managers[0].num_cached_block[1] = 1
-    with pytest.raises(AssertionError, match="not full"):
+    with pytest.raises(AssertionError, match="partial block"):
         kv.check()

@@ -167,7 +167,7 @@ def test_endpoints_are_checked_and_bound(context: "zmq.Context[Any]", engine: En
         other.bind(("127.0.0.1", 0))
         taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         for endpoint, replay in ((taken, ""), (f"ipc://{tmp_path}/other", taken)):
-            with pytest.raises(ConfigError, match=f"cannot be published at {taken}: Address already in use"):
+            with pytest.raises(ConfigError, match=f"cannot publish KV events at {taken}: Address already in use"):
                 KVEventPublisher(context, endpoint, replay, 1, curve_dir=keys)
 
 

@@ -7,7 +7,7 @@ from quire.scheduler_proc.process.step_deadline import FIRST_STEPS_S, FLOOR_S, N
 
 def one_step(deadline: StepDeadline, step: int, num_tokens: int, now: float, seconds: float) -> float:
     deadline.sent(step, num_tokens, now)
-    deadline.answered(step, now + seconds)
+    deadline.result_received(step, now + seconds)
     return now + seconds
 
 
@@ -30,7 +30,7 @@ def test_quick_steps_have_the_floor_and_slow_ones_ten_times_what_is_usual() -> N
     now = one_step(deadline, 1, 8, 0.0, 0.01)
     deadline.sent(2, 8, now)
     assert deadline.remaining(now) == pytest.approx(FLOOR_S)
-    deadline.answered(2, now + 0.01)
+    deadline.result_received(2, now + 0.01)
     now = one_step(deadline, 3, 1000, now + 0.01, 3.0)
     deadline.sent(4, 1000, now)
     remaining = deadline.remaining(now)
@@ -42,9 +42,9 @@ def test_a_step_behind_another_counts_from_the_end_of_that() -> None:
     one_step(deadline, 1, 8, 0.0, 1.0)
     deadline.sent(2, 8, 10.0)
     deadline.sent(3, 8, 10.0)
-    deadline.answered(2, 15.0)
+    deadline.result_received(2, 15.0)
     assert deadline.remaining(15.0) == TIMES_USUAL * 5.0
-    deadline.answered(3, 16.0)
+    deadline.result_received(3, 16.0)
     deadline.sent(4, 8, 16.0)
     assert deadline.remaining(16.0) == TIMES_USUAL * 5.0, "the third took a second, not six"
 

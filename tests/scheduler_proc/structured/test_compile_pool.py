@@ -141,7 +141,7 @@ def test_a_crash_is_one_grammars(case: Case) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_owners_take_turns_and_keep_their_own_order(items: list[tuple[int, int]]) -> None:
-    queue: FairQueue[int] = FairQueue(most=20)
+    queue: FairQueue[int] = FairQueue(max_per_owner=20)
     taken = [(owner, item) for owner, item in items if queue.put(owner, item)]
     assert len(queue) == len(taken)
     popped = list(iter(queue.pop, None))

@@ -161,7 +161,7 @@ def test_an_answer_that_cannot_go_on_fails_alone(random_model: Path) -> None:
     engine.grammars.close()
     ended = answers["bad"].ended
     assert ended is not None and ended.reason == EndReason.ERROR
-    assert ended.detail == "request_failed: the grammar does not allow a token that was sampled"
+    assert ended.detail == "request_failed: a sampled token is not allowed by its grammar"
     assert re.fullmatch("[0-9]{2}", text_of(answers["good"].tokens))
 
 

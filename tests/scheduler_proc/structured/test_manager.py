@@ -322,7 +322,7 @@ class TestMasks:
         one = constrained("1", regex="a+")
         ready(case, one)
         two = Proposed(7, np.array([1], np.int32), np.array([2], np.int32), np.array([5, 5], np.int32))
-        with pytest.raises(WorkerFault, match="drafts of step 7: more than were asked for"):
+        with pytest.raises(WorkerFault, match="drafts of step 7: 2 for handle 1, more than requested"):
             case.manager.sample_inputs(step_of(one, drafts=1), two)
 
     def test_a_failure_spares_the_others(self, make_case: Callable[..., Case]) -> None:
@@ -331,7 +331,7 @@ class TestMasks:
         ready(case, bad, good)
         inputs, ((client, fail),) = case.manager.sample_inputs(step_of(bad, good))
         assert inputs.handles == [2] and (client, fail.request_id) == (0, "1")
-        assert fail.detail.startswith("request_failed: the grammar does not allow")
+        assert fail.detail.startswith("request_failed: a sampled token is not allowed")
 
     def test_a_thought_may_be_anything_but_the_end_of_the_answer(self, make_case: Callable[..., Case]) -> None:
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
@@ -388,12 +388,12 @@ class TestShares:
 
     def test_rows_are_filled_together_again_when_steps_are_quick(self) -> None:
         steps = SlowSteps()
-        steps.took(SLOW_SECONDS)
+        steps.record(SLOW_SECONDS)
         assert not steps.are_watched
-        steps.took(2 * SLOW_SECONDS)
+        steps.record(2 * SLOW_SECONDS)
         for _ in range(NUM_WATCHED):
             assert steps.are_watched
-            steps.took(0.0)
+            steps.record(0.0)
         assert not steps.are_watched
 
     def test_memory_is_looked_at_once_in_a_while(self) -> None:

@@ -219,7 +219,7 @@ def test_a_grammar_is_not_blamed_for_a_guard_that_is_not_let_run(monkeypatch: py
 def test_without_a_tokenizer_everything_is_refused(tmp_path: Path) -> None:
     guard = Guard(msgspec.structs.replace(demo_config(), model_path=str(tmp_path)))
     for _ in range(2):
-        with pytest.raises(GrammarRefused, match="this model has no tokenizer"):
+        with pytest.raises(GrammarRefused, match="need a tokenizer, which this model does not have"):
             guard.check(StructuredOutputs(regex="a"), 1.0)
 
 

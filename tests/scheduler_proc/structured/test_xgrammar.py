@@ -76,7 +76,7 @@ def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
         ({"regex": "["}, "structured_outputs.regex cannot be used: /project/cpp/regex.cc:77: Unclosed class"),
         ({"regex": "[z]{1}"}, "structured_outputs.regex allows no text that the model could write"),
         ({"regex": "[a]{0}"}, "structured_outputs.regex allows no text that the model could write"),
-        ({"grammar": 'start: "a"'}, "this server takes grammars in GBNF"),
+        ({"grammar": 'start: "a"'}, "this server supports grammars in GBNF"),
         ({"json": {"$ref": "http://example.com"}}, "references outside the JSON schema"),
     ],
 )
@@ -101,4 +101,4 @@ def test_the_decoder_says_how_bytes_are_spelt(adapter: Any, decoder: Any, kind: 
 
 def test_a_vocabulary_may_be_a_list(adapter: Any) -> None:
     listed = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": []}
-    assert adapter._spellings(listed, 3) == ["<unk>", "a", ""]
+    assert adapter._token_strings(listed, 3) == ["<unk>", "a", ""]

@@ -131,10 +131,10 @@ def judging_of_each_draft() -> Iterator[None]:
     real = grammars.GrammarManager.fill_masks
 
     def fill(self: Any, found: Any, masks: Any) -> None:
-        free = [positions for positions in found if positions.reading.is_unconstrained]
+        free = [positions for positions in found if positions.reader.is_unconstrained]
         real(self, found, masks)
         for positions in free:
-            masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thoughts
+            masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thinking_mask
 
     with mock.patch.object(grammars.GrammarManager, "fill_masks", fill):
         yield
@@ -142,7 +142,7 @@ def judging_of_each_draft() -> Iterator[None]:
 
 def undoing_of_drafts() -> Patch:
     """Drafts that were read for their masks stay read."""
-    return mock.patch.object(constrained_output.Reading, "undo", nothing)
+    return mock.patch.object(constrained_output.GrammarReader, "undo", nothing)
 
 
 @contextlib.contextmanager
