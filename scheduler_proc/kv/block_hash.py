@@ -160,7 +160,7 @@ class HashChain:
         self.hashes += [digest() for _ in map(update, blocks)]
 
     def _extend_by_chunks(self, data: bytes | bytearray, size: int) -> int:
-        """Hash whole chunks, from the memo where it has them. Returns the byte offset after the last chunk."""
+        """Hash whole chunks, using the memo. Returns the byte offset after the last chunk."""
         memo, chunk = self._hasher.memo, size * CHUNK_BLOCKS
         view = memoryview(data)
         at, known = len(self.hashes) * size, True

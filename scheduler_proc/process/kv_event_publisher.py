@@ -92,7 +92,7 @@ class KVEventPublisher:
         return None if self._replay is None else self._replay.socket
 
     def follow(self, recorder: KVEventRecorder) -> None:
-        """Publish the events of this recorder from now on. Its pool must be new and empty."""
+        """Publish the events of this recorder, whose pool must be new and empty."""
         recorder.cleared()
         self._recorder = recorder
 

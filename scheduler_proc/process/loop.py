@@ -153,7 +153,7 @@ class SchedulerLoop:
             case "stop":
                 self._running = False
                 self._stop_reason = command.text
-            case "epoch":
+            case "worker_epoch":
                 self._open_group(command)
             case "front_end_exited":
                 self._progress_due = True
@@ -186,7 +186,7 @@ class SchedulerLoop:
                 self._front_ends.send(client, reply)
         if self._dump_wanted:
             self._dump_wanted = False
-            self._journal.dump_aside("somebody asked")
+            self._journal.dump_aside("requested by signal")
 
     def _with_losses(self, statistics: Statistics) -> Statistics:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow

@@ -13,7 +13,7 @@ class GrammarReader:
     """Reads an output token by token.
 
     The grammar holds from the first token after the thinking part: at once, unless the prompt leaves thinking open, or
-    a first thought is expected. From then on it holds to the end, also for thinking markers.
+    a first thought is expected. Then it holds to the end, also for thinking markers.
 
     Attributes:
         thinking: state of the thinking part; None once the grammar holds.
@@ -44,7 +44,7 @@ class GrammarReader:
         return True
 
     def fork(self) -> "GrammarReader":
-        """Return a copy that reads draft tokens from here on; ``undo`` reverts its effect on the matcher."""
+        """Return a copy that reads draft tokens; ``undo`` reverts its effect on the matcher."""
         return GrammarReader(self.matcher, None if self.thinking is None else self.thinking.copy(), self.awaits_thought)
 
     def undo(self) -> None:

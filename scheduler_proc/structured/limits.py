@@ -21,7 +21,7 @@ LOOK_EVERY = 64
 
 
 def is_over(seconds: float, num_tokens: int) -> bool:
-    """Return whether an output of so many tokens has used more than its share."""
+    """Return whether an output of ``num_tokens`` tokens has used more than its share."""
     return seconds > ANSWER_SECONDS + num_tokens * TOKEN_SECONDS
 
 
