@@ -43,7 +43,7 @@ class GrammarCache:
             self.num_bytes -= len(source[1])
 
     def forget_grammars(self) -> None:
-        """Remove all compiled grammars; running outputs keep the ones they use. Refusals stay, because they are small."""
+        """Remove all compiled grammars; running outputs still hold them. Refusals stay: they are small."""
         for source in [source for source, found in self._outcomes.items() if not isinstance(found, GrammarRefused)]:
             self.discard(source)
 

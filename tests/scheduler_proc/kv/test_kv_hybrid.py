@@ -92,7 +92,7 @@ def test_a_block_is_named_by_its_last_granule() -> None:
 
 
 def test_block_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"multiples of the smallest, 4 .got 6"):
+    with pytest.raises(ConfigError, match=r"multiples of the smallest, 4 \(got 6\)"):
         manager_of(full(4), sliding(5, 6))
     with pytest.raises(ConfigError, match="multiples"):
         manager_of(full(0))

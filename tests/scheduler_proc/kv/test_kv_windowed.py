@@ -100,7 +100,7 @@ def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
 
 
 def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'sliding_window' needs a window of at least 1 .got 0"):
+    with pytest.raises(ConfigError, match=r"'sliding_window' needs a window of at least 1 \(got 0\)"):
         manager_of(sliding(0))
 
 
