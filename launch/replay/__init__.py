@@ -1,1 +1,1 @@
-"""Traces and workloads through the real scheduler: exactly as recorded, or as they would have run elsewhere."""
+"""Replays of traces and workloads with the real scheduler: exactly as recorded, or with other settings."""

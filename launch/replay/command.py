@@ -117,7 +117,7 @@ def _exact(args: argparse.Namespace) -> Result:
     result = result_of(record)
     if record.decisions_equal is False and record.first_difference is not None:
         result.exit_status = 1
-        result.complaint = _first_difference(record.first_difference)
+        result.problem = _first_difference(record.first_difference)
     elif record.decisions_equal:
         result.head.insert(1, f"replayed exactly: all decisions are equal ({len(record.steps):,} steps)")
     return result

@@ -28,7 +28,7 @@ class Result:
         figures: the content of ``--json``.
         records: the runs for ``--html`` and ``--perfetto``.
         head, notes: lines above and below the tables.
-        complaint: what is wrong with the replayed run; printed last, to stderr.
+        problem: what is wrong with the replayed run; printed last, to stderr.
     """
 
     figures: Any
@@ -36,7 +36,7 @@ class Result:
     head: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    complaint: str = ""
+    problem: str = ""
     exit_status: int = 0
 
 
@@ -98,8 +98,8 @@ def publish(result: Result, args: argparse.Namespace) -> None:
         from quire.launch.replay.report.perfetto import write_perfetto
 
         _write("--perfetto", args.perfetto, lambda path: write_perfetto(path, result.records[0]))
-    if result.complaint:
-        print(f"quire: {result.complaint}", file=sys.stderr, flush=True)
+    if result.problem:
+        print(f"quire: {result.problem}", file=sys.stderr, flush=True)
 
 
 def _print(result: Result) -> None:

@@ -1,1 +1,1 @@
-"""What a step would cost on a machine that is not here."""
+"""Cost models: the duration of a step on a machine that is not available."""

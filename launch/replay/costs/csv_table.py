@@ -28,7 +28,7 @@ def read_measured(path: Path, keys: Sequence[str], value: str) -> Iterator[tuple
     """Yield each row's line number, the texts of its ``keys`` columns, and its ``value``, a positive number.
 
     Raises:
-        ConfigError: names the file, and the line where there is one.
+        ConfigError: a bad line; names the file and the line.
     """
     for line, (*texts, number) in read_table(path, (*keys, value), Faults(False)):
         yield line, texts, positive(number, f"{path}:{line}: {value}")

@@ -63,7 +63,7 @@ def config_of(spec: str) -> str:
 
 
 def default_cost(workload: Workload, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
-    """Return the default cost model: a fit to the trace's own timed steps, else a roofline of an H200.
+    """Return the default cost model: a fit to the trace's own timed steps, or a roofline of an H200.
 
     Args:
         model: the model on the H200; None: an 8B model.

@@ -48,9 +48,9 @@ def _nanoseconds(text: str) -> int:
     """Parse a time exactly: the trace has seven decimals, more than a datetime holds."""
     match = _TIME.fullmatch(text)
     if match is None:
-        raise ValueError(f"`TIMESTAMP` is no time: {text!r}")
+        raise ValueError(f"`TIMESTAMP` must be a date and time (got {text!r})")
     try:
         since = datetime.fromisoformat(match[1]) - _EPOCH
     except ValueError:
-        raise ValueError(f"`TIMESTAMP` is no time: {text!r}") from None
+        raise ValueError(f"`TIMESTAMP` must be a date and time (got {text!r})") from None
     return (since.days * 86400 + since.seconds) * 10**9 + int((match[2] or "").ljust(9, "0"))

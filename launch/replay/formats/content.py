@@ -32,7 +32,7 @@ def extends(longer: Content, shorter: Content) -> bool:
 def set_answers(turns: Sequence[Call]) -> None:
     """Set ``answer`` of each turn whose prompt, as the next turn's prompt begins with it.
 
-    Prompts are compared by tokens if known, else by ids; a prompt shorter than one unit has no id to compare.
+    Prompts are compared by tokens if known, otherwise by ids; a prompt shorter than one unit has no id to compare.
     """
     for call, following in pairwise(turns):
         if call.content is None or following.content is None or not extends(following.content, call.content):

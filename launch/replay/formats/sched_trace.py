@@ -202,7 +202,7 @@ def _infer_block_size(reader: _Reader) -> int:
 
 
 def _calls(whole: dict[str, _SeenRequest], first: float, unit: int) -> list[Call]:
-    """Make the calls. A request shares its hit tokens with the previous one of its job, and nothing else."""
+    """Make the calls. A request shares only its hit tokens, and only with the previous one of its job."""
     calls: list[Call] = []
     before: dict[str, Call] = {}
     fresh = 0

@@ -57,7 +57,7 @@ class Observer(Protocol):
     """Follows a replay line by line. It must take the Scheduler's messages; the replay takes the decisions."""
 
     def begin(self, header: Header, scheduler: ReplayScheduler, decision_log: DecisionLog) -> None:
-        """Start. ``decision_log`` is the Scheduler's; the observer may take its ``hits`` and nothing else."""
+        """Start. ``decision_log`` is the Scheduler's; the observer may take only its ``hits``."""
         ...
 
     def arrived(self, line: Arrival) -> None: ...

@@ -1,1 +1,1 @@
-"""A run, told to people and to other programs."""
+"""Reports of a run for people and for other programs."""

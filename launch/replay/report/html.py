@@ -13,7 +13,7 @@ from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run.run_record import RunRecord
 
 SCRIPTS = ("base.js", "charts.js", "waterfall.js", "details.js", "tables.js", "main.js")
-"""In order: each script uses the ones before it."""
+"""In order: each script uses the previous ones."""
 
 
 def write_html(path: Path, runs: Sequence[RunRecord]) -> None:

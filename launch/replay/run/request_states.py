@@ -77,7 +77,7 @@ def _changes(run: RequestRun) -> list[Stretch]:
 
 
 def stretches_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
-    """Return (begin, end, what) without gaps; ``what`` is the wait reason once it is known, else the state."""
+    """Return (begin, end, what) without gaps; ``what`` is the wait reason once it is known, before that the state."""
     last = max((moment.time for moment in run.moments), default=run.arrival)
     waits = [(moment.time, moment.reason) for moment in run.moments if moment.what == "wait"]
     found = []

@@ -80,7 +80,7 @@ class RunRecord:
         max_num_batched_tokens: the token budget of a step.
         virtual_s: seconds from the first arrival to the last finish, on the run's own clock.
         wall_s: seconds that the replay itself took.
-        decisions_equal: the verdict of an exact replay, else None.
+        decisions_equal: the verdict of an exact replay; None for other runs.
         first_difference: the first unequal decision of an exact replay.
         itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.

@@ -24,7 +24,7 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
 
     Args:
         given: texts by ``--set`` key.
-        cost: the ``--cost`` text; None: a fit to the trace's own steps if it has them, else a default machine.
+        cost: the ``--cost`` text; None: a fit to the trace's own steps, or a default machine.
 
     Raises:
         ConfigError: an invalid setting or cost.

@@ -174,7 +174,7 @@ class SimulatedWorker:
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
     def _send_oldest(self) -> None:
-        """Send the oldest result if its step is computed; else sleep until then, so that messages are polled again."""
+        """Send the oldest result if its step is computed, or sleep until then, so that messages are polled again."""
         oldest = self._computing[0]
         rest = oldest.end - self._clock.now()
         if rest > 2 * POLL_SECONDS:

@@ -76,8 +76,8 @@ CASES = [
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,-7,8", "`ContextTokens` must be"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,nan", "`GeneratedTokens` must be"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,99999999999", "`GeneratedTokens` must be"),
-    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-13-16 18:15:47,7,8", "`TIMESTAMP` is no time"),
-    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "yesterday,7,8", "`TIMESTAMP` is no time"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-13-16 18:15:47,7,8", "`TIMESTAMP` must be a date and time"),
+    ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "yesterday,7,8", "`TIMESTAMP` must be a date and time"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7", "2 fields; the header has 3"),
     ("azure", f"{AZURE}\n2023-11-16 18:15:46.6,7,8", "2023-11-16 18:15:47,7,1e3", "`GeneratedTokens` must be"),
 ]
