@@ -1,1 +1,1 @@
-"""Benchmarks: ``quire bench engine|serve|wire|scheduler|sampling|kernels``. See README.md beside this file."""
+"""Benchmarks: ``quire bench engine|serve|wire|scheduler|sampling|kernels``. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""Prompts out of a file of JSON lines, plain or compressed."""
+"""Reader of prompts from a file of JSON lines, plain or compressed."""
 
 import gzip
 import json
@@ -13,10 +13,10 @@ FIELDS = ("input", "prompt")
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """The text of each line's field ``input``, or ``prompt``; empty ones and blank lines are left out.
+    """Return the field ``input`` or ``prompt`` of each line, without empty texts and blank lines.
 
     Raises:
-        ConfigError: the file cannot be read, a line is not such an object (names it), or there is no prompt.
+        ConfigError: the file cannot be read, a line has no such field (names the line), or there is no prompt.
     """
     prompts: list[str] = []
     try:
@@ -27,9 +27,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
                 prompts.append(text)
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"--dataset {path}: cannot be read: {reason}") from None
+        raise ConfigError(f"--dataset {path}: cannot read file: {reason}") from None
     if not prompts:
-        raise ConfigError(f"--dataset {path}: holds no prompts")
+        raise ConfigError(f"--dataset {path}: no prompts in file")
     return prompts
 
 
@@ -43,13 +43,13 @@ def _texts(lines: IO[str], path: Path) -> Iterator[str]:
             raise ConfigError(f"--dataset {path}: line {number} is not JSON") from None
         found = [record[name] for name in FIELDS if name in record] if isinstance(record, dict) else []
         if not found or not isinstance(found[0], str):
-            raise ConfigError(f"--dataset {path}: line {number} has no text in a field {' or '.join(FIELDS)}")
+            raise ConfigError(f"--dataset {path}: line {number} has no string field {' or '.join(FIELDS)}")
         if found[0]:
             yield found[0]
 
 
 def _open(path: Path) -> IO[str]:
-    """By the name's last part; such files are streamed, for a trace unpacks to many times its size."""
+    """Open the file by its suffix. Compressed files are streamed: a trace decompresses to many times its size."""
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".gz":

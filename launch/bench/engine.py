@@ -1,7 +1,7 @@
 """``quire bench engine``: tokens per second of the whole engine, offline, and of peers in the same run.
 
-One round: ``--num-requests`` random prompts at once, greedy, ``--output-len`` tokens each, whatever they are.
-Rounds of ours and of each peer alternate, on the same prompts, so that a machine that is busy elsewhere slows all.
+One round is ``--num-requests`` random prompts at once, greedy, with exactly ``--output-len`` output tokens each.
+Rounds of Quire and of each peer alternate on the same prompts, so that other load on the machine slows all of them.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError, did_you_mean
 from quire.protocol.request.sampling_params import SamplingParams
 
-# Ids below are special tokens of most checkpoints.
+# Lower ids are special tokens in most checkpoints.
 LOW_ID = 3
 WARM_UP_LENGTH = 16
 DRIVER = "engine.py"
-# Other processes busy on more than this many cores: the figures say less of the engine than of the machine.
+# If other processes keep more cores than this busy, the figures measure the machine more than the engine.
 QUIET_CORES = 0.2
 
 Prompts = list[list[int]]
@@ -45,13 +45,13 @@ Generate = Callable[[Prompts, int], None]
 
 @dataclass(slots=True)
 class Contestant:
-    """Ours or a peer: how to run one round, and what the rounds took.
+    """An engine under test, Quire or a peer, and its measurements.
 
     Attributes:
-        generate: runs the prompts to so many tokens each; raises PeerFailed when it cannot.
-        seconds: of each timed round.
-        others_cores: what processes other than this benchmark's kept busy, in the prefill round and in each of these.
-        error: why it has no result.
+        generate: generates a number of tokens for each prompt; raises PeerFailed.
+        seconds: wall time of each timed round.
+        others_cores: cores kept busy by other processes, in the prefill round and each timed round.
+        error: why there is no result, or None.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Contestant:
     error: str | None = None
 
     def results(self, num_tokens: int, prompt_tokens: int, num_requests: int) -> dict[str, Any]:
-        """``tokens_per_s``: generated tokens by the seconds of a whole round, prefill included; median of rounds."""
+        """Return the figures. ``tokens_per_s``: generated tokens per second of a whole round; median of the rounds."""
         if self.error is not None:
             return {"error": self.error}
         rates = [num_tokens / seconds for seconds in self.seconds]
@@ -83,25 +83,25 @@ class Contestant:
         return found
 
 
-class OthersClock:
-    """How many cores other processes kept busy over a stretch of time."""
+class OtherProcessesClock:
+    """Measurement of the cores that other processes keep busy, from its creation to ``stop``."""
 
     def __init__(self) -> None:
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self._all, self._own = _busy_seconds(), _own_seconds()
 
     def stop(self) -> tuple[float, float]:
-        """(wall seconds, busy cores of others)."""
-        wall = time.perf_counter() - self._begun
+        """Return (wall seconds, mean number of cores kept busy by other processes)."""
+        wall = time.perf_counter() - self._start
         others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
         return wall, round(max(0.0, others / wall), 2)
 
 
 def run(args: argparse.Namespace, options: EngineOptions) -> None:
-    """Raises ConfigError for flags that contradict each other, EngineError when ours does not come up."""
+    """Raises ConfigError for contradicting flags, EngineError if Quire's engine does not start."""
     _check(args, options)
     threads = args.threads or default_threads()
-    # torch reads this when it is loaded; the worker is our child, and so is each peer.
+    # Read by torch at import in the child processes: the worker and each peer.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as scratch, ExitStack() as stack:
         config = _engine_config(args, options, Path(scratch))
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
 
 
 def default_threads() -> int:
-    """As the worker decides: a user's own setting, else one thread per physical core that we may use."""
+    """Return the worker's default: OMP_NUM_THREADS, or one thread per available physical core."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
@@ -127,7 +127,7 @@ def default_threads() -> int:
 
 
 def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> Prompts:
-    """Random token ids; each seed gives others, so that no round finds the prefixes of the one before."""
+    """Return prompts of random token ids. Each round has its own seed, so that it has no prefix cache hits."""
     draw = random.Random(seed)
     return [[draw.randrange(LOW_ID, vocab_size) for _ in range(length)] for _ in range(num_prompts)]
 
@@ -135,28 +135,29 @@ def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> P
 def _check(args: argparse.Namespace, options: EngineOptions) -> None:
     for name, low in (("num_requests", 1), ("input_len", 1), ("output_len", 1), ("rounds", 1)):
         if getattr(args, name) < low:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, not {getattr(args, name)}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low} (got {getattr(args, name)})")
     if args.threads is not None and not 1 <= args.threads <= 1024:
-        raise ConfigError(f"--threads must be from 1 to 1024, not {args.threads}")
+        raise ConfigError(f"--threads must be from 1 to 1024 (got {args.threads})")
     if args.shape is not None and options.model is not None:
-        raise ConfigError("give MODEL or --shape, not both")
+        raise ConfigError("MODEL and --shape cannot be combined")
     for name, _ in _peers(args):
         if name not in PEERS:
-            raise ConfigError(f"--peer {name}: no such peer{did_you_mean(name, PEERS)} (known: {', '.join(PEERS)})")
+            raise ConfigError(f"--peer {name}: unknown peer{did_you_mean(name, PEERS)} (known: {', '.join(PEERS)})")
 
 
 def _peers(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(name, interpreter) of each ``--peer NAME[=PYTHON]``."""
+    """Return (name, interpreter) of each ``--peer NAME[=PYTHON]``."""
     parts = [peer.partition("=") for peer in args.peer or []]
     return [(name, python or sys.executable) for name, _, python in parts]
 
 
 def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Path) -> EngineConfig:
-    """What to run: a checkpoint, or a shape with random weights (as a checkpoint too, where peers need one)."""
+    """Return the configuration of a checkpoint, or of a shape with random weights. Peers load the latter from a
+    checkpoint that is written here."""
     if args.shape is None:
         config = make_engine_config(options, folder=find_model(options.model))
         if args.peer and config.load_format == "dummy":
-            raise ConfigError("--load-format dummy with --peer: peers load the weights; leave it out or use --shape")
+            raise ConfigError("--load-format dummy cannot be combined with --peer, which loads weights: use --shape")
     elif args.peer:
         find_shape(args.shape)
         folder = scratch / args.shape
@@ -167,21 +168,23 @@ def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Pa
         config = make_engine_config(options, model=find_shape(args.shape))
     total = args.input_len + args.output_len
     if total > config.max_model_len:
-        raise ConfigError(f"--input-len and --output-len make {total} tokens; the context is {config.max_model_len}")
+        raise ConfigError(
+            f"--input-len plus --output-len must be at most the model's context of {config.max_model_len} (got {total})"
+        )
     return config
 
 
 def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     llm = stack.enter_context(LLM.from_config(config, quiet=True))
-    ready_s = time.perf_counter() - begun
+    ready_s = time.perf_counter() - start
 
     def generate(prompts: Prompts, output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         outputs = llm.generate(prompts, params)
         short = [len(o.outputs[0].token_ids) for o in outputs if len(o.outputs[0].token_ids) != output_len]
         if short:
-            raise EngineError(f"{len(short)} answers are shorter than {output_len} tokens: is the KV pool too small?")
+            raise EngineError(f"{len(short)} outputs are shorter than {output_len} tokens: is the KV cache too small?")
 
     return llm, Contestant("quire", generate, ready_s)
 
@@ -202,7 +205,7 @@ def _start_peers(args: argparse.Namespace, config: EngineConfig, threads: int, s
 
 
 def _measure(contestants: list[Contestant], args: argparse.Namespace, vocab_size: int) -> None:
-    """Warm up, one prefill alone, then the rounds; a peer that fails is left out from there on."""
+    """Run a warm-up, a round with prefill only, then the timed rounds. A peer that fails is left out afterwards."""
     lengths = [(0, WARM_UP_LENGTH), (1, 1), *((2 + i, args.output_len) for i in range(args.rounds))]
     with tqdm(total=len(lengths) * len(contestants), desc="Rounds", file=sys.stderr, leave=False) as bar:
         for index, output_len in lengths:
@@ -215,7 +218,7 @@ def _measure(contestants: list[Contestant], args: argparse.Namespace, vocab_size
 
 
 def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, index: int) -> None:
-    clock = OthersClock()
+    clock = OtherProcessesClock()
     try:
         contestant.generate(prompts, min(output_len, WARM_UP_LENGTH) if index == 0 else output_len)
     except PeerFailed as error:
@@ -248,13 +251,13 @@ def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contes
     columns = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this")
     title = f"{settings['model']}, {args.num_requests} requests, {args.input_len} + {args.output_len} tokens"
     rows = [(name, [found.get(column) for column in columns]) for name, found in results.items()]
-    report.tables.append(Table(title, ("tokens/s", "decode tokens/s", "prefill s", "ready s", "ours / this"), rows))
+    report.tables.append(Table(title, ("tokens/s", "decode tokens/s", "prefill s", "ready s", "quire / this"), rows))
     facts = contestants[0].facts
     report.notes.append(f"{facts['steps']} steps, {facts['preemptions']} preemptions, {threads} threads")
     report.notes += [f"{c.name} failed: {c.error}" for c in contestants if c.error is not None]
     busiest = max((o for c in contestants for o in c.others_cores), default=0.0)
     if busiest > QUIET_CORES:
-        report.notes.append(f"other processes kept up to {busiest:.2f} cores busy: compare ratios only")
+        report.notes.append(f"other processes used up to {busiest:.2f} cores: compare ratios only")
     return report
 
 
@@ -264,7 +267,7 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and all below it, those that have ended included."""
+    """Return CPU seconds of this process and its descendants, including those that have exited."""
     total = 0.0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:

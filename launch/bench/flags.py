@@ -1,4 +1,4 @@
-"""The flags of each ``quire bench``: one function per benchmark, imported when that benchmark is asked for."""
+"""Flags of ``quire bench``, one function per benchmark."""
 
 import argparse
 from pathlib import Path
@@ -9,77 +9,88 @@ from quire.launch.config.options import EngineOptions
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON line to this file")
 
 
 def engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", help="random weights of a named shape, such as smollm2-135m")
-    parser.add_argument("--num-requests", type=int, default=32, help="requests at once (32)")
-    parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt (128)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of each answer (128)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (3)")
-    parser.add_argument("--prompt-seed", type=int, default=0, help="random seed of the prompts (0)")
-    parser.add_argument("--threads", type=int, help="for Quire and for peers (OMP_NUM_THREADS, else one per core)")
-    peer = f"alternate rounds with {', '.join(PEERS)}, run by this interpreter (Quire's); may be repeated"
+    parser.add_argument("--shape", metavar="NAME", help="model shape with random weights, such as smollm2-135m")
+    parser.add_argument("--num-requests", type=int, metavar="N", default=32, help="concurrent requests (32)")
+    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per prompt (128)")
+    parser.add_argument("--output-len", type=int, metavar="N", default=128, help="output tokens per request (128)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="timed rounds, reported as median (3)")
+    parser.add_argument("--prompt-seed", type=int, metavar="N", default=0, help="random seed for the prompts (0)")
+    threads = "compute threads of Quire and of each peer (OMP_NUM_THREADS, or one per core)"
+    parser.add_argument("--threads", type=int, metavar="N", help=threads)
+    peer = f"engine to alternate rounds with: {', '.join(PEERS)}; PYTHON: its interpreter (Quire's); repeatable"
     parser.add_argument("--peer", action="append", metavar="NAME[=PYTHON]", help=peer)
-    parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="drives peers (tools/peers/engine.py)")
+    parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="driver of the peers (tools/peers/engine.py)")
     dtypes = ("auto", "bfloat16", "float32")
-    parser.add_argument("--peer-dtype", choices=dtypes, default="auto", help="auto: the faster on this CPU (auto)")
+    dtype = "dtype of the peers; auto: the faster one on this CPU (auto)"
+    parser.add_argument("--peer-dtype", choices=dtypes, default="auto", help=dtype)
     _add_json(parser)
     add_config_file(parser)
     add_options(parser, EngineOptions)
 
 
 def serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (http://127.0.0.1:8000)")
-    parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with a field input; .xz, .gz or plain")
-    parser.add_argument("--num-prompts", type=int, help="use only the first N prompts")
-    parser.add_argument("--concurrency", type=int, default=8, help="closed loop: answers in flight at once (8)")
-    parser.add_argument("--rate", type=float, help="open loop: requests per second, Poisson; instead of --concurrency")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of each answer (64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (0)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of arrivals and of the requests (0)")
-    parser.add_argument("--chat", action="store_true", help="as chat messages rather than raw completions")
-    parser.add_argument("--ignore-eos", action="store_true", help="make each answer --max-tokens long")
-    parser.add_argument("--model", help="name to ask for (the first that the server lists)")
-    parser.add_argument("--api-key", help="API key of the server; else the variable QUIRE_API_KEY")
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, metavar="URL", help=f"address of the server ({url})")
+    dataset = "JSON lines with a field input or prompt; plain, .xz or .gz"
+    parser.add_argument("--dataset", type=Path, metavar="FILE", required=True, help=dataset)
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="use only the first N prompts")
+    concurrency = "closed loop: number of clients with one request each (8)"
+    parser.add_argument("--concurrency", type=int, metavar="N", default=8, help=concurrency)
+    rate = "open loop instead of --concurrency: requests per second, Poisson arrivals"
+    parser.add_argument("--rate", type=float, metavar="RATE", help=rate)
+    parser.add_argument("--max-tokens", type=int, metavar="N", default=64, help="most output tokens per request (64)")
+    parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="sampling temperature (0)")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="random seed for arrivals and sampling (0)")
+    parser.add_argument("--chat", action="store_true", help="send chat messages instead of raw completions")
+    parser.add_argument("--ignore-eos", action="store_true", help="generate exactly --max-tokens per request")
+    parser.add_argument("--model", metavar="MODEL", help="served model name to request (first one listed)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key for the server (environment QUIRE_API_KEY)")
     _add_json(parser)
 
 
 def wire(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-requests", type=int, default=256, help="requests that decode (256)")
-    parser.add_argument("--steps", type=int, default=1024, help="steps to record (1024)")
+    parser.add_argument("--num-requests", type=int, metavar="N", default=256, help="decoding requests (256)")
+    parser.add_argument("--steps", type=int, metavar="N", default=1024, help="steps to record (1024)")
     _add_json(parser)
 
 
 def scheduler(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sections", metavar="A,B", help="only these (all)")
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="interpreter that has vLLM, measured in turns")
-    parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="the file that drives its scheduler")
-    parser.add_argument("--repeats", type=int, default=1, help="fresh processes per section; medians count (1)")
-    cruise = argparse.BooleanOptionalAction
-    parser.add_argument("--cruise", action=cruise, default=True, help="the short way of steady decode (on)")
+    parser.add_argument("--sections", metavar="A,B", help="sections to run (all)")
+    parser.add_argument("--peer", type=Path, metavar="FILE", help="Python interpreter with vLLM, to alternate with")
+    parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="script that drives the peer's scheduler")
+    repeats = "fresh processes per section, reported as median (1)"
+    parser.add_argument("--repeats", type=int, metavar="N", default=1, help=repeats)
+    steady = "use the short path of steady decode (on)"
+    parser.add_argument("--steady", action=argparse.BooleanOptionalAction, default=True, help=steady)
     _add_json(parser)
 
 
 def sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="the masks are for its tokenizer (the demo's)")
-    parser.add_argument("--sections", metavar="A,B", help="only these (all): worker, masks, fall, repeating")
-    parser.add_argument("--rows", type=int, default=256, help="rows of the worker's batch (256)")
-    parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary of the worker's logits (32768)")
-    parser.add_argument("--repeats", type=int, default=20, help="steps per figure; the median counts (20)")
-    shape = "random weights of a named shape, to repeat a text beside the demo; may be repeated"
-    parser.add_argument("--shape", action="append", default=[], help=shape)
-    parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="proposer of drafts (ngram)")
-    parser.add_argument("--output-len", type=int, default=512, help="tokens of the repeating answer (512)")
-    parser.add_argument("--rounds", type=int, default=5, help="answers by turns; the median counts (5)")
+    parser.add_argument("--model", metavar="MODEL", help="model whose tokenizer section masks uses (the demo's)")
+    parser.add_argument("--sections", metavar="A,B", help="sections to run: worker, masks, fall, repeating (all)")
+    parser.add_argument("--rows", type=int, metavar="N", default=256, help="rows of section worker's batch (256)")
+    vocab = "vocabulary size of section worker's logits (32768)"
+    parser.add_argument("--vocab-size", type=int, metavar="N", default=32768, help=vocab)
+    repeats = "steps per figure of section worker, reported as median (20)"
+    parser.add_argument("--repeats", type=int, metavar="N", default=20, help=repeats)
+    shape = "model shape with random weights for section repeating, besides the demo model; repeatable"
+    parser.add_argument("--shape", action="append", metavar="NAME", default=[], help=shape)
+    parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="draft proposer (ngram)")
+    output_len = "output tokens per request of section repeating (512)"
+    parser.add_argument("--output-len", type=int, metavar="N", default=512, help=output_len)
+    rounds = "timed requests of section repeating, reported as median (5)"
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help=rounds)
     _add_json(parser)
 
 
 def kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="which kernels (auto)")
-    parser.add_argument("--sections", metavar="A,B", help="only these (all of the device's)")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, less time on each")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU: only whether it all runs")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="begin nothing new after S seconds")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure (auto)")
+    parser.add_argument("--sections", metavar="A,B", help="sections to run (all of the device)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and less time per shape")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU, to check that everything runs")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no measurement after this time")
     _add_json(parser)

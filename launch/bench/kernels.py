@@ -1,6 +1,6 @@
-"""``quire bench kernels``: kernels and whole steps on this machine's device, as shares of what the device can do.
+"""``quire bench kernels``: time of kernels and whole steps, as shares of the device's measured limits.
 
-What measures is a process of the worker's (``quire.worker_proc.bench``): here are its settings and its tables.
+A separate process (``quire.worker_proc.bench``) measures. This module starts it and makes the tables.
 """
 
 import argparse
@@ -16,24 +16,24 @@ from typing import Any
 
 import msgspec
 
-from quire.launch.bench.engine import QUIET_CORES, OthersClock, default_threads
+from quire.launch.bench.engine import QUIET_CORES, OtherProcessesClock, default_threads
 from quire.launch.bench.peers import in_checkout
 from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError, EngineError
 
 DEVICE_LOST = 3
-"""Exit status of a process that can measure nothing more on its device; the next one may."""
+"""Exit status of a process that can no longer use its device; a new process may."""
 
 MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
 
 
 @dataclass(slots=True)
 class Found:
-    """What the measuring process has said so far.
+    """The results received from the measuring process so far.
 
     Attributes:
-        plan: the names of the sections that it runs; empty before its first word.
+        plan: names of the sections to run; empty before the first message.
         sections: results by name.
     """
 
@@ -48,41 +48,42 @@ class Found:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that this machine cannot do, EngineError when nothing was measured at all."""
+    """Raises ConfigError for flags that this machine does not support, EngineError if nothing was measured."""
     if args.time_limit is not None and args.time_limit <= 0:
-        raise ConfigError(f"--time-limit must be more than 0, not {args.time_limit:g}")
-    found, clock, begun = Found(), OthersClock(), time.monotonic()
-    _measure(args, found, args.sections or "", _seconds_left(args, begun))
-    # Whatever ended it (an illegal address on a GPU stays for the life of its process) may not end the others.
+        raise ConfigError(f"--time-limit must be above 0 (got {args.time_limit:g})")
+    found, clock, start = Found(), OtherProcessesClock(), time.monotonic()
+    _measure(args, found, args.sections or "", _seconds_left(args, start))
+    # After a crash the other sections run in a new process: an illegal address, for example, makes the GPU unusable
+    # for the process that caused it.
     while found.missing:
-        if _seconds_left(args, begun) > 0:
-            _measure(args, found, ",".join(found.missing), _seconds_left(args, begun))
+        if _seconds_left(args, start) > 0:
+            _measure(args, found, ",".join(found.missing), _seconds_left(args, start))
         else:
-            found.sections |= {name: _lost("not begun: no time was left") for name in found.missing}
+            found.sections |= {name: _lost("not started: no time left") for name in found.missing}
     report = _report(args, found)
     _, others = clock.stop()
     report.results["others_cores"] = others
     if found.device["type"] == "cpu" and others > QUIET_CORES and not args.dry_run:
-        report.notes.append(f"Other processes kept {others:.1f} cores busy meanwhile: these figures are theirs too.")
+        report.notes.append(f"other processes used {others:.1f} cores: figures are affected")
     report.publish(args.json)
 
 
-def _seconds_left(args: argparse.Namespace, begun: float) -> float:
-    return float("inf") if args.time_limit is None else args.time_limit - (time.monotonic() - begun)
+def _seconds_left(args: argparse.Namespace, start: float) -> float:
+    return float("inf") if args.time_limit is None else args.time_limit - (time.monotonic() - start)
 
 
-def _lost(why: str) -> dict[str, Any]:
-    return {"title": "", "rows": [], "error": why, "seconds": 0.0}
+def _lost(reason: str) -> dict[str, Any]:
+    return {"title": "", "rows": [], "error": reason, "seconds": 0.0}
 
 
 def _measure(args: argparse.Namespace, found: Found, sections: str, seconds: float) -> None:
-    """Run the process over ``sections`` (empty: all of the device's) and take in what it says.
+    """Run the process for ``sections`` ("": all of the device) and add its results to ``found``.
 
-    At least one section is not missing afterwards: where the process ended within one, that is its result.
+    Adds at least one section: if the process ends during a section, that is the section's error.
 
     Raises:
-        ConfigError: it refuses the settings.
-        EngineError: it ended before it began.
+        ConfigError: the process refuses the settings.
+        EngineError: the process ended before its first message.
     """
     before = len(found.sections)
     command = [sys.executable, "-P", "-m", "quire.worker_proc.bench", "--device", args.device]
@@ -95,17 +96,17 @@ def _measure(args: argparse.Namespace, found: Found, sections: str, seconds: flo
     shapes = msgspec.json.encode({name: find_shape(name) for name in MODELS})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(args)) as process:
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):  # its status tells why
+        with suppress(BrokenPipeError):  # the exit status has the reason
             process.stdin.write(shapes)
             process.stdin.close()
         for line in process.stdout:
-            _take(json.loads(line), found)
+            _add(json.loads(line), found)
         status = process.wait()
     if not found.plan:
-        raise EngineError(f"the measuring process ended with status {status} before it measured anything")
-    # With this status it ended between two sections.
+        raise EngineError(f"measuring process exited with status {status} before its first result")
+    # With DEVICE_LOST it exits between two sections.
     if found.missing and (status != DEVICE_LOST or len(found.sections) == before):
-        found.sections[found.missing[0]] = _lost(f"its process ended with status {status}")
+        found.sections[found.missing[0]] = _lost(f"process exited with status {status}")
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
@@ -115,7 +116,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     return os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _take(message: dict[str, Any], found: Found) -> None:
+def _add(message: dict[str, Any], found: Found) -> None:
     if "refused" in message:
         raise ConfigError(message["refused"])
     if "plan" in message:
@@ -147,12 +148,12 @@ def _report(args: argparse.Namespace, found: Found) -> Report:
             if row["error"]:
                 report.notes.append(f"{name}, {row['case']}, {row['way']}: {row['error']}")
     if args.dry_run:
-        report.notes.append("A dry run: sizes are tiny and the GPU's kernels interpreted; no figure means anything.")
+        report.notes.append("dry run with tiny sizes and interpreted GPU kernels: figures are meaningless")
     return report
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A line per case: microseconds of every way, then what else is known of the first way, ours."""
+    """Return a table with a row per case: time of each implementation, then the other figures of Quire's own."""
     ways = sorted(dict.fromkeys(row["way"] for row in rows), key=lambda way: way != "ours")
     first = ways[0]
     extras = list(dict.fromkeys(key for row in rows if row["way"] == first for key in row["figures"]))

@@ -1,7 +1,7 @@
-"""``quire bench sampling``: what processors, proposers and grammars cost, and what drafts bring on repeating text.
+"""``quire bench sampling``: cost of logits processors, proposers and grammars, and speed-up by draft tokens.
 
-The worker's part is a process of its own (``quire.worker_proc.bench.sampling``); masks and the number of drafts are the
-scheduler's; the last section runs whole engines, with and without drafts by turns.
+Section ``worker`` runs in its own process (``quire.worker_proc.bench.sampling``). Sections ``masks`` and ``fall``
+measure code of the scheduler. Section ``repeating`` alternates whole engines with and without draft tokens.
 """
 
 import argparse
@@ -48,7 +48,7 @@ WORDS_REPEATED = 3
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a section that is not one, EngineError when a part does not come up."""
+    """Raises ConfigError for an unknown section, EngineError if a process fails."""
     sections: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "worker": worker,
         "masks": masks,
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> None:
     wanted = args.sections.split(",") if args.sections else list(sections)
     unknown = [name for name in wanted if name not in sections]
     if unknown:
-        raise ConfigError(f"no section {unknown[0]!r}; there are: {', '.join(sections)}")
+        raise ConfigError(f"--sections: unknown section {unknown[0]!r} (known: {', '.join(sections)})")
     for flag in ("rows", "vocab_size", "repeats", "output_len", "rounds"):
         if getattr(args, flag) < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1 (got {getattr(args, flag)})")
     results = {name: sections[name](args) for name in wanted}
     settings = {"rows": args.rows, "vocab_size": args.vocab_size, "repeats": args.repeats, "model": args.model}
     report = Report("sampling", settings, rounded(results, 4))
@@ -71,39 +71,39 @@ def run(args: argparse.Namespace) -> None:
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:
-    """CPU time of one step's sampling, plain and with everything on, and of proposers; by the worker's own code."""
+    """Measure CPU time of one step's sampling, plain and with all features, and of the proposers."""
     shape = msgspec.structs.replace(find_shape("tiny"), vocab_size=args.vocab_size, eos_token_ids=[2])
     config = make_engine_config(EngineOptions(device="cpu"), model=shape)
     command = [sys.executable, "-P", "-m", "quire.worker_proc.bench.sampling"]
     command += ["--rows", str(args.rows), "--repeats", str(args.repeats)]
-    environment = os.environ | WORKER_ENVIRONMENT  # as a worker that serves
+    environment = os.environ | WORKER_ENVIRONMENT  # as for a serving worker
     done = subprocess.run(command, input=msgspec.json.encode(config), stdout=subprocess.PIPE, env=environment)
     if done.returncode:
-        raise EngineError(f"the measuring process ended with status {done.returncode}")
+        raise EngineError(f"measuring process exited with status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def masks(args: argparse.Namespace) -> dict[str, Any]:
-    """CPU time of one row of a mask, along answers that the grammar itself makes up, and of compiling."""
+    """Measure CPU time per row of a token bitmask, along random outputs that the grammars allow, and of compiling."""
     folder = find_model(args.model)
     config = make_engine_config(EngineOptions(device="cpu"), folder=folder)
     backend = make_backend(config)
     width = -(-config.model.vocab_size // 32)
     compile_ms, grammars = [], []
     for schema in SCHEMAS:
-        begun = time.process_time()
+        start = time.process_time()
         grammars.append(backend.compile(StructuredOutputs(json=schema)))
-        compile_ms.append((time.process_time() - begun) * 1e3)
-    # As for live requests: answers by the same schema share its grammar.
+        compile_ms.append((time.process_time() - start) * 1e3)
+    # As for live requests: those with the same schema share its grammar.
     matchers: list[Matcher] = [grammars[index % len(grammars)].matcher() for index in range(MASK_ROWS)]
     rows = np.zeros((MASK_ROWS, width), np.int32)
     rng = np.random.default_rng(0)
     row_us = []
     for _ in range(MASK_TOKENS):
-        begun = time.process_time()
+        start = time.process_time()
         backend.fill([(matcher, row) for row, matcher in enumerate(matchers)], rows)
-        row_us.append((time.process_time() - begun) * 1e6 / MASK_ROWS)
+        row_us.append((time.process_time() - start) * 1e6 / MASK_ROWS)
         for matcher, mask in zip(matchers, rows, strict=True):
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             allowed = allowed[~np.isin(allowed, config.model.eos_token_ids)]
@@ -118,8 +118,8 @@ def masks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fall(args: argparse.Namespace) -> dict[str, Any]:
-    """In how many steps requests whose drafts are never right come to have none; by times in which a draft costs little
-    and by times in which it costs as much as a step."""
+    """Count the steps until requests whose draft tokens are never accepted get none: for draft tokens that cost little,
+    and for draft tokens that cost as much as a step."""
     return {name: _steps_to_zero(per_token) for name, per_token in (("cheap_drafts", 0.01), ("dear_drafts", 1.0))}
 
 
@@ -139,12 +139,12 @@ def _steps_to_zero(per_token: float) -> int:
 
 
 def repeating(args: argparse.Namespace) -> dict[str, Any]:
-    """One request at a time whose answer repeats a few tokens: steps and tokens per second, without and with drafts."""
+    """Measure steps and tokens per second of one request that repeats a few tokens, without and with draft tokens."""
     found: dict[str, Any] = {}
     for name in ("demo", *args.shape):
         with ExitStack() as stack:
             plain, drafted = (stack.enter_context(_start(name, method)) for method in ("", args.method))
-            found[name] = _contest(plain, drafted, args.output_len, args.rounds)
+            found[name] = _compare(plain, drafted, args.output_len, args.rounds)
     return found
 
 
@@ -156,8 +156,8 @@ def _start(name: str, method: str) -> LLM:
     return LLM.from_config(make_engine_config(options, model=find_shape(name)), quiet=True)
 
 
-def _contest(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, Any]:
-    """By turns, on the same request. Few allowed tokens make any model repeat itself."""
+def _compare(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, Any]:
+    """Alternate both engines on the same request. With few allowed tokens, any model repeats itself."""
     tokens = list(range(5, 5 + WORDS_REPEATED))
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, allowed_token_ids=tokens)
     rates: list[tuple[float, float]] = []
@@ -165,7 +165,7 @@ def _contest(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, An
     for index in range(rounds + 1):
         one, many = (_round(llm, tokens * 4, params) for llm in (plain, drafted))
         if one[2] != many[2]:
-            raise EngineError("the answer with drafts is not the one without")
+            raise EngineError("outputs with and without draft tokens differ")
         if index:
             rates.append((one[0], many[0]))
         steps = one[1], many[1]
@@ -180,9 +180,9 @@ def _contest(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, An
 
 
 def _round(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[float, int, list[int]]:
-    """(tokens per second, steps, tokens)."""
+    """Return (tokens per second, steps, tokens)."""
     before = llm.statistics().num_steps
-    begun = time.perf_counter()
+    start = time.perf_counter()
     output = llm.generate(prompt, params)[0].outputs[0]
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return len(output.token_ids) / seconds, llm.statistics().num_steps - before, list(output.token_ids)

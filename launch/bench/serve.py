@@ -1,4 +1,4 @@
-"""``quire bench serve``: drive a running server with the prompts of a dataset, and time its answers."""
+"""``quire bench serve``: send the prompts of a dataset to a running server and time its responses."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from quire.launch.measure.http_client import Prompt, RequestSettings, ServerClie
 from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
-# The scheduler runs a step ahead: a moment after the last answer it may still hold what that left behind.
+# The scheduler runs a step ahead: shortly after the last response, requests may still hold rows and blocks.
 SETTLE_S = 2.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
 MAX_MESSAGE = 200
@@ -26,7 +26,11 @@ Done = Callable[[], object]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1 when an answer was not whole. Raises ConfigError: a flag or the dataset, or no server there."""
+    """Run the benchmark; exit with status 1 if a response was incomplete.
+
+    Raises:
+        ConfigError: a flag or the dataset is invalid, or the server cannot be reached.
+    """
     _check(args)
     prompts = read_prompts(args.dataset, args.num_prompts)
     num_errors = asyncio.run(_run(args, prompts))
@@ -38,9 +42,9 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "concurrency", "max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
     if args.rate is not None and not 0 < args.rate <= 1e6:
-        raise ConfigError(f"--rate must be above 0, up to 1000000 requests per second, not {args.rate:g}")
+        raise ConfigError(f"--rate must be above 0 and at most 1000000 requests per second (got {args.rate:g})")
 
 
 async def _run(args: argparse.Namespace, texts: list[str]) -> int:
@@ -53,18 +57,18 @@ async def _run(args: argparse.Namespace, texts: list[str]) -> int:
         def send(prompt: Prompt) -> Awaitable[Timing]:
             return client.stream(settings, prompt, time.perf_counter)
 
-        begun, cpu_begun = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with tqdm(total=len(prompts), desc="Requests", file=sys.stderr) as bar:
             if args.rate is None:
                 timings = await closed_loop(prompts, args.concurrency, send, bar.update)
             else:
                 timings = await open_loop(prompts, arrivals(args.rate, args.seed), send, bar.update)
-        wall, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         after = await _settled_metrics(client)
     report = make_report(_settings(args, context, len(prompts), num_cut), timings, wall)
     report.results["client_cpu_share"] = round(cpu / wall, 3)
     if cpu > 0.8 * wall:
-        report.notes.append(f"this client was busy {cpu / wall:.0%} of the time: it may be the bottleneck")
+        report.notes.append(f"the client's CPU was busy {cpu / wall:.0%} of the time and may be the bottleneck")
     _add_metrics(report, before, after)
     report.publish(args.json)
     return sum(report.results["errors"].values())
@@ -73,13 +77,13 @@ async def _run(args: argparse.Namespace, texts: list[str]) -> int:
 async def fit_prompts(
     client: ServerClient, model: str, texts: Sequence[str], room: int, *, chat: bool
 ) -> tuple[list[Prompt], int]:
-    """Prompts of at most ``room`` tokens, and how many had to be cut.
+    """Return prompts of at most ``room`` tokens, and how many of them were truncated.
 
-    Raw prompts become token ids, cut behind. A conversation is laid out by the server, so that its text is cut until
-    it fits.
+    Raw prompts become token ids, truncated at the end. A chat prompt is rendered by the server, so its text is
+    shortened until it fits.
     """
     if room < 1:
-        raise ConfigError("--max-tokens leaves no room for a prompt in the server's context")
+        raise ConfigError("--max-tokens leaves no room for a prompt in the model's context")
     prompts: list[Prompt] = []
     num_cut = 0
     with tqdm(total=len(texts), desc="Tokenize", file=sys.stderr, leave=False) as bar:
@@ -101,7 +105,7 @@ async def _fit(client: ServerClient, model: str, text: str, room: int, *, chat: 
             return kept, kept != text
         share = 0.75 if tokens is None else 0.98 * room / len(tokens)
         if len(kept) <= 1:
-            raise ConfigError("--max-tokens leaves no room for a message in the server's context")
+            raise ConfigError("--max-tokens leaves no room for a message in the model's context")
         kept = kept[: max(1, int(len(kept) * share))]
 
 
@@ -109,7 +113,7 @@ async def _fit(client: ServerClient, model: str, text: str, room: int, *, chat: 
 
 
 async def closed_loop(prompts: Sequence[Prompt], concurrency: int, send: Send, done: Done) -> list[Timing]:
-    """So many clients, each with one answer at a time; timings in the order of ``prompts``."""
+    """Run ``concurrency`` clients with one request at a time each. Return timings in the order of ``prompts``."""
     timings: dict[int, Timing] = {}
     waiting = iter(enumerate(prompts))
 
@@ -129,23 +133,23 @@ async def open_loop(
     done: Done,
     sleep: Callable[[float], Any] = asyncio.sleep,
 ) -> list[Timing]:
-    """Requests at their times, whatever became of those before: a server that is too slow shows it as latency."""
+    """Send each request at its time in ``due``, without waiting for earlier ones: a slow server shows as latency."""
 
     async def one(prompt: Prompt) -> Timing:
         timing = await send(prompt)
         done()
         return timing
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     tasks = []
     for prompt, offset in zip(prompts, due, strict=False):
-        await sleep(max(0.0, begun + offset - time.perf_counter()))
+        await sleep(max(0.0, start + offset - time.perf_counter()))
         tasks.append(asyncio.create_task(one(prompt)))
     return list(await asyncio.gather(*tasks))
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Times of a Poisson process, in seconds. Real arrivals come in bursts; this is the usual yardstick."""
+    """Yield arrival times of a Poisson process, in seconds. Real arrivals have more bursts."""
     draw = random.Random(seed)
     at = 0.0
     while True:
@@ -153,7 +157,7 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
         yield at
 
 
-# ---- what came of it
+# ---- report
 
 
 def make_report(settings: dict[str, Any], timings: Sequence[Timing], wall: float) -> Report:
@@ -218,7 +222,7 @@ def _settings(args: argparse.Namespace, context: int, num_prompts: int, num_cut:
 
 
 async def _settled_metrics(client: ServerClient) -> dict[str, float]:
-    """/metrics once nothing runs any more, or after SETTLE_S whatever it says."""
+    """Return the server's metrics once it is idle, or after SETTLE_S."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = await client.metrics()
@@ -229,14 +233,14 @@ async def _settled_metrics(client: ServerClient) -> dict[str, float]:
 
 
 def _add_metrics(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
-    """What the engine still holds afterwards: anything but nothing is a leak, or another client's."""
+    """Add what the engine holds after the run: any request or block is a leak, or belongs to another client."""
     gauges = {name: int(after[name]) for name in GAUGES if name in after}
     preemptions = after.get("num_preemptions_total", 0) - before.get("num_preemptions_total", 0)
     report.results["after"] = gauges | {"preemptions": int(preemptions)}
     if len(gauges) < len(GAUGES):
-        report.notes.append("the server's /metrics does not say what it still holds")
+        report.notes.append("server's /metrics has no gauges of requests and blocks")
         return
     running, waiting, free, usable = (gauges[name] for name in GAUGES)
     clean = not running and not waiting and free == usable
-    state = f"after it: {running} running, {waiting} waiting, {free} of {usable} blocks free"
-    report.notes.append(state if clean else f"{state}: something was left behind, or another client is at work")
+    state = f"after the run: {running} running, {waiting} waiting, {free} of {usable} blocks free"
+    report.notes.append(state if clean else f"{state}: a leak, or another client is active")

@@ -1,7 +1,7 @@
-"""``quire bench wire``: how large the messages of a step are, and what they cost to encode and to decode.
+"""``quire bench wire``: size of the messages of a step, and CPU time to encode and decode them.
 
-The real Scheduler and the real codec in this process. No model: a synthetic worker follows the diffs, as it must to
-know which rows sample, and answers with random tokens.
+Runs the real Scheduler and codec in this process, without a model: a synthetic worker applies the diffs, to know which
+rows sample, and returns random tokens.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, SchedulerToFrontE
 from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import Scheduler
 
-# Token ids above 65,535 take four bytes each on the wire: the worse case.
+# A large vocabulary: token ids above 65,535 take four bytes each in messages.
 SHAPE = "llama-3.1-8b"
 PROMPT_LENGTHS = (64, 320)
 NUM_NEW_PROMPTS, NEW_PROMPT_LENGTH, NEW_PROMPT_REPEATS = 8, 2048, 50
@@ -33,7 +33,7 @@ NUM_NEW_PROMPTS, NEW_PROMPT_LENGTH, NEW_PROMPT_REPEATS = 8, 2048, 50
 
 @dataclass(slots=True)
 class Costs:
-    """Of one kind of message: bytes on the wire, and CPU microseconds on either side."""
+    """Costs of one kind of message: bytes of all frames, and CPU microseconds per side."""
 
     sizes: list[int] = field(default_factory=list)
     encode_us: list[float] = field(default_factory=list)
@@ -48,15 +48,15 @@ class Costs:
 
 
 class TimedLink:
-    """Both ends of one direction of a link. ``pass_on`` is what a message goes through, less the socket."""
+    """Both ends of one direction of a link, without the socket."""
 
     def __init__(self, incoming: Any) -> None:
         self._sender, self._receiver = Link(incoming), Link(incoming)
         self.costs: dict[str, Costs] = {}
 
     def pass_on(self, message: Any, record: str = "") -> Any:
-        """Encode and decode ``message``; under which name to record it, if any."""
-        begun = time.thread_time_ns()
+        """Encode and decode ``message``. ``record``: name to record its costs under, or "" for none."""
+        start = time.thread_time_ns()
         frames: Frames = self._sender.outgoing(message)
         encoded = time.thread_time_ns()
         frames = [bytes(frame) for frame in frames]
@@ -66,13 +66,13 @@ class TimedLink:
         if record:
             costs = self.costs.setdefault(record, Costs())
             costs.sizes.append(sum(len(frame) for frame in frames))
-            costs.encode_us.append((encoded - begun) / 1000)
+            costs.encode_us.append((encoded - start) / 1000)
             costs.decode_us.append((done - received) / 1000)
         return decoded
 
 
 class WireEngine:
-    """Scheduler, synthetic worker and the three links that a step crosses; asynchronous, two steps in flight."""
+    """Scheduler, synthetic worker and the three links of a step; asynchronous, with two steps in flight."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_batched_tokens: int, seed: int = 0) -> None:
         model = find_shape(SHAPE)
@@ -99,7 +99,7 @@ class WireEngine:
         self.scheduler.consume(AddRequest(f"cmpl-{index:032x}-0", prompt, params, seed=index))
 
     def step(self, record: bool) -> list[StepOutputs]:
-        """Fill the pipeline, answer its oldest step; returns what the front end got."""
+        """Fill the pipeline and process the result of its oldest step; return the messages to the front end."""
         while self.scheduler.can_schedule and (diff := self.scheduler.schedule()) is not None:
             self._in_flight.append(self.to_worker.pass_on(diff, "SchedulerOutput" if record else ""))
         result = self.worker.execute(self._in_flight.popleft())
@@ -113,10 +113,10 @@ class WireEngine:
 
 
 def measure_decode(num_requests: int, steps: int, seed: int = 0) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by message, over ``steps`` steps in which ``num_requests`` requests decode and nothing else happens."""
+    """Measure ``steps`` steady steps of ``num_requests`` decoding requests. Return figures by message."""
     rng = np.random.default_rng(seed)
     low, high = PROMPT_LENGTHS
-    # More than the recorded steps: no request may end, nor be the last to start, within them.
+    # Long enough that no request finishes while others still start or steps are recorded.
     max_tokens = 2 * num_requests + steps + 64
     engine = WireEngine(num_requests, high + max_tokens, max(8192, num_requests), seed)
     vocab_size = engine.config.model.vocab_size
@@ -133,7 +133,7 @@ def measure_decode(num_requests: int, steps: int, seed: int = 0) -> dict[str, di
 
 
 def measure_new_prompts(seed: int = 0) -> dict[str, dict[str, float]]:
-    """Figures of the step that brings eight new prompts to the worker."""
+    """Measure the SchedulerOutput that sends eight new prompts to the worker."""
     rng = np.random.default_rng(seed)
     engine = WireEngine(NUM_NEW_PROMPTS, NEW_PROMPT_LENGTH + 16, NUM_NEW_PROMPTS * NEW_PROMPT_LENGTH, seed)
     for index in range(NUM_NEW_PROMPTS):
@@ -148,9 +148,9 @@ def measure_new_prompts(seed: int = 0) -> dict[str, dict[str, float]]:
 def run(args: argparse.Namespace) -> None:
     """Raises ConfigError for a flag out of range."""
     if not 1 <= args.num_requests <= 4096:
-        raise ConfigError(f"--num-requests must be from 1 to 4096, not {args.num_requests}")
+        raise ConfigError(f"--num-requests must be from 1 to 4096 (got {args.num_requests})")
     if not 1 <= args.steps <= 65536:
-        raise ConfigError(f"--steps must be from 1 to 65536, not {args.steps}")
+        raise ConfigError(f"--steps must be from 1 to 65536 (got {args.steps})")
     decode = measure_decode(args.num_requests, args.steps)
     prompts = measure_new_prompts()
     settings = {

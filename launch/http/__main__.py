@@ -1,4 +1,4 @@
-"""Start the front-end process: ``python -P -m quire.launch.http``, by the supervisor only."""
+"""The front-end process: ``python -P -m quire.launch.http``. Only the supervisor starts it."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,17 @@ from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
-LAST_WORDS_S = 0.5
-"""For what still lies in sockets when the time is over."""
+FLUSH_S = 0.5
+"""Time to send what sockets still buffer after the shutdown timeout."""
 TICK_S = 1.0
 COLLECT_AFTER = (700, 10, 50)
-"""Python's own thresholds, but a full collection after 50 of the middle ones instead of 10. With a thousand streams one
-takes 0.15 s, in which no stream gets a token; garbage in cycles waits for 350,000 new objects at most."""
+"""Arguments of gc.set_threshold: Python's defaults, but one full collection per 50 middle ones instead of 10. With a
+thousand streams a full collection takes 0.15 s, during which no stream gets a token. Cyclic garbage is collected after
+at most 350,000 new objects."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the supervisor says when to end."""
+    """uvicorn.Server without signal handlers: the supervisor decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -39,10 +40,10 @@ class HttpServer(uvicorn.Server):
 
 
 class FrontEnd:
-    """One front-end process: the client of the engine, the HTTP server, and what the supervisor says."""
+    """One front-end process: the engine client, the HTTP server, and the supervisor's commands."""
 
     def __init__(self, directory: Path, index: int, child: Child) -> None:
-        """``index``: which of the engine's front ends it is, from 0."""
+        """``index``: index of this front end, from 0."""
         self._config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
         self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=ServeOptions)
         self._child = child
@@ -51,17 +52,18 @@ class FrontEnd:
         self._draining = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until the drain command; then refuse new requests, let running ones finish, and abort what is left."""
+        """Serve until the drain command. Then refuse new requests, let running ones finish, and abort the rest when
+        the shutdown timeout is over."""
         config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
         server = self._make_server(text_in)
-        self._obey()
-        asyncio.get_running_loop().add_reader(self._child.fileno(), self._obey)
+        self._take_commands()
+        asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), self._say_ready())]
+            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), self._report_ready())]
             await self._wait_state_known()
             gc.collect()
-            gc.freeze()  # what is there by now stays: no collection walks it again
+            gc.freeze()  # objects of the start live as long as the process: collections skip them
             gc.set_threshold(*COLLECT_AFTER)
             await server.serve(sockets=[listener])
             for task in tasks:
@@ -87,15 +89,15 @@ class FrontEnd:
             uvicorn.Config(
                 app,
                 http=BoundedHttpProtocol,
-                ws="none",  # a connection with another protocol would have no bounds
-                log_level="error",  # a warning for each malformed request would let strangers fill the disk
+                ws="none",  # BoundedHttpProtocol does not limit web socket connections
+                log_level="error",  # a warning per malformed request would let any client fill the disk
                 access_log=False,
                 lifespan="off",
                 server_header=False,
             )
         )
 
-    def _obey(self) -> None:
+    def _take_commands(self) -> None:
         for command in self._child.take_commands():
             match command.kind:
                 case "scheduler":
@@ -111,20 +113,22 @@ class FrontEnd:
         self._engine.drain()
         if not await self._engine.wait_idle(self._settings.shutdown_timeout):
             self._engine.shut_down("server_shutdown: the server is shutting down")
-            await asyncio.sleep(LAST_WORDS_S)
+            await asyncio.sleep(FLUSH_S)
         server.should_exit = True
 
     async def _wait_state_known(self) -> None:
-        """Before that, a front end that was started again would refuse what the others take: they have it meanwhile."""
-        told, draining = (
+        """Wait until the engine's state is known, or draining starts.
+
+        A restarted front end that served earlier would refuse requests which the other front ends accept.
+        """
+        known, draining = (
             asyncio.create_task(wait) for wait in (self._engine.wait_state_known(), self._draining.wait())
         )
-        await asyncio.wait((told, draining), return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        await asyncio.wait((known, draining), return_when=asyncio.FIRST_COMPLETED)
+        known.cancel()
         draining.cancel()
 
-    async def _say_ready(self) -> None:
-        """Only then does a request that comes get more than a refusal."""
+    async def _report_ready(self) -> None:
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
 
@@ -138,7 +142,7 @@ class FrontEnd:
 def main() -> None:
     parser = child_parser(__doc__)
     parser.add_argument("--listen-fd", type=int, required=True)
-    parser.add_argument("--index", type=int, required=True, help="which of the engine's front ends it is, from 0")
+    parser.add_argument("--index", type=int, required=True, help="index of this front end, from 0")
     args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:

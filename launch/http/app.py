@@ -1,4 +1,4 @@
-"""The routes, and the application they make."""
+"""The route table and the ASGI application."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -57,18 +57,21 @@ async def show_model(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    """200 while the engine makes progress, recovery included; not before it is up, and not once it has failed, or has
-    produced no token for too long."""
+    """Return 200 while the engine makes progress, recovery included, and 503 while it starts, after it has failed, or
+    when it has produced no token for too long."""
     state = server.engine.state
-    lives = state in ("ready", "recovering", "draining") and not server.is_stuck
-    return _json(Status("stuck" if server.is_stuck else state), 200 if lives else 503)
+    is_healthy = state in ("ready", "recovering", "draining") and not server.is_stuck
+    return _json(Status("stuck" if server.is_stuck else state), 200 if is_healthy else 503)
 
 
 async def ready(server: Server, request: Request) -> Response:
-    """200 while new requests should be sent here: a recovery that does not take long makes them wait, no more."""
+    """Return 200 while a load balancer should send new requests here, and 503 otherwise.
+
+    A recovering engine is ready: new requests only wait until the recovery is over.
+    """
     state = server.engine.state
-    takes = state in ("ready", "recovering") and not server.is_stuck
-    return _json(Status("stuck" if server.is_stuck else state), 200 if takes else 503)
+    is_ready = state in ("ready", "recovering") and not server.is_stuck
+    return _json(Status("stuck" if server.is_stuck else state), 200 if is_ready else 503)
 
 
 async def version(server: Server, request: Request) -> Response:
@@ -95,30 +98,30 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
-    """The application that serves ``engine``; it holds no state but metrics, and starts and stops nothing."""
+    """Make the application that serves ``engine``. Its only state is metrics; it starts and stops no process."""
     server = Server(engine, settings)
     app = Starlette(
         routes=[Route(path, partial(handler, server), methods=[method]) for method, path, handler in ROUTES],
         middleware=[Middleware(Gate, settings.api_keys)],
         exception_handlers={HTTPException: _routing_error},
     )
-    # A redirect would be built from the client's own Host header.
+    # A redirect would contain the client's Host header.
     app.router.redirect_slashes = False
     return app
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (404, 405), in OpenAI's form."""
+    """Return Starlette's routing errors (404, 405) as OpenAI error objects."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     match status:
         case 404:
-            return ApiError(404, f"there is nothing at {shorten(request.scope['path'])}", None, "not_found").response()
+            return ApiError(404, f"{shorten(request.scope['path'])} not found", None, "not_found").response()
         case 405:
-            text = f"method {shorten(request.method)} is not allowed here"
+            text = f"method {shorten(request.method)} not allowed for this path"
             return ApiError(405, text, None, "method_not_allowed").response(headers)
         case _:
-            return ApiError(status, "the request was refused", None, None).response(headers)
+            return ApiError(status, "request refused", None, None).response(headers)
 
 
 def _card(server: Server, name: str) -> ModelCard:

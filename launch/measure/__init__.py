@@ -1,1 +1,1 @@
-"""What benchmarks and replay share: report tables, model shapes, an HTTP client."""
+"""Shared by benchmarks and replay: report tables, model shapes, an HTTP client."""

@@ -1,4 +1,4 @@
-"""The server as a client sees it: its model, its tokenizer, streamed answers with the time of each piece, metrics."""
+"""HTTP client of an OpenAI-compatible server: model list, tokenizer, timed streams, metrics."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from quire.protocol.errors import ConfigError
 try:
     import httpx
 except ImportError:
-    raise ConfigError("this needs httpx: pip install 'quire[bench]'") from None
+    raise ConfigError("httpx not found: pip install 'quire[bench]'") from None
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
-GOOD_ENDINGS = ("stop", "length")
+COMPLETE_REASONS = ("stop", "length")
 
 Prompt = str | list[int]
 Transport = httpx.AsyncBaseTransport
@@ -24,12 +24,12 @@ Transport = httpx.AsyncBaseTransport
 
 @dataclass(slots=True)
 class Timing:
-    """What one request saw. Times are seconds on one clock.
+    """Measurements of one request. Times are in seconds on one clock.
 
     Attributes:
-        pieces: arrival of each piece that brought text (a piece may bring several tokens).
-        error: (kind, message) when the answer is not whole.
-        chunks: as pieces, with those that brought no text: an unfinished character, a chat's role, perhaps the ending.
+        pieces: arrival times of the chunks with text (one chunk may have several tokens).
+        error: (kind, message) of an incomplete response, or None.
+        chunks: arrival times of all chunks, also of those without text: part of a character, the role, the end.
     """
 
     sent: float
@@ -52,7 +52,7 @@ class Timing:
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds per token after the first: what a reader feels, however the tokens were grouped."""
+        """Mean seconds per token after the first, independent of how many tokens each chunk has."""
         if len(self.pieces) < 2 or self.output_tokens < 2:
             return None
         return (self.pieces[-1] - self.pieces[0]) / (self.output_tokens - 1)
@@ -60,7 +60,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """What all requests of a run have in common. ``further``: fields that are not OpenAI's."""
+    """Fields shared by all requests of a run. ``further``: fields that OpenAI does not define."""
 
     model: str
     max_tokens: int
@@ -71,28 +71,28 @@ class RequestSettings:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        what = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         body = {
             "model": self.model,
-            **what,
+            **prompt_fields,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        # Not OpenAI's: sent only when asked for, so that other servers can be driven too.
+        # Not an OpenAI field: sent only if set, so that other servers accept the request.
         return body | ({"ignore_eos": True} if self.ignore_eos else {}) | dict(self.further)
 
 
 class ServerClient:
-    """One server. An asynchronous context manager that owns the connections."""
+    """Client of one server. An asynchronous context manager that owns the connections."""
 
     def __init__(self, url: str, api_key: str | None, transport: Transport | None = None) -> None:
-        """``transport``: instead of sockets, for tests.
+        """``transport``: replaces sockets in tests.
 
         Raises:
-            ConfigError: the URL is none.
+            ConfigError: the URL is invalid.
         """
         key = api_key or os.environ.get("QUIRE_API_KEY", "")
         if not url.startswith(("http://", "https://")):
@@ -102,7 +102,7 @@ class ServerClient:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # a proxy between us and the server would be measured too
+            trust_env=False,  # a proxy would be part of the measurement
             transport=transport,
         )
 
@@ -113,45 +113,48 @@ class ServerClient:
         await self._http.aclose()
 
     async def find_model(self, wanted: str | None) -> tuple[str, int]:
-        """(name, context) of the model ``wanted``, or of the first that the server lists."""
+        """Return (name, max_model_len) of the model ``wanted``, or of the first one listed.
+
+        Raises:
+            ConfigError: the model is not listed, or without max_model_len.
+        """
         name, context = await self.find_card(wanted)
         if context is None:
-            raise ConfigError("the server does not say its context (max_model_len in /v1/models)")
+            raise ConfigError("server's /v1/models has no max_model_len")
         return name, context
 
     async def find_card(self, wanted: str | None) -> tuple[str, int | None]:
-        """As ``find_model``, of a server that need not say its context."""
+        """As ``find_model``, with None for a model that is listed without max_model_len."""
         body = await self._get_json("/v1/models")
         listed = body.get("data")
         cards = {card["id"]: card for card in listed if "id" in card} if isinstance(listed, list) else {}
         if not cards or (wanted is not None and wanted not in cards):
-            raise ConfigError(f"--model {wanted}: the server has {', '.join(cards) or 'no model'}")
+            raise ConfigError(f"--model {wanted}: not found on the server (models: {', '.join(cards) or 'none'})")
         card = cards[wanted] if wanted is not None else next(iter(cards.values()))
         context = card.get("max_model_len")
         return card["id"], context if isinstance(context, int) else None
 
     async def tokenize(self, model: str, prompt: str, *, chat: bool) -> list[int] | None:
-        """Token ids of a prompt, or of it as the only message; None when the server finds it longer than the context.
+        """Return the token ids of a prompt, or with ``chat`` of a conversation with it as the only message. None if it
+        is longer than the context.
 
         Raises:
-            ConfigError: the server cannot tokenize.
+            ConfigError: the server did not tokenize it.
         """
-        what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         try:
-            response = await self._http.post("/tokenize", json={"model": model, **what})
+            response = await self._http.post("/tokenize", json={"model": model, **prompt_fields})
         except FAILURES as error:
-            raise ConfigError(f"the server cannot be reached: {_words(error)}") from None
+            raise ConfigError(f"cannot reach the server: {_describe(error)}") from None
         if response.status_code == 400 and _error_of(response.content)[0] == "context_length_exceeded":
             return None
         if response.status_code != 200:
-            raise ConfigError(
-                f"the server's /tokenize answered {response.status_code}: {_error_of(response.content)[1]}"
-            )
+            raise ConfigError(f"server's /tokenize returned {response.status_code}: {_error_of(response.content)[1]}")
         tokens: list[int] = response.json()["tokens"]
         return tokens
 
     async def stream(self, settings: RequestSettings, prompt: Prompt, clock: Callable[[], float]) -> Timing:
-        """Ask, and take the answer in. Never raises for what the server does: that is the result."""
+        """Send one request and time its stream. Errors of the server and the connection are recorded, not raised."""
         path = "/v1/chat/completions" if settings.chat else "/v1/completions"
         timing = Timing(clock())
         try:
@@ -160,23 +163,23 @@ class ServerClient:
                     code, message = _error_of(await response.aread())
                     timing.error = (f"http {response.status_code} {code}".rstrip(), message)
                 else:
-                    timing.error = await self._take_events(response, timing, clock)
+                    timing.error = await self._read_events(response, timing, clock)
         except httpx.TimeoutException as error:
-            timing.error = ("timeout", _words(error))
+            timing.error = ("timeout", _describe(error))
         except FAILURES as error:
-            timing.error = ("connection", _words(error))
+            timing.error = ("connection", _describe(error))
         timing.ended = clock()
         return timing
 
     async def metrics(self) -> dict[str, float]:
-        """Gauges and counters of /metrics without labels and prefix, summed; empty when the server has none."""
+        """Return ``parse_metrics`` of the server's /metrics, or an empty dict if the server has none."""
         try:
             response = await self._http.get("/metrics")
         except FAILURES:
             return {}
         return parse_metrics(response.text) if response.status_code == 200 else {}
 
-    async def _take_events(
+    async def _read_events(
         self, response: httpx.Response, timing: Timing, clock: Callable[[], float]
     ) -> tuple[str, str] | None:
         async for line in response.aiter_lines():
@@ -184,8 +187,8 @@ class ServerClient:
                 continue
             data = line[5:].strip()
             if data == "[DONE]":
-                good = timing.finish_reason in GOOD_ENDINGS
-                return None if good else (f"finish_reason {timing.finish_reason or 'missing'}", "")
+                complete = timing.finish_reason in COMPLETE_REASONS
+                return None if complete else (f"finish_reason {timing.finish_reason or 'missing'}", "")
             try:
                 event = json.loads(data)
             except ValueError:
@@ -193,25 +196,25 @@ class ServerClient:
             if "error" in event:
                 code, message = _error_of(data.encode())
                 return (f"event {code}".rstrip(), message)
-            _take(event, timing, clock())
-        return ("cut off", "the stream ended without [DONE]")
+            _record(event, timing, clock())
+        return ("cut off", "stream ended without [DONE]")
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         try:
             response = await self._http.get(path)
         except FAILURES as error:
-            raise ConfigError(f"the server cannot be reached: {_words(error)}") from None
+            raise ConfigError(f"cannot reach the server: {_describe(error)}") from None
         if response.status_code != 200:
-            raise ConfigError(f"the server's {path} answered {response.status_code}: {_error_of(response.content)[1]}")
+            raise ConfigError(f"server's {path} returned {response.status_code}: {_error_of(response.content)[1]}")
         try:
             decoded = response.json()
         except ValueError:
-            raise ConfigError(f"the server's {path} did not answer in JSON") from None
+            raise ConfigError(f"server's {path} did not return JSON") from None
         return decoded if isinstance(decoded, dict) else {}
 
 
-def _take(event: dict[str, Any], timing: Timing, now: float) -> None:
-    """One chunk: text that came, an ending, or the usage at last."""
+def _record(event: dict[str, Any], timing: Timing, now: float) -> None:
+    """Add one chunk to ``timing``: its text, finish reason or usage."""
     for choice in event.get("choices") or ():
         if choice.get("text") or (choice.get("delta") or {}).get("content"):
             timing.pieces.append(now)
@@ -225,7 +228,7 @@ def _take(event: dict[str, Any], timing: Timing, now: float) -> None:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text form: name behind the prefix ``quire:`` to value, series of one name summed."""
+    """Parse the Prometheus text format: a map from name without the prefix ``quire:`` to value, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -236,7 +239,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def _error_of(content: bytes) -> tuple[str, str]:
-    """(code, message) of an answer in OpenAI's error form, as far as it is one."""
+    """Return (code, message) of an OpenAI error object; for other content, the message is its first 200 bytes."""
     try:
         error = json.loads(content)["error"]
         return str(error.get("code") or ""), str(error.get("message") or "")
@@ -244,5 +247,5 @@ def _error_of(content: bytes) -> tuple[str, str]:
         return "", content[:200].decode("utf-8", "replace")
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()

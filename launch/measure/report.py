@@ -1,4 +1,4 @@
-"""One voice for all benchmarks: short tables for people, then one line of JSON for scripts, last on stdout."""
+"""Output of all benchmarks: short tables, then one line of JSON as the last line of stdout."""
 
 import json
 import math
@@ -20,14 +20,14 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``columns`` name what stands behind each row's label."""
+    """A text table. ``rows`` are (label, cells); ``columns`` are the headers of the cells."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[float | str | None]]]
 
     def text(self) -> str:
-        cells = [[self.title, *self.columns], *([label, *map(spell, values)] for label, values in self.rows)]
+        cells = [[self.title, *self.columns], *([label, *map(format_value, values)] for label, values in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         lines = (
             "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -38,12 +38,12 @@ class Table:
 
 @dataclass(slots=True)
 class Report:
-    """What one run of a benchmark found.
+    """The results of one run of a benchmark.
 
     Attributes:
-        settings: all that a reader must know to repeat it.
-        results: the figures, by name, for the JSON line.
-        notes: lines below the tables: what makes a figure doubtful.
+        settings: everything needed to repeat the run.
+        results: figures by name, for the JSON line.
+        notes: lines below the tables, such as reasons to doubt a figure.
     """
 
     benchmark: str
@@ -53,10 +53,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def publish(self, json_path: Path | None, stream: TextIO | None = None) -> None:
-        """Print the tables and the JSON line; write the JSON to ``json_path`` too, if there is one.
+        """Print the tables and the JSON line; also write the JSON to ``json_path``, if given.
 
         Raises:
-            ConfigError: the file cannot be written (the figures are printed all the same).
+            ConfigError: the file cannot be written (after everything is printed).
         """
         out = sys.stdout if stream is None else stream
         for table in self.tables:
@@ -82,7 +82,7 @@ class Report:
 
 
 def distribution(values: Iterable[float]) -> dict[str, float]:
-    """Mean, nearest-rank percentiles and maximum; empty when there are no values."""
+    """Return mean, nearest-rank percentiles and maximum; empty if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -94,12 +94,12 @@ DISTRIBUTION_COLUMNS = ("mean", *(f"p{q}" for q in PERCENTILES), "max")
 
 
 def distribution_row(label: str, found: Mapping[str, float], scale: float = 1.0) -> tuple[str, list[float | None]]:
-    """A table row of ``distribution``'s figures."""
+    """Return the table row of a ``distribution``."""
     return label, [found[name] * scale if found else None for name in DISTRIBUTION_COLUMNS]
 
 
-def spell(value: float | str | None) -> str:
-    """A figure with no more digits than it deserves."""
+def format_value(value: float | str | None) -> str:
+    """Format a figure with about three significant digits."""
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -111,7 +111,7 @@ def spell(value: float | str | None) -> str:
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """``value`` with its floats, however deep, cut to so many digits behind the point: JSON that can be read."""
+    """Return ``value`` with all floats in it, at any depth, rounded to ``digits`` decimals."""
     if isinstance(value, float):
         return round(value, digits)
     if isinstance(value, Mapping):
@@ -122,7 +122,7 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 
 def flat(tree: Mapping[str, Any], separator: str = ".", above: str = "") -> dict[str, Any]:
-    """Every leaf by its path, ``key.key.key``."""
+    """Return the leaves of a nested dict by path, ``key.key.key``."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         nested = isinstance(value, Mapping)
@@ -131,7 +131,7 @@ def flat(tree: Mapping[str, Any], separator: str = ".", above: str = "") -> dict
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a figure depends on. No path and no host name: reports are meant to be shown."""
+    """Return facts about the machine and its packages. No paths and no host name, because reports are shared."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

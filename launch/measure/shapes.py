@@ -1,4 +1,4 @@
-"""Model shapes by name, to be run with random weights: what speed depends on is all there but the weights."""
+"""Model shapes by name, to run with random weights: all that speed depends on, without a checkpoint."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _SIZES = (
     ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 _TABLE = {
-    # As small as the built-in demo model: what remains is the engine's own cost.
+    # As small as the built-in demo model, so that the engine's own overhead dominates.
     "tiny": ("LlamaForCausalLM", "llama", (4096, 128, 352, 2048), (4, 4, 2, 32)),
     "smollm2-135m": ("LlamaForCausalLM", "llama", (49152, 576, 1536, 8192), (30, 9, 3, 64)),
     "qwen3-0.6b": ("Qwen3ForCausalLM", "qwen3", (151936, 1024, 3072, 40960), (28, 16, 8, 128)),
@@ -20,7 +20,7 @@ _TABLE = {
     "qwen3-30b-a3b": ("Qwen3MoeForCausalLM", "qwen3_moe", (151936, 2048, 6144, 40960), (48, 32, 4, 128)),
     "gpt-oss-20b": ("GptOssForCausalLM", "gpt_oss", (201088, 2880, 2880, 131072), (24, 64, 8, 64)),
 }
-"""Architecture, model type, and the values of ``_SIZES``; what a shape has besides is in ``_FURTHER``."""
+"""Architecture, model type, and the values of ``_SIZES``. Other fields are in ``_FURTHER``."""
 
 _LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -43,7 +43,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_theta": 1e6,
     },
-    # Its experts are in 16 bits here.
+    # Experts in 16 bits, unlike the published checkpoint.
     "gpt-oss-20b": {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
@@ -55,7 +55,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
 
 
 def _published(name: str) -> dict[str, Any]:
-    """As in the checkpoint's own ``config.json``."""
+    """Return the fields of the published checkpoint's ``config.json``."""
     architecture, model_type, *sizes = _TABLE[name]
     config: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
     for fields, values in zip(_SIZES, sizes, strict=True):
@@ -67,18 +67,18 @@ SHAPES = {name: parse_model_config(_published(name), name) for name in _TABLE}
 
 
 def find_shape(name: str) -> ModelConfig:
-    """The shape of that name.
+    """Return the shape named ``name``.
 
     Raises:
-        ConfigError: there is none; says the nearest.
+        ConfigError: unknown name; suggests the closest one.
     """
     if name not in SHAPES:
         near = did_you_mean(name.lower(), SHAPES)
-        raise ConfigError(f"--shape {name}: no such shape{near or '; known: ' + ', '.join(SHAPES)}")
+        raise ConfigError(f"--shape {name}: unknown shape{near or ' (known: ' + ', '.join(SHAPES) + ')'}")
     return SHAPES[name]
 
 
 def checkpoint_config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint of this shape, for engines that read Hugging Face folders."""
-    # Random logits are nearly equal with the usual 0.02; a wider spread makes argmax mean something.
+    """Return the ``config.json`` of a checkpoint of this shape, for engines that load Hugging Face folders."""
+    # With the usual 0.02, random logits are nearly equal; a wider range makes argmax stable across engines.
     return _published(name) | {"initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2}

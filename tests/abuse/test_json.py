@@ -75,7 +75,7 @@ def test_what_is_too_deep_or_too_long(server: AbusedServer) -> None:
 
 @pytest.mark.parametrize("name", MANY_VALUES)
 def test_more_values_than_are_made(app: AbusedApp, name: str) -> None:
-    assert_refused(app.post(COMPLETIONS, content=MANY_VALUES[name]), 400, says="the body holds too many values")
+    assert_refused(app.post(COMPLETIONS, content=MANY_VALUES[name]), 400, says="request body has too many values")
 
 
 def test_commas_of_a_text_are_no_values(app: AbusedApp) -> None:

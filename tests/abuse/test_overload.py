@@ -18,7 +18,7 @@ from abuse import AbusedServer, check_error
 from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 from tiers import thinned
 
-from quire.launch.http.schema.errors import ClientGone
+from quire.launch.http.schema.errors import ClientDisconnected
 from quire.launch.http.serving.gate import OPEN_PATHS, Gate
 from quire.protocol.wire.front_end_messages import Statistics
 
@@ -249,7 +249,7 @@ class TestBodies:
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
             else:
-                raise ClientGone if ending == "gone" else ValueError("inside")
+                raise ClientDisconnected if ending == "gone" else ValueError("inside")
 
         async def request(gate: Gate) -> None:
             left = iter(pieces)

@@ -8,7 +8,7 @@ import pytest
 from abuse import CHAT, MESSAGES, assert_refused, check_error
 from abused_app import AbusedApp
 
-from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, NamedCall
+from quire.launch.http.routes.tool_calls import AnyCalls, CallsAfterReasoning, NamedCall
 
 
 def tool(**function: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ TEXTS = {
 def test_a_call_is_looked_for_in_linear_time(case: str, size: int) -> None:
     """50 KB in well under a second, however it comes."""
     text = TEXTS[case]
-    for make in (lambda: AfterThought(AnyCalls(), ""), lambda: AfterThought(AnyCalls(), "</think>")):
+    for make in (lambda: CallsAfterReasoning(AnyCalls(), ""), lambda: CallsAfterReasoning(AnyCalls(), "</think>")):
         scanner, told = make(), 0
         began = time.process_time()
         for place in range(0, len(text), size):

@@ -20,7 +20,7 @@ from own_server import Target, serving
 from raw_http import connected
 from trace_share import RequestShare, count_shares
 
-from quire.launch.measure.report import Report, Table, rounded, spell
+from quire.launch.measure.report import Report, Table, format_value, rounded
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     rounds: dict[str, Round] = {}
     for name in (CALM, *attacks):
         rounds[name] = one_round(name, args)
-        figures = ", ".join(f"{key} {spell(value)}" for key, value in rounds[name].figures().items())
+        figures = ", ".join(f"{key} {format_value(value)}" for key, value in rounds[name].figures().items())
         print(f"round {name}: {figures}", file=sys.stderr, flush=True)
     settings = {name: vars(args)[name] for name in ("num_requests", "concurrency", "seed", "serve_args")}
     report = make_report(settings, rounds)
@@ -205,7 +205,8 @@ def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report
         rows.append((name, [*row, ratios["steps"], ratios["block_steps"]]))
         beyond = [key for key in JUDGED if _is_beyond(ratios[key])]
         if beyond:
-            report.notes.append(f"{name}: not as without it: {', '.join(f'{k} x {spell(ratios[k])}' for k in beyond)}")
+            changes = ", ".join(f"{key} x {format_value(ratios[key])}" for key in beyond)
+            report.notes.append(f"{name}: not as without it: {changes}")
         report.notes += [f"{name}: honest requests failed: {count} x {what}" for what, count in made.faults.items()]
         if made.lines_lost:
             report.notes.append(f"{name}: {made.lines_lost} lines of the trace are lost: its figures are too low")

@@ -1,1 +1,1 @@
-"""``quire bench scheduler``: what a step costs the scheduler."""
+"""``quire bench scheduler``: CPU time of the scheduler per step."""

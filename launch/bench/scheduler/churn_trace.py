@@ -1,6 +1,6 @@
-"""Arrivals for ``quire bench scheduler``: bursts of prompts that share beginnings, and answers of every length.
+"""Arrivals for ``quire bench scheduler``: prompts with shared prefixes, and outputs of many lengths.
 
-Imports the standard library only: a peer's interpreter loads this file too.
+Imports only the standard library, because a peer's interpreter loads this file too.
 """
 
 import math
@@ -17,9 +17,9 @@ Arrival = tuple[list[int], int]
 
 
 def churn_trace(seed: int, steps: int, rate: float, initial: int = 320) -> list[list[Arrival]]:
-    """Who arrives at each step: Poisson with ``rate`` per step, and ``initial`` more at the first.
+    """Return the arrivals of each step: Poisson with ``rate`` per step, plus ``initial`` at the first step.
 
-    A quarter of the prompts begin with half of one of eight shared heads, a quarter with a whole one.
+    A quarter of the prompts start with half of one of eight shared prefixes, a quarter with a whole one.
     """
     rng = random.Random(seed)
     vocabulary = range(FIRST_TOKEN, VOCAB_SIZE)
@@ -38,7 +38,7 @@ def churn_trace(seed: int, steps: int, rate: float, initial: int = 320) -> list[
 
 
 def _poisson(rng: random.Random, rate: float) -> int:
-    """Arrivals within one unit of time, by their exponential gaps."""
+    """Draw the number of arrivals in one unit of time, from exponential gaps."""
     num, at = 0, -math.log(1.0 - rng.random()) / rate
     while at < 1.0:
         num += 1

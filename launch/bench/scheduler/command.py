@@ -1,6 +1,6 @@
-"""``quire bench scheduler``: what the scheduler process pays for a step, alone and beside another engine's scheduler.
+"""``quire bench scheduler``: CPU time of the scheduler process per step, optionally next to another engine's scheduler.
 
-Every section is measured in a fresh process on one core, by turns with the peer's where one is named.
+Every section runs in a fresh process on one core; with a peer, the two engines alternate.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from quire.protocol.errors import ConfigError, EngineError, did_you_mean
 CHILD = "quire.launch.bench.scheduler.scheduler_sections"
 MAX_REPEATS = 100
 
-WHAT_A_STEP_IS = (
-    "a step of ours: schedule() and encoding the SchedulerOutput to frames; then, from the decoded ModelRunnerOutput, "
-    "consume(), take_messages() and encoding the StepOutputs to frames. The peer's figures have neither encoding."
+STEP_NOTE = (
+    "a step of Quire: schedule() and encoding the SchedulerOutput; then, from the decoded ModelRunnerOutput, "
+    "consume(), take_messages() and encoding the StepOutputs. The peer's figures have no encoding."
 )
-WHAT_TIME_IS = "CPU time, µs: ours of the whole process, helper threads included; the peer's of its one thread"
-WHAT_BUILD_IS = (
-    "build_and_add: ours checks, builds, hashes and queues in one call, and hashing's us_per_1k_tokens is of that "
-    "call; the peer's us_per_1k_tokens is of hashing alone"
+TIME_NOTE = "CPU time, µs: for Quire of the whole process with its helper threads, for the peer of its one thread"
+BUILD_NOTE = (
+    "build_and_add: Quire checks, builds, hashes and queues in one call, and hashing's us_per_1k_tokens is the time of "
+    "that call; the peer's us_per_1k_tokens is of hashing alone"
 )
 
-# Which of a section's figures, by their paths, the table shows; the JSON has them all.
+# Figures shown in the table, as patterns of paths per section; the JSON has all figures.
 SHOWN: dict[str, tuple[str, ...]] = {
     "steady": ("*.both.mean_us", "*.both.median_us", "*.both.p99_us"),
     "admission": ("*.median_us", "*.p99_us", "*hit_tokens"),
@@ -52,7 +52,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 
 
 class SchedulerReport(Report):
-    """The JSON line begins with ``ours``, ``peer`` and ``ratio`` themselves."""
+    """A report whose JSON has ``ours``, ``peer`` and ``ratio`` at the top level."""
 
     def as_dict(self) -> dict[str, Any]:
         facts = super().as_dict()
@@ -61,20 +61,20 @@ class SchedulerReport(Report):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag that cannot be used, EngineError when our own process fails."""
+    """Raises ConfigError for an invalid flag, EngineError if Quire's process fails."""
     sections = parse_sections(args.sections)
     if not 1 <= args.repeats <= MAX_REPEATS:
-        raise ConfigError(f"--repeats must be from 1 to {MAX_REPEATS}, not {args.repeats}")
+        raise ConfigError(f"--repeats must be from 1 to {MAX_REPEATS} (got {args.repeats})")
     peer = find_peer(args.peer, args.peer_driver)
     if args.peer_driver is not None:
         load_churn_trace(args.peer_driver)
     with one_core():
-        ours, theirs = measure_by_turns(sections, args.repeats, peer, args.peer_driver, args.cruise)
-    make_report(sections, args, ours, theirs).publish(args.json)
+        own, other = measure_alternating(sections, args.repeats, peer, args.peer_driver, args.steady)
+    make_report(sections, args, own, other).publish(args.json)
 
 
 def parse_sections(text: str | None) -> list[str]:
-    """The named sections; all when none are. Raises ConfigError for an unknown one."""
+    """Parse the value of --sections, by default all. Raises ConfigError for an unknown section."""
     if not text:
         return list(SECTIONS)
     names = [name.strip() for name in text.split(",")]
@@ -86,65 +86,68 @@ def parse_sections(text: str | None) -> list[str]:
 
 
 def find_peer(python: Path | None, driver: Path | None) -> SchedulerPeer | None:
-    """Raises ConfigError when the peer is named but cannot be run."""
+    """Return the peer of --peer, or None. Raises ConfigError if it cannot be run."""
     if python is None:
         return None
     if driver is None:
-        raise ConfigError("--peer needs --peer-driver, the file that drives the peer's scheduler")
+        raise ConfigError("--peer requires --peer-driver FILE, the script that drives the peer's scheduler")
     return SchedulerPeer(python, driver)
 
 
-def measure_by_turns(
-    sections: list[str], repeats: int, peer: SchedulerPeer | None, driver: Path | None, cruise: bool
+def measure_alternating(
+    sections: list[str], repeats: int, peer: SchedulerPeer | None, driver: Path | None, steady: bool
 ) -> tuple[Tree, Tree | None]:
-    """Medians over the repeats: ours, and the peer's. A section in which the peer fails has its error."""
-    ours: list[Tree] = []
-    theirs: list[Tree] = []
+    """Measure all sections, alternating with the peer. Return medians over the repeats of Quire and of the peer.
+
+    If the peer fails in a section, its figures there are the error.
+    """
+    own: list[Tree] = []
+    other: list[Tree] = []
     for repeat in range(repeats):
-        ours.append({})
-        theirs.append({})
+        own.append({})
+        other.append({})
         for section in sections:
             print(f"{section} ({repeat + 1} of {repeats})", file=sys.stderr, flush=True)
-            ours[-1] |= _measure_ours(section, driver, cruise)
+            own[-1] |= _measure_section(section, driver, steady)
             if peer is not None:
                 try:
-                    theirs[-1] |= peer.measure(section)
+                    other[-1] |= peer.measure(section)
                 except PeerFailed as error:
-                    theirs[-1] |= {section: {"error": str(error)}}
-    return median_of(ours), median_of(theirs) if peer is not None else None
+                    other[-1] |= {section: {"error": str(error)}}
+    return median_of(own), median_of(other) if peer is not None else None
 
 
-def _measure_ours(section: str, driver: Path | None, cruise: bool) -> Tree:
+def _measure_section(section: str, driver: Path | None, steady: bool) -> Tree:
     command = [sys.executable, "-P", "-m", CHILD, section]
     if driver is not None:
         command += ["--trace-from", str(driver)]
     try:
-        return run_json(command if cruise else [*command, "--no-cruise"])
+        return run_json(command if steady else [*command, "--no-steady"])
     except PeerFailed as error:
         raise EngineError(f"section {section}: {error}") from None
 
 
-def make_report(sections: list[str], args: argparse.Namespace, ours: Tree, theirs: Tree | None) -> Report:
-    """Tables of what ``SHOWN`` names; the JSON has everything."""
-    settings = {"sections": sections, "repeats": args.repeats, "cruise": args.cruise, "block_size": 16}
-    ratio = None if theirs is None else ratio_of(ours, theirs)
-    report = SchedulerReport("scheduler", settings, {"ours": ours, "peer": theirs, "ratio": ratio})
-    report.tables = [make_table(section, ours[section], theirs) for section in sections]
-    report.notes = [WHAT_A_STEP_IS, WHAT_TIME_IS, WHAT_BUILD_IS]
-    report.notes.append(f"reading the clock takes {ours['env']['clock_call_us']} µs; nothing is subtracted for it")
-    for section in sections if theirs is not None else ():
-        if "error" in (theirs or {})[section]:
-            report.notes.append(f"the peer failed in {section}: {(theirs or {})[section]['error']}")
+def make_report(sections: list[str], args: argparse.Namespace, own: Tree, other: Tree | None) -> Report:
+    """Make tables of the figures in ``SHOWN``, and JSON of all figures."""
+    settings = {"sections": sections, "repeats": args.repeats, "steady": args.steady, "block_size": 16}
+    ratio = None if other is None else ratio_of(own, other)
+    report = SchedulerReport("scheduler", settings, {"ours": own, "peer": other, "ratio": ratio})
+    report.tables = [make_table(section, own[section], other) for section in sections]
+    report.notes = [STEP_NOTE, TIME_NOTE, BUILD_NOTE]
+    report.notes.append(f"reading the clock takes {own['env']['clock_call_us']} µs, which is not subtracted")
+    for section in sections if other is not None else ():
+        if "error" in (other or {})[section]:
+            report.notes.append(f"peer failed in {section}: {(other or {})[section]['error']}")
     return report
 
 
-def make_table(section: str, ours: Tree, theirs: Tree | None) -> Table:
-    """ours / peer / ratio, or ours alone."""
-    peer = {} if theirs is None else flat(theirs.get(section, {}))
+def make_table(section: str, own: Tree, other: Tree | None) -> Table:
+    """Return a table of Quire's figures, and with a peer also its figures and the ratios."""
+    peer = {} if other is None else flat(other.get(section, {}))
     rows: list[tuple[str, list[float | str | None]]] = []
-    for path, value in flat(ours).items():
-        named = any(fnmatchcase(path, pattern) for pattern in SHOWN[section])
-        if named and isinstance(value, int | float):
-            other = peer.get(path)
-            rows.append((path, [value] if theirs is None else [value, other, ratio_of(value, other)]))
-    return Table(section, ("ours",) if theirs is None else ("ours", "peer", "peer / ours"), rows)
+    for path, value in flat(own).items():
+        shown = any(fnmatchcase(path, pattern) for pattern in SHOWN[section])
+        if shown and isinstance(value, int | float):
+            peer_value = peer.get(path)
+            rows.append((path, [value] if other is None else [value, peer_value, ratio_of(value, peer_value)]))
+    return Table(section, ("quire",) if other is None else ("quire", "peer", "peer / quire"), rows)

@@ -1,4 +1,5 @@
-"""The section ``churn``: arrivals, endings, preemptions in a nearly full pool, with the process's own collector."""
+"""Section ``churn``: arrivals, finishes and preemptions in a nearly full block pool, with the process's garbage
+collection policy."""
 
 import gc
 import importlib.util
@@ -23,7 +24,7 @@ ChurnTrace = Callable[..., list[list[tuple[list[int], int]]]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run: ``rate`` arrivals per step, ``initial`` more at the first."""
+    """One run: ``rate`` arrivals per step, plus ``initial`` at the first step."""
 
     steps: int
     rate: float
@@ -34,33 +35,33 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ChurnSizes:
-    """``trace_from``: the peer's driver, whose trace is then used; else, and for ``large``, ours of the same kind."""
+    """``trace_from``: the peer's driver, whose ``churn_trace`` makes the arrivals of ``usual``; "" for Quire's own."""
 
     trace_from: str = ""
     usual: Load = Load(steps=2000, rate=1.3, initial=320, num_blocks=9000, max_num_seqs=256)
     large: Load = Load(steps=1000, rate=5.2, initial=1300, num_blocks=36_000, max_num_seqs=1024)
 
 
-def measure_churn(sizes: ChurnSizes, cruise: bool = True) -> dict[str, Any]:
+def measure_churn(sizes: ChurnSizes, steady_decode: bool = True) -> dict[str, Any]:
     usual, large = sizes.usual, sizes.large
     if sizes.trace_from:
         trace = load_churn_trace(Path(sizes.trace_from))(SEED, usual.steps, usual.rate)
     else:
         trace = churn_trace(SEED, usual.steps, usual.rate, usual.initial)
     out = {
-        name: run_churn(trace, usual, async_scheduling, cruise)
+        name: run_churn(trace, usual, async_scheduling, steady_decode)
         for name, async_scheduling in (("sync", False), ("async", True))
     }
     trace = churn_trace(SEED, large.steps, large.rate, large.initial)
-    out[f"async_{large.max_num_seqs}"] = run_churn(trace, large, True, cruise)
+    out[f"async_{large.max_num_seqs}"] = run_churn(trace, large, True, steady_decode)
     return out
 
 
 def load_churn_trace(path: Path) -> ChurnTrace:
-    """``churn_trace`` of the module in this file.
+    """Import the file and return its function ``churn_trace``.
 
     Raises:
-        ConfigError: the file is not Python, or has no such function.
+        ConfigError: the file cannot be imported or has no such function.
     """
     spec = importlib.util.spec_from_file_location("churn_trace_source", path)
     if spec is None or spec.loader is None:
@@ -70,7 +71,7 @@ def load_churn_trace(path: Path) -> ChurnTrace:
         spec.loader.exec_module(module)
         found: ChurnTrace = module.churn_trace
     except (OSError, SyntaxError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{path}: no churn_trace can be taken from it: {error}") from None
+        raise ConfigError(f"{path}: cannot import churn_trace: {error}") from None
     return found
 
 
@@ -87,9 +88,9 @@ class _Counted:
     usage: list[float] = field(default_factory=list)
 
 
-def run_churn(trace: Any, load: Load, async_scheduling: bool, cruise: bool = True) -> dict[str, Any]:
-    """Figures of one run. Collections by the process's own policy run inside the way up, and count there."""
-    rig = Rig(load.num_blocks, load.max_num_seqs, async_scheduling=async_scheduling, cruise=cruise)
+def run_churn(trace: Any, load: Load, async_scheduling: bool, steady_decode: bool = True) -> dict[str, Any]:
+    """Run one load and return its figures. Garbage collections by the process's policy count in the update."""
+    rig = Rig(load.num_blocks, load.max_num_seqs, async_scheduling=async_scheduling, steady_decode=steady_decode)
     counted = _Counted()
     collector = Collector()
     collector.start()
@@ -115,14 +116,14 @@ def _churn_step(rig: Rig, arrivals: Any, counted: _Counted, collector: Collector
     if step.update_ns is not None:
         counted.update.append(step.update_ns)
         counted.both.append(step.schedule_ns + step.update_ns)
-    counted.finished += sum(len(said.ended) for said in step.outputs)
+    counted.finished += sum(len(outputs.ended) for outputs in step.outputs)
     if step.diff is not None:
         counted.running += rig.worker.num_active
         counted.tokens += rig.worker.num_tokens
 
 
 def _figures(counted: _Counted, steps: int, preemptions: int) -> dict[str, Any]:
-    """A request is built and hashed inside ``consume``, so that its time cannot be told from the queue's."""
+    """Return the figures. A request is built, hashed and queued in ``consume``: the times are not separable."""
     busy = (sum(counted.schedule) + sum(counted.update) + counted.added_ns) / 1e9
     return {
         "steps": steps,
@@ -148,16 +149,16 @@ Pauses = dict[int, list[int]]
 
 @contextmanager
 def collection_pauses() -> Iterator[Pauses]:
-    """Every collection of the block's run."""
+    """Record every garbage collection in the ``with`` block."""
     pauses: Pauses = {}
-    begun = 0
+    start = 0
 
     def note(phase: str, info: dict[str, int]) -> None:
-        nonlocal begun
+        nonlocal start
         if phase == "start":
-            begun = now_ns()
+            start = now_ns()
         else:
-            pauses.setdefault(info["generation"], []).append(now_ns() - begun)
+            pauses.setdefault(info["generation"], []).append(now_ns() - start)
 
     gc.callbacks.append(note)
     try:

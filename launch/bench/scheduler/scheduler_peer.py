@@ -1,4 +1,4 @@
-"""The peer of ``quire bench scheduler``: its driver in a fresh process per section, and figures laid side by side."""
+"""The peer of ``quire bench scheduler``: its driver in a fresh process per section, and comparison of figures."""
 
 import os
 import statistics
@@ -14,27 +14,27 @@ Tree = dict[str, Any]
 
 
 class SchedulerPeer:
-    """An interpreter that has the peer, and the driver to run with it."""
+    """A Python interpreter with the peer, and the driver to run in it."""
 
     def __init__(self, python: Path, driver: Path) -> None:
-        """Raises ConfigError when one of them cannot be used."""
+        """Raises ConfigError if one of them is missing or not executable."""
         if not (python.is_file() and os.access(python, os.X_OK)):
-            raise ConfigError(f"--peer {python}: no such interpreter")
-        # What the peer's driver has no section for is measured by ours around it.
+            raise ConfigError(f"--peer {python}: not an executable file")
+        # Runs the peer's driver, and measures the sections which that driver does not have.
         self._command = [str(python), str(find_driver(None, "vllm_scheduler.py"))]
         self._driver = str(find_driver(driver, ""))
 
     def measure(self, section: str) -> Tree:
-        """``{"env": facts, section: figures}``; ``error`` among the figures where only our own part failed.
+        """Return ``{"env": facts, section: figures}``. The figures have an ``error`` if only a part of them failed.
 
         Raises:
-            PeerFailed: with the peer's last words.
+            PeerFailed: with the peer's last error message.
         """
         return run_json([*self._command, section, "--driver", self._driver])
 
 
 def median_of(trees: Sequence[Any]) -> Any:
-    """Each figure's median over the runs; what is no figure, from the first."""
+    """Return the median of each number over the runs; other values are those of the first run."""
     first = trees[0]
     if isinstance(first, dict):
         keys = dict.fromkeys(key for tree in trees if isinstance(tree, dict) for key in tree)
@@ -44,7 +44,7 @@ def median_of(trees: Sequence[Any]) -> Any:
 
 
 def ratio_of(ours: Any, peer: Any) -> Any:
-    """peer / ours wherever both have a figure; None where there is nothing to compare."""
+    """Return peer / Quire for each figure that both have, or None without such a figure."""
     if isinstance(ours, dict) and isinstance(peer, dict):
         keys = [key for key in ours if key in peer and key not in ("env", "n") and not key.startswith("_")]
         found = {key: ratio_of(ours[key], peer[key]) for key in keys}
@@ -55,7 +55,7 @@ def ratio_of(ours: Any, peer: Any) -> Any:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """This process, and whatever it starts meanwhile, on one core where the system allows that."""
+    """Pin this process and the processes that it starts to one core, if the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

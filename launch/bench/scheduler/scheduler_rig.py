@@ -1,7 +1,7 @@
-"""What the sections of ``quire bench scheduler`` share: the clock, the Scheduler and its codecs, a counting worker.
+"""Shared by the sections of ``quire bench scheduler``: the clock, the Scheduler with its codecs, a counting worker.
 
-A step is measured as the process pays for it: deciding it and encoding it; and, once its result is decoded, applying
-it, taking the messages for the front ends and encoding them. The worker's side is never inside a timed region.
+A step has two timed parts: schedule it and encode it; then, after its result is decoded, apply it, take the messages
+to the front ends and encode them. The worker's side is not timed.
 """
 
 import gc
@@ -31,13 +31,13 @@ FIRST_TOKEN = 3
 MAX_MODEL_LEN = 32_768
 
 now_ns = time.process_time_ns
-"""CPU time of the whole process: a helper thread's work counts, what other processes do does not."""
+"""CPU time of the whole process, with helper threads and without other processes."""
 
 Summary = dict[str, Any]
 
 
 def summary(samples_ns: Sequence[float]) -> Summary:
-    """Microseconds. The names are the peer driver's, so that the two can be laid side by side."""
+    """Return statistics in microseconds. The keys are those of the peer's driver, so that both can be compared."""
     ordered = sorted(samples_ns)
     count = len(ordered)
     at = {"median_us": count // 2, "p99_us": min(count - 1, count * 99 // 100), "max_us": count - 1}
@@ -46,13 +46,13 @@ def summary(samples_ns: Sequence[float]) -> Summary:
 
 
 def timed(action: Callable[[], object], repeats: int, inner: int = 10) -> Summary:
-    """One call of ``action``; each sample is the mean of ``inner`` calls, for the clock itself takes most of a µs."""
+    """Time calls of ``action``. Each sample is the mean of ``inner`` calls: reading the clock takes almost 1 µs."""
     samples: list[float] = []
     for _ in range(repeats):
-        begun = now_ns()
+        start = now_ns()
         for _ in range(inner):
             action()
-        samples.append((now_ns() - begun) / inner)
+        samples.append((now_ns() - start) / inner)
     return summary(samples)
 
 
@@ -61,7 +61,7 @@ def num_bytes(frames: Frames) -> int:
 
 
 def freeze() -> None:
-    """What is there stays: later collections do not look at it, as in a process that has started up."""
+    """Exclude existing objects from garbage collection, as in a process after startup."""
     gc.collect()
     gc.freeze()
 
@@ -72,10 +72,11 @@ def unfreeze() -> None:
 
 
 class BatchWorker:
-    """Counts of each row, in a dense batch that is changed as the real worker changes its own; no contents.
+    """A worker that only counts the tokens of each row. Its rows are as dense and in the same order as a real worker's.
 
     Attributes:
-        num_active: rows that ran in the last step; ``num_tokens``: positions that they computed.
+        num_active: number of rows that computed tokens in the last step.
+        num_tokens: number of tokens that they computed.
     """
 
     def __init__(self, max_rows: int, seed: int = 7, vocab_size: int = VOCAB_SIZE) -> None:
@@ -85,32 +86,32 @@ class BatchWorker:
         self._handles, self._known, self._computed = (np.zeros(max_rows, np.int32) for _ in range(3))
         self._active = np.zeros(max_rows, np.bool_)
         self._columns: tuple[Any, ...] = (self._handles, self._known, self._computed, self._active)
-        self._told: Int32 = np.zeros(0, np.int32)
+        self._sent_handles: Int32 = np.zeros(0, np.int32)
         self.num_active = self.num_tokens = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Random tokens for each row that reaches its last known position; ``handles`` only when it differs."""
+        """Return a random token for each row that reaches its last known position. ``handles`` only if they changed."""
         self._change_rows(step)
         for changed, active in ((step.parked, False), (step.unparked, True)):
             for handle in changed:
                 self._active[self._row_of[handle]] = active
         count = len(self._row_of)
-        shares = self._active[:count].astype(np.int32)
+        scheduled = self._active[:count].astype(np.int32)
         for handle, num_tokens in step.counts:
-            shares[self._row_of[handle]] = num_tokens
-        self.num_active, self.num_tokens = int(np.count_nonzero(shares)), int(shares.sum())
-        self._computed[:count] += shares
-        sampling = np.flatnonzero((shares > 0) & (self._computed[:count] == self._known[:count]))
+            scheduled[self._row_of[handle]] = num_tokens
+        self.num_active, self.num_tokens = int(np.count_nonzero(scheduled)), int(scheduled.sum())
+        self._computed[:count] += scheduled
+        sampling = np.flatnonzero((scheduled > 0) & (self._computed[:count] == self._known[:count]))
         self._known[sampling] += 1
         handles = self._handles[sampling]
         tokens = self._rng.integers(FIRST_TOKEN, self._vocab_size, len(handles), dtype=np.int32)
-        if np.array_equal(handles, self._told) and not step.removed and not step.new_requests:
+        if np.array_equal(handles, self._sent_handles) and not step.removed and not step.new_requests:
             return ModelRunnerOutput(step.step, tokens)
-        self._told = handles
+        self._sent_handles = handles
         return ModelRunnerOutput(step.step, tokens, handles)
 
     def _change_rows(self, step: SchedulerOutput) -> None:
-        """New requests take the holes from the left, then the end; the last rows fill what holes remain."""
+        """New requests fill free rows from the left, then the end; the last rows move to the remaining free rows."""
         holes = sorted(self._row_of.pop(handle) for handle in step.removed)
         count = len(self._row_of) + len(holes)
         self._active[holes] = False
@@ -136,7 +137,7 @@ class BatchWorker:
 
 @dataclass(slots=True)
 class Step:
-    """One step: nanoseconds on the way down and on the way up (None: nothing came back yet), and what was said."""
+    """One step: nanoseconds of scheduling and of the update (None if no result was applied), and the messages."""
 
     schedule_ns: int
     update_ns: int | None
@@ -145,9 +146,9 @@ class Step:
 
 
 class Rig:
-    """The Scheduler, stepping as its process does, with both ends of every link.
+    """The Scheduler with both ends of every link, stepped as in its process.
 
-    Prefill may take the whole step (``max_prefill_share`` 1), as the peer's does.
+    Prefill may use the whole token budget (``max_prefill_share`` 1), as in the peer.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class Rig:
         async_scheduling: bool = False,
         max_model_len: int = MAX_MODEL_LEN,
         hash_algo: Literal["sha256", "xxh3_128"] = "sha256",
-        cruise: bool = True,
+        steady_decode: bool = True,
     ) -> None:
-        """``num_blocks``: the null block included."""
+        """``num_blocks``: with the null block."""
         self.config = EngineConfig(
             model=_MODEL,
             model_path="",
@@ -174,7 +175,7 @@ class Rig:
             async_scheduling=async_scheduling,
         )
         layout = kv_layout(_MODEL, BLOCK_SIZE, "bfloat16")
-        self.scheduler = Scheduler(self.config, layout, num_blocks, steady_decode=cruise)
+        self.scheduler = Scheduler(self.config, layout, num_blocks, steady_decode=steady_decode)
         self.worker = BatchWorker(max_num_seqs)
         self._steps: Codec[Any] = Codec(WorkerToScheduler)
         self._replies: Codec[Any] = Codec(SchedulerToFrontEnd)
@@ -184,24 +185,24 @@ class Rig:
         self._serial = 0
 
     def prompt(self, length: int) -> Int32:
-        """Random tokens, never the same twice."""
+        """Return random tokens, different at each call."""
         return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, length, dtype=np.int32)
 
     def add(self, prompt: Int32, max_tokens: int, after: Callable[[], None] | None = None) -> tuple[str, int]:
-        """(request id, nanoseconds): to check the request, build it, name its blocks and queue it, and for ``after``.
+        """Add a request. Return its id and the nanoseconds to check, build, hash and queue it and to run ``after``.
 
         Raises:
-            RuntimeError: it was refused, so that the figures would be of nothing.
+            RuntimeError: the scheduler refused it, so that the figures would be meaningless.
         """
         request_id = f"req-{self._serial:06d}"
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_p=0.95)
         event = AddRequest(request_id, prompt, sampling, seed=self._serial)
         self._serial += 1
-        begun = now_ns()
+        start = now_ns()
         self.scheduler.consume(event)
         if after is not None:
             after()
-        spent = now_ns() - begun
+        spent = now_ns() - start
         if (0, request_id) not in self.scheduler.table.requests:
             raise RuntimeError(f"{request_id} was refused: {self.scheduler.take_messages()}")
         return request_id, spent
@@ -210,20 +211,20 @@ class Rig:
         self.scheduler.consume(Abort([request_id]))
 
     def step(self, after: Callable[[], None] | None = None) -> Step:
-        """Decide a step; apply the oldest result once the pipeline is full, or when nothing can be decided.
+        """Schedule a step. Apply the oldest result if the pipeline is full or nothing can be scheduled.
 
-        ``after`` belongs to the way up and is timed with it.
+        ``after`` is timed as a part of the update.
         """
-        begun = now_ns()
+        start = now_ns()
         diff = self.scheduler.schedule() if self.scheduler.can_schedule else None
         frames = None if diff is None else self._steps.encode(FIRST_WORKER_EPOCH, 0, diff)
-        schedule_ns = now_ns() - begun
+        schedule_ns = now_ns() - start
         if frames is not None:
-            self._in_flight.append(self._answer(frames))
+            self._in_flight.append(self._execute(frames))
         if not self._in_flight or (diff is not None and len(self._in_flight) < self.config.pipeline_depth):
             return Step(schedule_ns, None, diff, [])
         result = self._in_flight.popleft()
-        begun = now_ns()
+        start = now_ns()
         self.scheduler.consume(result)
         messages = self.scheduler.take_messages()
         self.scheduler.decisions.take()
@@ -231,18 +232,18 @@ class Rig:
             self._replies.encode(FIRST_WORKER_EPOCH, 0, message)
         if after is not None:
             after()
-        update_ns = now_ns() - begun
+        update_ns = now_ns() - start
         return Step(schedule_ns, update_ns, diff, [m for _, m in messages if isinstance(m, StepOutputs)])
 
-    def _answer(self, frames: Frames) -> ModelRunnerOutput:
-        """What the worker says to a step, as the Scheduler's process decodes it."""
+    def _execute(self, frames: Frames) -> ModelRunnerOutput:
+        """Return the worker's result of a step, decoded as in the scheduler's process."""
         step = self._worker_side.decode([bytes(frame) for frame in frames]).message
         result = self._worker_side.encode(FIRST_WORKER_EPOCH, 0, self.worker.execute(step))
         decoded: ModelRunnerOutput = self._steps.decode([bytes(frame) for frame in result]).message
         return decoded
 
     def fill(self, num_requests: int, prompt_len: int, max_tokens: int) -> None:
-        """Add so many requests and step until each of them decodes."""
+        """Add requests and step until each of them decodes."""
         for _ in range(num_requests):
             self.add(self.prompt(prompt_len), max_tokens)
         while True:
@@ -251,8 +252,8 @@ class Rig:
             if decoding and diff is not None and not diff.new_requests:
                 return
 
-    def run_dry(self) -> None:
-        """Step until nothing runs and nothing is in flight."""
+    def run_until_idle(self) -> None:
+        """Step until no request runs and no step is in flight."""
         while self.step().update_ns is not None or self._in_flight:
             pass
 

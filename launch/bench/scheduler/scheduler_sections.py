@@ -1,6 +1,6 @@
-"""The sections of ``quire bench scheduler``, each a function from sizes to figures, by the peer driver's keys.
+"""The sections of ``quire bench scheduler``: functions from sizes to figures, with the keys of the peer's driver.
 
-Run as a program by ``scheduler.py``, one fresh process per section: prints one JSON object.
+``command.py`` runs this module as a program, in a fresh process per section. It prints one JSON object.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd, StepOutp
 from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker
 from quire.scheduler_proc.process.garbage_collection import Collector
 
-# Our names of the hashes, and the peer's.
+# Quire's names of the hashes, and the peer's.
 HASH_ALGOS: dict[Literal["sha256", "xxh3_128"], str] = {"sha256": "sha256", "xxh3_128": "xxhash"}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything; the defaults are the peer driver's. Tests make all of it small."""
+    """Sizes of all sections. The defaults are those of the peer's driver; tests use small ones."""
 
     steady: tuple[int, ...] = (1, 16, 64, 256, 1024)
     steps: int = 320
@@ -63,23 +63,23 @@ class Sizes:
     trace: TraceSizes = field(default_factory=TraceSizes)
 
 
-def steady(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """Decoding only: ``schedule`` down, ``update_from_output`` up, both in one figure."""
+def steady(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Steady decode: times of ``schedule``, of ``update_from_output``, and of both together."""
     out: dict[str, Any] = {}
     per_request = (512 + sizes.steps + sizes.warm_up + 200) // BLOCK_SIZE + 2
     for async_scheduling in (False, True):
         for num in sizes.steady:
             blocks = int(num * per_request * 1.25) + 64
-            rig = Rig(blocks, max(num, 16), async_scheduling=async_scheduling, cruise=cruise)
+            rig = Rig(blocks, max(num, 16), async_scheduling=async_scheduling, steady_decode=steady_decode)
             rig.fill(num, 512, 4096)
             out[f"{'async' if async_scheduling else 'sync'}_N{num}"] = _steady_steps(rig, num, sizes)
     return out
 
 
 def _steady_steps(rig: Rig, num: int, sizes: Sizes) -> dict[str, Summary]:
-    """The process's own collector runs as it would, and counts."""
-    down: list[int] = []
-    up: list[int] = []
+    """Time steps, with garbage collection as in the process."""
+    schedule_ns: list[int] = []
+    update_ns: list[int] = []
     collector = Collector()
     collector.start()
     try:
@@ -88,19 +88,19 @@ def _steady_steps(rig: Rig, num: int, sizes: Sizes) -> dict[str, Summary]:
         for _ in range(sizes.steps):
             step = rig.step(after=collector.after_step)
             assert step.update_ns is not None and rig.worker.num_tokens == num
-            down.append(step.schedule_ns)
-            up.append(step.update_ns)
+            schedule_ns.append(step.schedule_ns)
+            update_ns.append(step.update_ns)
     finally:
         collector.stop()
-    both = [a + b for a, b in zip(down, up, strict=True)]
-    return {"schedule": summary(down), "update_from_output": summary(up), "both": summary(both)}
+    both = [a + b for a, b in zip(schedule_ns, update_ns, strict=True)]
+    return {"schedule": summary(schedule_ns), "update_from_output": summary(update_ns), "both": summary(both)}
 
 
-def admission(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """A long prompt that comes to an idle and to a busy engine, unknown and known; then two moments of a long chat."""
+def admission(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """A long prompt that arrives at an idle or a busy engine, new or cached; then ``long_conversation``."""
     out: dict[str, Any] = {}
     for busy in sizes.busy:
-        rig = Rig(60_000, 512, 16_384, cruise=cruise)
+        rig = Rig(60_000, 512, 16_384, steady_decode=steady_decode)
         if busy:
             rig.fill(busy, 512, 16_384)
         known = rig.prompt(sizes.admission_len)
@@ -113,15 +113,15 @@ def admission(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
                 found, hit = _admit_once(rig, prompt, busy)
                 for key, spent in found.items():
                     rows.setdefault(key, []).append(spent)
-            # The first few meet caches and branches that were not used yet.
+            # The first few run with cold caches and branches.
             kept = {key: summary(values[min(5, len(values) - 1) :]) for key, values in rows.items()}
             out[f"busy{busy}_{name}"] = kept | {"hit_tokens": hit}
         unfreeze()
-    return out | long_conversation(sizes, cruise)
+    return out | long_conversation(sizes, steady_decode)
 
 
 def _admit_once(rig: Rig, prompt: Any, busy: int) -> tuple[dict[str, int], int]:
-    """(nanoseconds by part, tokens found in the cache) of one arrival, which is aborted after its first step."""
+    """Time one arrival and abort it after its first step. Return (nanoseconds by part, prefix cache hit tokens)."""
     request_id, added = rig.add(prompt, 64)
     step = rig.step()
     assert step.update_ns is not None and step.diff is not None and len(step.diff.new_requests) == 1
@@ -133,46 +133,52 @@ def _admit_once(rig: Rig, prompt: Any, busy: int) -> tuple[dict[str, int], int]:
     return parts, step.diff.new_requests[0].num_computed_tokens
 
 
-def long_conversation(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """``lookup_100k``: the cached prefix of a long prompt that is new in its last hundredth. ``next_turn_100k``: a
-    conversation that was served comes back some hundred tokens longer, and is checked, named and queued.
+def long_conversation(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """``lookup_100k``: find the cached prefix of a long prompt whose last 1 % is new. ``next_turn_100k``: add a served
+    conversation that has become some hundred tokens longer.
     """
     length = sizes.conversation_len
     longest = length + sizes.turn_len * (sizes.turns + 1) + 1000
-    rig = Rig(4 * longest // BLOCK_SIZE, 16, 16_384, max_model_len=longest, cruise=cruise)
-    talk = rig.prompt(longest - 1000)
+    rig = Rig(4 * longest // BLOCK_SIZE, 16, 16_384, max_model_len=longest, steady_decode=steady_decode)
+    conversation = rig.prompt(longest - 1000)
     shared = length - length // 100
-    rig.add(talk[:shared].copy(), 1)
-    rig.run_dry()
+    rig.add(conversation[:shared].copy(), 1)
+    rig.run_until_idle()
     freeze()
     lookup: list[int] = []
     for _ in range(sizes.turns):
         prompt = rig.prompt(length)
-        prompt[:shared] = talk[:shared]
+        prompt[:shared] = conversation[:shared]
         request_id, _ = rig.add(prompt, 1)
         request = rig.scheduler.table.requests[0, request_id]
-        begun = now_ns()
+        start = now_ns()
         _, hit = rig.scheduler.kv.get_computed_blocks(request)
-        lookup.append(now_ns() - begun)
+        lookup.append(now_ns() - start)
         rig.abort(request_id)
     assert hit == shared // BLOCK_SIZE * BLOCK_SIZE
-    rig.add(talk[:length].copy(), 1)
-    rig.run_dry()
+    rig.add(conversation[:length].copy(), 1)
+    rig.run_until_idle()
     turn: list[int] = []
     for index in range(1, sizes.turns + 1):
-        turn.append(rig.add(talk[: length + index * sizes.turn_len].copy(), 1)[1])
-        rig.run_dry()
+        turn.append(rig.add(conversation[: length + index * sizes.turn_len].copy(), 1)[1])
+        rig.run_until_idle()
     unfreeze()
     return {"lookup_100k": summary(lookup) | {"hit_tokens": hit}, "next_turn_100k": summary(turn)}
 
 
-def hashing(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """A request with tokens never seen before: check, build, name every block, queue."""
+def hashing(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Add a request of new tokens: check, build, hash every block, queue."""
     out: dict[str, Any] = {}
     longest = max(length for length, _ in sizes.hashing)
     for algo, name in HASH_ALGOS.items():
         try:
-            rig = Rig(2 * longest // BLOCK_SIZE + 64, 16, max_model_len=2 * longest, hash_algo=algo, cruise=cruise)
+            rig = Rig(
+                2 * longest // BLOCK_SIZE + 64,
+                16,
+                max_model_len=2 * longest,
+                hash_algo=algo,
+                steady_decode=steady_decode,
+            )
             for length, repeats in sizes.hashing:
                 whole = _build_times(rig, length, repeats)
                 per_1k = summary([spent / (length / 1024) for spent in whole])
@@ -183,7 +189,7 @@ def hashing(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
                 }
                 if length == 8192 and algo == "sha256":
                     out["request_8192_build_and_hash"] = summary(whole)
-        except (QuireError, ImportError) as error:  # the package of a hash that is not installed
+        except (QuireError, ImportError) as error:  # the package of this hash is not installed
             out[name] = str(error)
     return out
 
@@ -198,16 +204,16 @@ def _build_times(rig: Rig, length: int, repeats: int) -> list[int]:
     return spent
 
 
-def wire(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """The message of a step: of steady decodes, the mean over many; of new prompts."""
-    rig = Rig(20_000, sizes.batch, cruise=cruise)
+def wire(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Messages of a step to the worker: mean over steady decode steps, and one with new prompts."""
+    rig = Rig(20_000, sizes.batch, steady_decode=steady_decode)
     rig.fill(sizes.batch, 512, 4096)
     freeze()
     diffs = [diff for _ in range(sizes.wire_steps) if (diff := rig.step().diff) is not None]
     out = {f"decode_N{sizes.batch}": _message_costs(SchedulerToWorker, diffs, max(1, sizes.repeats // 10))}
     unfreeze()
     num, length = sizes.new_prompts
-    rig = Rig(20_000, 256, 16_384, cruise=cruise)
+    rig = Rig(20_000, 256, 16_384, steady_decode=steady_decode)
     for _ in range(num):
         rig.add(rig.prompt(length), 64)
     diff = rig.step().diff
@@ -218,15 +224,15 @@ def wire(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
     return out
 
 
-def outputs(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """What a step says to a front end."""
-    rig = Rig(20_000, sizes.batch, cruise=cruise)
+def outputs(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """The message of a step to a front end."""
+    rig = Rig(20_000, sizes.batch, steady_decode=steady_decode)
     rig.fill(sizes.batch, 512, 4096)
     freeze()
     for _ in range(20):
-        said = rig.step().outputs
-    assert len(said) == 1 and said[0].tokens is not None and len(said[0].tokens) == sizes.batch
-    found = _message_costs(SchedulerToFrontEnd, said, sizes.repeats)
+        messages = rig.step().outputs
+    assert len(messages) == 1 and messages[0].tokens is not None and len(messages[0].tokens) == sizes.batch
+    found = _message_costs(SchedulerToFrontEnd, messages, sizes.repeats)
     unfreeze()
     return found
 
@@ -234,7 +240,7 @@ def outputs(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
 def _message_costs(
     union: Any, messages: list[SchedulerOutput] | list[StepOutputs], repeats: int
 ) -> dict[str, float | Summary]:
-    """Bytes of all frames (mean and most), and what either end pays, each with a codec of its own."""
+    """Return bytes of all frames (mean and maximum), and times to encode and decode with separate codecs."""
     sender: Codec[Any] = Codec(union)
     receiver: Codec[Any] = Codec(union)
     sizes: list[int] = []
@@ -254,29 +260,29 @@ def _message_costs(
 
 
 def _over_messages(found: list[Summary]) -> Summary:
-    """Means over messages, the highest of their maxima."""
+    """Return the means over messages, and the highest of their maxima."""
     out: Summary = {"n": sum(one["n"] for one in found)}
     for name in ("mean_us", "median_us", "p99_us"):
         out[name] = round(sum(one[name] for one in found) / len(found), 2)
     return out | {"max_us": max(one["max_us"] for one in found)}
 
 
-def memory(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """Resident memory of the pool's bookkeeping: empty, and with a content remembered in every block."""
+def memory(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Resident memory of the block pool's bookkeeping: empty, and with all blocks cached."""
     blocks = sizes.memory_blocks
-    Rig(100, 16)  # whatever is made on first use
+    Rig(100, 16)  # allocates what is created at first use
     process = psutil.Process()
     freeze()
     before = process.memory_info().rss
-    begun = now_ns()
-    rig = Rig(blocks, 16, 16_384, cruise=cruise)
-    build_ms = (now_ns() - begun) / 1e6
+    start = now_ns()
+    rig = Rig(blocks, 16, 16_384, steady_decode=steady_decode)
+    build_ms = (now_ns() - start) / 1e6
     empty = process.memory_info().rss
     length = min(16_384, blocks // 2 * BLOCK_SIZE)
     cached = 0
     while cached + length // BLOCK_SIZE < blocks:
         rig.add(rig.prompt(length), 1)
-        rig.run_dry()
+        rig.run_until_idle()
         cached += length // BLOCK_SIZE
     full = process.memory_info().rss
     unfreeze()
@@ -290,13 +296,13 @@ def memory(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
     }
 
 
-def churn(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """Arrivals, endings and preemptions: see ``scheduler_churn``."""
-    return measure_churn(sizes.churn, cruise)
+def churn(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Arrivals, finishes and preemptions: see ``scheduler_churn``."""
+    return measure_churn(sizes.churn, steady_decode)
 
 
-def trace(sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """What recording costs: see ``scheduler_trace``."""
+def trace(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Cost of recording: see ``scheduler_trace``."""
     return measure_trace(sizes.trace)
 
 
@@ -312,26 +318,26 @@ SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
 }
 
 
-def measure(section: str, sizes: Sizes, cruise: bool = True) -> dict[str, Any]:
-    """One section's figures, how long it took, and what reading the clock costs."""
-    begun = time.monotonic()
-    found = SECTIONS[section](sizes, cruise)
+def measure(section: str, sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Run a section. Return its figures and duration, and facts such as the cost of reading the clock."""
+    start = time.monotonic()
+    found = SECTIONS[section](sizes, steady_decode)
     facts = {
         "python": platform.python_version(),
         "clock": "process CPU",
         "clock_call_us": timed(now_ns, 50, 200)["median_us"],
     }
-    return {"env": facts, section: found | {"_section_seconds": round(time.monotonic() - begun, 1)}}
+    return {"env": facts, section: found | {"_section_seconds": round(time.monotonic() - start, 1)}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("--trace-from", default="")
-    parser.add_argument("--no-cruise", action="store_true")
+    parser.add_argument("--no-steady", action="store_true")
     args = parser.parse_args()
     sizes = Sizes(churn=ChurnSizes(trace_from=args.trace_from))
-    print(json.dumps(measure(args.section, sizes, not args.no_cruise)))
+    print(json.dumps(measure(args.section, sizes, not args.no_steady)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The section ``trace`` of ``quire bench scheduler``: what recording costs a steady step, all threads together.
+"""Section ``trace`` of ``quire bench scheduler``: cost of recording a trace per steady step, over all threads.
 
-Two equal runs by turns, one with a trace and one without (the event log is kept in both). On a machine that others use
-their difference is mostly noise; so what the journal costs the loop's thread, and the CPU time of the writer's thread,
-are measured by themselves, too. Neither has the naming of blocks where they fill, some 0.2 us each.
+Alternates two equal runs, one with a trace and one without; both keep the event log. On a shared machine the difference
+is mostly noise, so the journal's time in the loop's thread and the CPU time of the writer thread are also measured
+directly. The direct figures leave out hashing of blocks that become full, about 0.2 us per block.
 """
 
 import gc
@@ -23,12 +23,13 @@ from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import Result, StepDecision, decode_line
 
 UNIT = 16
-"""Steps after which everybody had a new block, and lines were encoded about once."""
+"""Steps in which every request gets one new block, and lines are encoded about once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSizes:
-    """``chunks`` of ``steps`` each with and without, by turns; the median over units of ``UNIT`` steps counts."""
+    """``chunks`` chunks of ``steps`` steps alternate with and without trace. Figures are medians over units of ``UNIT``
+    steps."""
 
     batch: int = 256
     prompt_len: int = 512
@@ -38,10 +39,10 @@ class TraceSizes:
 
 
 class JournalRig(Rig):
-    """Steps as the loop does, with its journal.
+    """A Rig that steps like the scheduler's loop, with a journal.
 
     Attributes:
-        journal_ns: CPU time of this thread in the journal since it was set.
+        journal_ns: CPU time of this thread in the journal since the last reset.
     """
 
     def __init__(self, sizes: TraceSizes, trace: str) -> None:
@@ -55,43 +56,43 @@ class JournalRig(Rig):
         self.scheduler = self.journal.begin(TraceHeader(config, layout, num_blocks))
 
     def fill_staggered(self, sizes: TraceSizes) -> None:
-        """So that in every step a sixteenth of the requests needs a block."""
+        """Add requests of staggered lengths, so that a sixteenth of them need a block in every step."""
         for index in range(sizes.batch):
             self.add(self.prompt(sizes.prompt_len + index % BLOCK_SIZE), 1 << 20)
         for _ in range(40 + sizes.batch * sizes.prompt_len // self.config.max_num_batched_tokens):
             self.run_step()
 
     def run_step(self) -> None:
-        """A step down, the result of the one before up."""
+        """Schedule a step and apply the previous result."""
         scheduler, journal = self.scheduler, self.journal
         now = time.monotonic()
-        begun = time.thread_time_ns()
+        start = time.thread_time_ns()
         journal.before_step()
-        spent = time.thread_time_ns() - begun
+        spent = time.thread_time_ns() - start
         diff = scheduler.schedule(now)
         assert diff is not None
         frames = self._steps.encode(FIRST_WORKER_EPOCH, 0, diff)
         decisions = scheduler.decisions.take()
-        begun = time.thread_time_ns()
+        start = time.thread_time_ns()
         journal.note(decisions)
         journal.decided(now, diff, frames)
-        spent += time.thread_time_ns() - begun
-        self._in_flight.append(self._answer(frames))
+        spent += time.thread_time_ns() - start
+        self._in_flight.append(self._execute(frames))
         if len(self._in_flight) == self.config.pipeline_depth:
             result = self._in_flight.popleft()
             scheduler.consume(result)
-            begun = time.thread_time_ns()
+            start = time.thread_time_ns()
             journal.consumed(0, frames, result)
-            spent += time.thread_time_ns() - begun
+            spent += time.thread_time_ns() - start
             for _, message in scheduler.take_messages():
                 self._replies.encode(FIRST_WORKER_EPOCH, 0, message)
-        begun = time.thread_time_ns()
+        start = time.thread_time_ns()
         journal.pause()
-        self.journal_ns += spent + time.thread_time_ns() - begun
+        self.journal_ns += spent + time.thread_time_ns() - start
 
 
 def measure_trace(sizes: TraceSizes) -> dict[str, Any]:
-    """Microseconds of CPU per step, for each kind of file."""
+    """Return microseconds of CPU per step, for each kind of trace file."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         return {name: _measure(sizes, Path(folder) / name) for name in sizes.names}
 
@@ -102,24 +103,24 @@ def _measure(sizes: TraceSizes, path: Path) -> dict[str, float]:
         rig.fill_staggered(sizes)
     gc.collect()
     gc.freeze()
-    gc.disable()  # its turns would fall to one or the other
+    gc.disable()  # a collection would count for one of the two
     whole: dict[str, list[float]] = {"with": [], "without": []}
     thread: dict[str, list[float]] = {"with": [], "without": []}
-    writer_begun = rigs["with"].journal.writer_cpu_ns()
+    writer_start = rigs["with"].journal.writer_cpu_ns()
     for chunk in range(sizes.chunks):
         for name in sorted(rigs, reverse=bool(chunk % 2)):
             for _ in range(sizes.steps // UNIT):
-                rig, begun = rigs[name], now_ns()
+                rig, start = rigs[name], now_ns()
                 rig.journal_ns = 0
                 for _ in range(UNIT):
                     rig.run_step()
-                whole[name].append((now_ns() - begun) / UNIT / 1e3)
+                whole[name].append((now_ns() - start) / UNIT / 1e3)
                 thread[name].append(rig.journal_ns / UNIT / 1e3)
     rigs["with"].journal.idle()
     gc.enable()
     gc.unfreeze()
     recorded_steps = sizes.steps * sizes.chunks
-    writer_us = (rigs["with"].journal.writer_cpu_ns() - writer_begun) / recorded_steps / 1e3
+    writer_us = (rigs["with"].journal.writer_cpu_ns() - writer_start) / recorded_steps / 1e3
     lost = rigs["with"].journal.num_lost_lines
     for rig in rigs.values():
         rig.journal.close()
@@ -129,15 +130,14 @@ def _measure(sizes: TraceSizes, path: Path) -> dict[str, float]:
 
 
 def _typical(samples: dict[str, list[float]], parts: int = 2) -> float:
-    """Median with, less the median without; or another quantile: the first of so many parts."""
+    """Return the median with trace minus the median without; for other ``parts``, of the quantile 1 / ``parts``."""
     found = {name: sorted(values)[len(values) // parts] for name, values in samples.items()}
     return found["with"] - found["without"]
 
 
 def _per_step(sizes: TraceSizes, path: Path) -> dict[str, float]:
-    """Bytes of the file per recorded step; and of the plain lines of a steady one, a request that nothing happens to
-    being in none of them.
-    """
+    """Return bytes of the file per recorded step; for a plain file, bytes of the lines of a steady step, after checking
+    that these lines do not name the unchanged requests."""
     if path.suffix == ".zst":
         return {"file_bytes": round(path.stat().st_size / (sizes.steps * sizes.chunks), 1)}
     steady = path.read_bytes().splitlines()[-3 * sizes.steps :]

@@ -1,1 +1,1 @@
-"""One module per family of routes."""
+"""Handlers: one module per group of routes."""

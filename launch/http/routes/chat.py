@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, the assistant's message out."""
+"""POST /v1/chat/completions: from a conversation to the assistant's message."""
 
 import time
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.routes.completions import LOWEST_LOGPROB, spell_prompt_logprobs
+from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
-from quire.launch.http.routes.tool_calls import AfterThought, AnyCalls, CallDelta, NamedCall, new_call_id
+from quire.launch.http.routes.tool_calls import AnyCalls, CallDelta, CallsAfterReasoning, NamedCall, new_call_id
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.schema.tools import ToolUse
 from quire.launch.http.serving.body import read_json
@@ -48,7 +48,7 @@ class FunctionDelta(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """``id``, ``type`` and the function's name are in a call's first delta only."""
+    """A delta of one tool call. Only the first one has ``id``, ``type`` and the function's name."""
 
     index: int
     function: FunctionDelta
@@ -118,29 +118,28 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
-    """The route's handler."""
     server.require_serving()
     parsed, size = await read_json(request, server.texts, server.parser.chat)
     messages, options = parsed.messages, parsed.options
     prompt = await server.conversations.run(
         size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
     )
-    thoughts_end = ""
+    reasoning_end = ""
     if parsed.tool_use is not None:
-        thoughts_end = server.settings.thinking.end_before_answer(prompt.token_ids, parsed.params)
-        if thoughts_end:
-            # The marker may be a special token, and is looked for in the text.
+        reasoning_end = server.settings.thinking.end_before_answer(prompt.token_ids, parsed.params)
+        if reasoning_end:
+            # The marker is searched for in the text, and may be a special token.
             parsed = replace(parsed, params=msgspec.structs.replace(parsed.params, skip_special_tokens=False))
-    return Generation(server, parsed, [prompt], ChatSpeller(server, parsed, thoughts_end))
+    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, reasoning_end))
 
 
-class ChatSpeller:
-    """Writes ``chat.completion`` objects and their chunks; the first chunk of an answer has its role.
+class ChatFormatter:
+    """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role.
 
-    ``thoughts_end``: what ends the thinking that comes before a demanded call; empty for none.
+    ``reasoning_end``: text of the marker that ends the reasoning before a required call, or "" for no reasoning.
     """
 
-    def __init__(self, server: Server, request: ChatRequest, thoughts_end: str = "") -> None:
+    def __init__(self, server: Server, request: ChatRequest, reasoning_end: str = "") -> None:
         self.request_id = new_request_id("chatcmpl")
         self._created = int(time.time())
         self._model = request.model
@@ -148,37 +147,44 @@ class ChatSpeller:
         self._token_texts = server.token_texts
         self._num_prompt_logprobs = request.prompt_logprobs
         self._tool_use = request.tool_use
-        self._calls: dict[int, AfterThought] = {}
+        self._calls: dict[int, CallsAfterReasoning] = {}
         if request.tool_use is not None:
             self._calls = {
-                index: AfterThought(_scanner(request.tool_use), thoughts_end) for index in range(request.params.n)
+                index: CallsAfterReasoning(_parser(request.tool_use), reasoning_end)
+                for index in range(request.params.n)
             }
         self._called: set[int] = set()
-        """Answers that have begun a call."""
-        self._to_begin = set(range(request.params.n))
+        """Indices of the choices that have started a call."""
+        self._not_started = set(range(request.params.n))
 
-    def event(self, index: int, piece: OutputDelta, usage: Usage | None) -> bytes:
-        role: str | UnsetType = "assistant" if index in self._to_begin else UNSET
-        self._to_begin.discard(index)
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        role: str | UnsetType = "assistant" if index in self._not_started else UNSET
+        self._not_started.discard(index)
         if self._tool_use is None:
-            delta = Delta(piece.text, role)
+            message_delta = Delta(delta.text, role)
         else:
-            thought, found = self._calls[index].push(piece.text, last=piece.finish_reason is not None)
+            reasoning, found = self._calls[index].push(delta.text, last=delta.finish_reason is not None)
             calls = self._note(index, [_call_delta(call) for call in found])
-            delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, thought or UNSET)
-        logprobs = None if piece.logprobs is None else spell_logprobs(piece.logprobs, self._token_texts)
-        choice = ChunkChoice(index, delta, logprobs, self._reason(index, piece.finish_reason), piece.stop_reason)
+            message_delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, reasoning or UNSET)
+        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
+        choice = ChunkChoice(
+            index, message_delta, logprobs, self._reason(index, delta.finish_reason), delta.stop_reason
+        )
         return self._chunk([choice], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        # All answers have the one prompt.
-        of_prompt = spell_prompt_logprobs(answers[0].prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
+        # All choices have the same prompt.
+        prompt_logprobs = format_prompt_logprobs(
+            answers[0].prompt_logprobs, self._num_prompt_logprobs, self._token_texts
+        )
         return msgspec.json.encode(
-            ChatCompletion(self.request_id, "chat.completion", self._created, self._model, choices, usage, of_prompt)
+            ChatCompletion(
+                self.request_id, "chat.completion", self._created, self._model, choices, usage, prompt_logprobs
+            )
         )
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
@@ -186,10 +192,10 @@ class ChatSpeller:
         if self._tool_use is None:
             message = AnswerMessage("assistant", text)
         else:
-            thought, found = self._calls[index].push(text, last=True)
+            reasoning, found = self._calls[index].push(text, last=True)
             calls = self._note(index, _calls(found))
-            message = AnswerMessage("assistant", None, tool_calls=calls or UNSET, reasoning_content=thought or UNSET)
-        logprobs = None if answer.logprobs is None else spell_logprobs(answer.logprobs, self._token_texts)
+            message = AnswerMessage("assistant", None, tool_calls=calls or UNSET, reasoning_content=reasoning or UNSET)
+        logprobs = None if answer.logprobs is None else format_logprobs(answer.logprobs, self._token_texts)
         return ChatChoice(index, message, logprobs, self._reason(index, answer.finish_reason), answer.stop_reason)
 
     def _note(self, index: int, calls: list[T]) -> list[T]:
@@ -198,7 +204,7 @@ class ChatSpeller:
         return calls
 
     def _reason(self, index: int, finish_reason: str | None) -> str | None:
-        """As OpenAI has it: an answer that was to call a certain function has merely stopped."""
+        """Return the finish reason as OpenAI defines it: ``stop``, not ``tool_calls``, for a named function."""
         any_call = self._tool_use is not None and self._tool_use.function is None and index in self._called
         return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
 
@@ -208,7 +214,7 @@ class ChatSpeller:
         )
 
 
-def _scanner(use: ToolUse) -> NamedCall | AnyCalls:
+def _parser(use: ToolUse) -> NamedCall | AnyCalls:
     return AnyCalls() if use.function is None else NamedCall(use.function)
 
 
@@ -219,12 +225,12 @@ def _call_delta(call: CallDelta) -> ToolCallDelta:
 
 
 def _calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
-    """The calls of a whole answer, which has one delta of each."""
+    """Return the calls of a complete answer, given one delta per call."""
     return [ToolCall(new_call_id(), Function(call.name or "", call.arguments)) for call in deltas]
 
 
-def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:
-    """Log probabilities in the form of chat: one object per token, with its own bytes."""
+def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:
+    """Return log probabilities in chat format: one object per token, with its bytes."""
     return ChatLogprobs([_content(entry, texts) for entry in placed])
 
 

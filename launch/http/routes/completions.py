@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw text or token ids in, text out."""
+"""POST /v1/completions: from raw text or token ids to text."""
 
 import time
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from quire.launch.text.text_out import TextOut, TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
-# JSON has no infinity; this is what others write for a token that cannot be.
+# Written for -inf, which JSON does not have; vLLM writes the same number.
 LOWEST_LOGPROB = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's four parallel lists. An echoed prompt's first token has no log probability."""
+    """OpenAI's four parallel lists. The first token of an echoed prompt has no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -51,7 +51,6 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 async def completions(server: Server, request: Request) -> ASGIApp:
-    """The route's handler."""
     server.require_serving()
     parsed, size = await read_json(request, server.texts, server.parser.completion)
     if len(parsed.prompts) * parsed.params.n > MAX_PROMPTS:
@@ -59,11 +58,11 @@ async def completions(server: Server, request: Request) -> ASGIApp:
     prompts = await server.texts.run(
         size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
     )
-    return Generation(server, parsed, prompts, CompletionSpeller(server, parsed, prompts))
+    return Generation(server, parsed, prompts, CompletionFormatter(server, parsed, prompts))
 
 
-class CompletionSpeller:
-    """Writes ``text_completion`` objects."""
+class CompletionFormatter:
+    """Formats ``text_completion`` objects."""
 
     def __init__(self, server: Server, request: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.request_id = new_request_id("cmpl")
@@ -73,34 +72,34 @@ class CompletionSpeller:
         self._token_texts = server.token_texts
         self._num_logprobs = request.params.logprobs
         self._num_prompt_logprobs = request.prompt_logprobs
-        # What is still to be written before an answer's own text, and the texts that stand before all of it.
+        # The prompts to write before the output text, and the choices that are still without it.
         echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
         self._echoes = [echo for echo in echoes for _ in range(request.params.n)]
-        self._to_begin = set(range(len(self._echoes)))
+        self._not_started = set(range(len(self._echoes)))
 
-    def event(self, index: int, piece: OutputDelta, usage: Usage | None) -> bytes:
-        return self._object([self._choice(index, piece.text, piece)], usage or (None if self._include_usage else UNSET))
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        return self._object([self._choice(index, delta.text, delta)], usage or (None if self._include_usage else UNSET))
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._object([], usage)
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         return self._object([self._choice(i, "".join(answer.texts), answer) for i, answer in enumerate(answers)], usage)
 
     def _choice(self, index: int, text: str, answer: OutputDelta | Collected) -> CompletionChoice:
         logprobs = None
         if answer.logprobs is not None:
             shift = len(self._echoes[index].text) if self._echoes else 0
-            logprobs = spell_logprobs(answer.logprobs, self._token_texts, shift)
-        if index in self._to_begin:
-            self._to_begin.discard(index)
+            logprobs = format_logprobs(answer.logprobs, self._token_texts, shift)
+        if index in self._not_started:
+            self._not_started.discard(index)
             echo = self._echoes[index]
             text = echo.text + text
             if logprobs is not None and answer.prompt_logprobs is not None:
                 begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
                 logprobs = join_logprobs(begin, logprobs)
-        of_prompt = spell_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
-        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, of_prompt)
+        prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
+        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, prompt_logprobs)
 
     def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
@@ -108,10 +107,10 @@ class CompletionSpeller:
         )
 
 
-def spell_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: int = 0) -> CompletionLogprobs:
-    """Log probabilities in the form of completions. The sampled token is always among the best ones given.
+def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: int = 0) -> CompletionLogprobs:
+    """Return log probabilities in completions format. ``top_logprobs`` always include the sampled token.
 
-    ``shift``: characters that stand before the answer's own text.
+    ``shift``: number of characters before the output text.
     """
     return CompletionLogprobs(
         tokens=[texts.text(entry.logprobs.token_id) for entry in placed],
@@ -130,17 +129,17 @@ def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> Comple
     )
 
 
-def spell_prompt_logprobs(
+def format_prompt_logprobs(
     table: LogprobArrays | None, num_best: int | None, texts: TokenTexts
 ) -> list[dict[int, Logprob] | None] | UnsetType:
-    """In vLLM's form: per prompt token, token id to Logprob; nothing unless asked for and there."""
+    """Return vLLM's format: per prompt token, a map from token id to Logprob. UNSET if not requested or not present."""
     if table is None or num_best is None:
         return UNSET
     return [None, *(logprob_by_id(entry, texts, lowest=LOWEST_LOGPROB) for entry in table.entries(num_best))]
 
 
 class _Echo:
-    """A prompt as the beginning of its answers."""
+    """A prompt as the beginning of its choices."""
 
     def __init__(self, server: Server, prompt: Prompt) -> None:
         self._text_in = server.text_in
@@ -148,12 +147,12 @@ class _Echo:
         self.text = server.text_in.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
 
     def logprobs(self, table: LogprobArrays, num_best: int, texts: TokenTexts) -> CompletionLogprobs:
-        """Of the prompt's tokens, of which the first has none."""
+        """Return the log probabilities of the prompt's tokens; the first token has none."""
         ids = self._token_ids.tolist()
         out = TextOut(self._text_in.tokenizer)
         offsets: list[int] = []
         for token in ids:
-            # What the tokenizer put before the text, or lost of it, moves no token beyond its end.
+            # The tokenizer may add to the text or drop from it: offsets never pass its end.
             offsets.append(min(out.num_chars, len(self.text)))
             out.push((token,))
         entries = table.entries(num_best)
@@ -165,6 +164,6 @@ class _Echo:
 def _best(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, float]:
     best: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        # Two tokens may have the same text; the likelier one keeps the name.
+        # Two tokens may have the same text; the more likely one is kept.
         best.setdefault(texts.text(token_id), max(logprob, LOWEST_LOGPROB))
     return best

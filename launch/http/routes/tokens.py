@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's form."""
+"""POST /tokenize and /detokenize, with vLLM's fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ MAX_DETOKENIZED = 2**19
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """``prompt`` is text, or the messages of a conversation with how they are laid out."""
+    """``prompt``: text, or the messages of a conversation and the template options to render them with."""
 
     prompt: str | tuple[list[Message], ChatOptions]
     add_special_tokens: bool

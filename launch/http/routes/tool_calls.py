@@ -1,4 +1,4 @@
-"""An answer that has to be tool calls, turned into them as it grows."""
+"""Incremental parsing of outputs that are constrained to be tool calls."""
 
 import json
 import uuid
@@ -12,7 +12,7 @@ WHITESPACE = " \t\n\r"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What a piece of text adds to call ``index``; ``name`` is set once, when the call begins."""
+    """The text added to call ``index``. Only the first delta of a call has its ``name``."""
 
     index: int
     name: str | None
@@ -24,7 +24,7 @@ def new_call_id() -> str:
 
 
 class NamedCall:
-    """The whole answer is the arguments of one call."""
+    """Parser of an output that is the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -34,11 +34,11 @@ class NamedCall:
         return [CallDelta(0, name, text)] if text or name is not None else []
 
 
-class AfterThought:
-    """Calls that come behind thinking: all up to the end marker is thought, and none of it a call.
+class CallsAfterReasoning:
+    """Parser of calls after reasoning: all text before the end marker is reasoning.
 
     Args:
-        end: the marker's text; empty where the answer begins with its calls.
+        end: the marker's text, or "" if the output starts with its calls.
     """
 
     def __init__(self, calls: "NamedCall | AnyCalls", end: str) -> None:
@@ -46,10 +46,10 @@ class AfterThought:
         self._end = StopStrings([end]) if end else None
         self._end_length = len(end)
         self._held = ""
-        """What may be the beginning of the marker."""
+        """Text that may be the start of the marker."""
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
-        """The thought and the calls that ``text`` adds; ``last``: nothing follows."""
+        """Return the reasoning and the calls that ``text`` adds. ``last``: it ends the output."""
         if self._end is None:
             return "", self._calls.push(text)
         found = self._end.find(text)
@@ -64,94 +64,93 @@ class AfterThought:
         return text[: end - self._end_length], self._calls.push(text[end:])
 
 
-class _At(Enum):
+class _State(Enum):
     OUTSIDE = auto()
-    """Between calls, and before and behind the list."""
+    """Outside of any call."""
     MEMBER = auto()
     """In a call, before a key."""
     KEY = auto()
     COLON = auto()
-    """Behind a key, before its value."""
+    """Between a key and its value."""
     VALUE = auto()
 
 
 class AnyCalls:
-    """The answer is a JSON list of ``{"name": ..., "parameters": ...}``; each character is looked at once.
+    """Parser of a JSON list of ``{"name": ..., "parameters": ...}``, in time linear in the text.
 
-    It was constrained to be that, so nothing here checks it: what does not fit makes no call. An answer that was cut
-    short gives what there is of its last call.
+    The output is constrained to this form, so nothing is validated: other text makes no call. If the output was cut
+    off, its last call is incomplete.
     """
 
     def __init__(self) -> None:
-        self._at = _At.OUTSIDE
+        self._state = _State.OUTSIDE
         self._index = -1
         self._begin_call()
 
     def _begin_call(self) -> None:
         self._token: list[str] = []
-        """The key or the name that is being read, quotes included."""
+        """Characters of the current key or name, with quotes."""
         self._key = ""
         self._name: str | None = None
-        self._named = False
-        """Its name was sent."""
+        self._name_sent = False
         self._arguments: list[str] = []
-        """Read and not sent."""
+        """Parsed and not sent."""
         self._depth = 0
         self._in_string = self._escaped = False
 
     def push(self, text: str) -> list[CallDelta]:
-        """What ``text`` adds: at most one delta for each call that it touches."""
+        """Return the deltas of ``text``, at most one per call."""
         deltas: list[CallDelta] = []
         for char in text:
             ended = self._step(char)
             if ended:
-                self._tell(deltas)
+                self._add_delta(deltas)
                 self._begin_call()
-        self._tell(deltas)
+        self._add_delta(deltas)
         return deltas
 
-    def _tell(self, deltas: list[CallDelta]) -> None:
-        """Add what was read; the arguments wait for the name."""
+    def _add_delta(self, deltas: list[CallDelta]) -> None:
+        """Move parsed arguments to a new delta, once the name is known."""
         if self._name is None:
             return
         arguments = "".join(self._arguments)
         self._arguments.clear()
-        name = None if self._named else self._name
-        self._named = True
+        name = None if self._name_sent else self._name
+        self._name_sent = True
         if arguments or name is not None:
             deltas.append(CallDelta(self._index, name, arguments))
 
     def _step(self, char: str) -> bool:
-        """Take one character; true when it ends a call."""
-        if self._at is _At.VALUE:
-            return self._value(char)
-        if self._at is _At.KEY:
+        """Consume one character; return True if it ends a call."""
+        if self._state is _State.VALUE:
+            return self._step_in_value(char)
+        if self._state is _State.KEY:
             self._token.append(char)
             if self._closes_string(char):
-                self._key, self._at = _decoded(self._token), _At.COLON
+                self._key, self._state = _decoded(self._token), _State.COLON
                 self._token = []
             return False
-        if self._at is _At.OUTSIDE:
+        if self._state is _State.OUTSIDE:
             if char == "{":
                 self._index += 1
-                self._at = _At.MEMBER
-        elif self._at is _At.COLON:
+                self._state = _State.MEMBER
+        elif self._state is _State.COLON:
             if char == ":":
-                self._at = _At.VALUE
+                self._state = _State.VALUE
                 self._token = []
         elif char == '"':
-            self._token, self._in_string, self._at = ['"'], True, _At.KEY
+            self._token, self._in_string, self._state = ['"'], True, _State.KEY
         elif char == "}":
-            self._at = _At.OUTSIDE
+            self._state = _State.OUTSIDE
             return True
         return False
 
-    def _value(self, char: str) -> bool:
-        """A character of a member's value, or the first one behind it."""
+    def _step_in_value(self, char: str) -> bool:
+        """Consume a character of a member's value, or the first one after it."""
         if not self._in_string and not self._depth and char in ",}":
             if self._key == "name" and self._name is None:
                 self._name = _decoded(self._token)
-            self._at = _At.OUTSIDE if char == "}" else _At.MEMBER
+            self._state = _State.OUTSIDE if char == "}" else _State.MEMBER
             return char == "}"
         if self._in_string:
             self._closes_string(char)

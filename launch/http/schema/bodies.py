@@ -1,7 +1,7 @@
-"""What the JSON of a request may hold. A field that OpenAI defines is here, used or not; any other is refused.
+"""Fields of request bodies: those that OpenAI defines, used or not, and some of vLLM's. Others are refused.
 
-The fields of ``SamplingParams`` are not repeated here: it checks their types and ranges itself. A field of the type
-Any is checked where it is used.
+The fields of ``SamplingParams`` are not repeated here: SamplingParams checks their types and ranges. Fields of type
+Any are checked where they are used.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,25 +16,25 @@ _READ_HERE = {"max_tokens", "logprobs", "structured_outputs", "repetition_detect
 SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in _READ_HERE and name != "bad_words_token_ids"
 )
-"""Fields that go into SamplingParams as they are."""
+"""Fields that are passed to SamplingParams without conversion."""
 
 Name = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z", description="1 to 64 letters, digits, underscores or dashes")
 ]
-"""What OpenAI allows as the name of a function or of a schema."""
+"""A function or schema name that OpenAI allows."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``include_usage``: a last event with the usage; ``continuous_usage_stats``: usage so far in every event."""
+    """``include_usage``: send a last event with the usage; ``continuous_usage_stats``: the usage in every event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-    """Without effect."""
+    """Ignored."""
 
 
 class PlainFormat(msgspec.Struct, frozen=True):
-    """``response_format`` of the types text and json_object."""
+    """``response_format`` of type text or json_object."""
 
     type: str
 
@@ -64,7 +64,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions and chat share."""
+    """Fields of both completions and chat."""
 
     model: str | None = None
     max_tokens: Any = None
@@ -78,7 +78,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
-    # Without effect:
+    # Ignored:
     user: str = ""
 
 
@@ -86,7 +86,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Any
     logprobs: Any = None
     echo: bool = False
-    # Without effect:
+    # Ignored:
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     suffix: str = ""
 
@@ -102,7 +102,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Any = None
-    # Without effect:
+    # Ignored:
     audio: dict[str, Any] | None = None
     function_call: str | dict[str, Any] = ""
     functions: list[dict[str, Any]] | None = None
@@ -122,7 +122,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's form: either ``prompt`` or ``messages``."""
+    """Either ``prompt`` or ``messages``, as in vLLM."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them, in words that are ours."""
+"""Errors in OpenAI's format, with messages written for this server."""
 
 import traceback
 
@@ -10,7 +10,7 @@ from quire.protocol.process.log import event_logger
 
 log = event_logger("http")
 
-# Of every code that an InvalidRequest or a scheduler's Rejected may bear.
+# HTTP status of every code of an InvalidRequest or of the scheduler's Rejected message.
 STATUS_OF_CODE = {
     "invalid_value": 400,
     "invalid_type": 400,
@@ -29,9 +29,9 @@ STATUS_OF_CODE = {
     "queue_full": 503,
     "loading": 503,
 }
-# Of what an engine's ERROR begins with, where the request failed by itself; any other failure is ours.
+# HTTP status by the code that begins the detail of a request's ERROR end; 500 for any other.
 STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500, "server_shutdown": 503}
-# After how many seconds a client may try again, where that can help.
+# Retry-After in seconds, for codes where a retry can succeed.
 RETRY_AFTER_S = {
     "queue_full": 1,
     "rate_limit_exceeded": 1,
@@ -64,7 +64,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(QuireError):
-    """An answer other than 2xx, and what it says."""
+    """A response with a status other than 2xx, and its error object."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -75,13 +75,13 @@ class ApiError(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that its status asks for."""
+        """Retry-After, if the code has one."""
         seconds = RETRY_AFTER_S.get(self.code or "")
         return {} if seconds is None else {"retry-after": str(seconds)}
 
     def body(self) -> bytes:
         kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
-        # A lone surrogate out of a field's name would not encode.
+        # A field name may contain a lone surrogate, which cannot be encoded.
         message, param = one_line(self.message), None if self.param is None else _encodable(self.param)
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
 
@@ -89,12 +89,12 @@ class ApiError(QuireError):
         return Response(self.body(), self.status, self.headers | (headers or {}), "application/json")
 
 
-class ClientGone(Exception):
-    """The client closed its connection: no answer is due."""
+class ClientDisconnected(Exception):
+    """The client closed its connection: no response is needed."""
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the error that the client gets. An unexpected one is logged here and answered as ``internal error``."""
+    """Return the error to send. An unexpected exception is logged, and its client gets ``internal error``."""
     match error:
         case ApiError():
             return error
@@ -102,41 +102,40 @@ def as_api_error(error: Exception) -> ApiError:
             status = STATUS_OF_CODE.get(error.code, 400)
             return ApiError(status, error.message, error.param, error.code)
         case EngineError():
-            return ApiError(503, "the engine is not available", None, "engine_unavailable")
+            return ApiError(503, "engine not available", None, "engine_unavailable")
         case MemoryError():
             return out_of_memory()
         case _:
-            log.error("unexpected error while answering a request", traceback=_traceback(error))
+            log.error("unexpected error in a request handler", traceback=_traceback(error))
             return ApiError(500, "internal error", None, "internal_error")
 
 
 def out_of_memory() -> ApiError:
-    """One request asked for more than there is; the others go on."""
-    return ApiError(503, "there is no memory for this request now", None, "out_of_memory")
+    return ApiError(503, "not enough memory for this request: retry later", None, "out_of_memory")
 
 
 def failed_request(detail: str) -> ApiError:
-    """The error of a request that ended with ERROR; ``detail`` is ``code: words``, or words alone."""
-    code, _, words = detail.partition(": ")
+    """Return the error of a request that ended with ERROR. ``detail``: ``code: message``, or a message alone."""
+    code, _, message = detail.partition(": ")
     if code not in STATUS_OF_FAILURE:
-        return ApiError(500, detail or "the engine failed this request", None, "engine_error")
-    return ApiError(STATUS_OF_FAILURE[code], words, None, code)
+        return ApiError(500, detail or "request failed in the engine", None, "engine_error")
+    return ApiError(STATUS_OF_FAILURE[code], message, None, code)
 
 
-def shorten(word: str, most: int = 64) -> str:
-    """A client's own word, as an error repeats it: quoted, on one line, not long."""
-    return ascii(word if len(word) <= most else f"{word[:most]}...")
+def shorten(text: str, limit: int = 64) -> str:
+    """Return text of a client for an error message: quoted, on one line, at most ``limit`` characters of it."""
+    return ascii(text if len(text) <= limit else f"{text[:limit]}...")
 
 
 def _traceback(error: Exception) -> str:
-    """Return the frames, and the error cut to ``MAX_LOGGED_CHARS``: it may repeat a client's text of any length."""
+    """Return the frames, and the error cut to ``MAX_LOGGED_CHARS``: it may contain text of a client of any length."""
     return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {error}"[:MAX_LOGGED_CHARS]
 
 
-def one_line(message: str, most: int = 2000) -> str:
-    """A message as a terminal or a log can show it, whatever of a client's own it repeats: printable, and not long."""
+def one_line(message: str, limit: int = 2000) -> str:
+    """Return the message as one printable line of at most ``limit`` characters: it may contain text of a client."""
     text = message if message.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in message)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""From a JSON object to a struct of msgspec, and from msgspec's refusal to ours: the field, and what it must be."""
+"""Conversion of JSON objects to msgspec structs, and of msgspec's errors to InvalidRequest with field and range."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,43 +15,43 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read(kind: type[T], raw: Mapping[str, Any], where: str = "", besides: Iterable[str] = ()) -> T:
-    """Make a struct of a JSON object; objects in it are read by further calls.
+    """Convert a JSON object to a struct. Nested objects stay dicts, which their own calls convert.
 
     Args:
-        where: the field that the object stands in; empty for the whole body.
-        besides: names of further fields, which are left out.
+        where: path of the field that holds the object, or "" for the whole body.
+        besides: names of further allowed fields, which are dropped.
 
     Raises:
-        InvalidRequest: an unknown field, with the nearest known one; a missing one; a wrong type; out of range.
+        InvalidRequest: a field is unknown (names the closest known one), missing, of a wrong type, or out of range.
     """
     given = members(kind, raw, where, besides)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        # "Expected `int`, got `str` - at `$.seed`"; every name is one of ours, for others are refused by ``members``.
+        # "Expected `int`, got `str` - at `$.seed`". The name is a known field: ``members`` has refused all others.
         name = re.findall(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))[0]
     field = name[0] or name[1]
     if name[0] and not where:
         raise InvalidRequest(f"{field} is required", field, "missing_required_parameter")
     place = f"{where}.{field}" if where else field
-    raise InvalidRequest(f"{place} must be {_words(_types(kind)[field])}", place)
+    raise InvalidRequest(f"{place} must be {_describe(_types(kind)[field])}", place)
 
 
 def members(
     kind: type[msgspec.Struct], raw: Mapping[str, Any], where: str, besides: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The members of an object that are not null, which counts as absent, as it does for OpenAI.
+    """Return the members of an object that are not null: null counts as absent, as in OpenAI's API.
 
     Raises:
-        InvalidRequest: one is neither a field of ``kind`` nor in ``besides``.
+        InvalidRequest: a member is neither a field of ``kind`` nor in ``besides``.
     """
     known = _types(kind)
     prefix = f"{where}." if where else ""
-    taken = {*known, *besides}
-    for name in (name for name in raw if name not in taken):
-        word = (prefix + name)[:64]
-        near = did_you_mean(word, [prefix + each for each in taken])
-        raise InvalidRequest(f"unknown field {shorten(prefix + name)}{near}", word, "unknown_parameter")
+    allowed = {*known, *besides}
+    for name in (name for name in raw if name not in allowed):
+        path = (prefix + name)[:64]
+        near = did_you_mean(path, [prefix + each for each in allowed])
+        raise InvalidRequest(f"unknown field {shorten(prefix + name)}{near}", path, "unknown_parameter")
     return {name: value for name, value in raw.items() if value is not None and name in known}
 
 
@@ -62,11 +62,10 @@ def _types(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
     return {field.encode_name: field.type for field in info.fields}
 
 
-def _words(info: inspect.Type) -> str:
-    """What a value of the type must be."""
+def _describe(info: inspect.Type) -> str:
     match info:
-        case inspect.Metadata(extra_json_schema={"description": str(words)}):
-            return words
+        case inspect.Metadata(extra_json_schema={"description": str(description)}):
+            return description
         case inspect.BoolType():
             return "true or false"
         case inspect.IntType():
@@ -79,5 +78,5 @@ def _words(info: inspect.Type) -> str:
             return "a list of objects" if isinstance(info.item_type, inspect.DictType) else "a list of strings"
         case inspect.UnionType():
             kinds = [each for each in info.types if not isinstance(each, inspect.NoneType)]
-            return " or ".join(map(_words, kinds))
+            return " or ".join(map(_describe, kinds))
     return "an object"

@@ -1,4 +1,4 @@
-"""The fields of sampling whose JSON is not what SamplingParams takes: objects, maps by token id, other names."""
+"""Sampling fields whose JSON must be converted for SamplingParams: objects, maps by token id, aliases."""
 
 import re
 from typing import Any
@@ -14,10 +14,10 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def sampling_objects(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
-    """Keywords for SamplingParams of those of these fields that are given, without the constraint.
+    """Return keyword arguments for SamplingParams, without ``structured_outputs``.
 
     Raises:
-        InvalidRequest: one is of the wrong form; names the field.
+        InvalidRequest: a field is malformed; names the field.
     """
     found: dict[str, Any] = {}
     if body.logit_bias is not None:
@@ -28,29 +28,27 @@ def sampling_objects(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
             raise InvalidRequest("repetition_detection must have max_pattern_size", "repetition_detection")
         found["repetition_detection"] = RepetitionDetection(**given)
     if body.extra_args is not None and body.vllm_xargs is not None:
-        raise InvalidRequest("vllm_xargs is another name of extra_args: give one of them", "vllm_xargs")
+        raise InvalidRequest("vllm_xargs is another name of extra_args: use one of them", "vllm_xargs")
     extra_args = body.vllm_xargs if body.extra_args is None else body.extra_args
     return found if extra_args is None else found | {"extra_args": extra_args}
 
 
 def logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
-    """OpenAI's map from token id, as a string, to a number from -100 to 100."""
+    """Parse OpenAI's map from token ids, as strings, to numbers from -100 to 100."""
     name = "logit_bias"
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"{name} must be an object of at most {MAX_LOGIT_BIAS} token ids", name)
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        # Only the plain spelling of a number, so that no token is there twice.
+        # Only the canonical form of a number, so that no token is there twice.
         if not re.fullmatch(r"0|[1-9][0-9]{0,8}", key) or int(key) >= vocab_size:
-            raise InvalidRequest(
-                f"{name} must have token ids from 0 to {vocab_size - 1} as keys, not {shorten(key)}", name
-            )
+            raise InvalidRequest(f"{name} keys must be token ids from 0 to {vocab_size - 1} (got {shorten(key)})", name)
         biases[int(key)] = check_float(f"{name} of token {key}", bias, -100.0, 100.0, param=name)
     return biases
 
 
 def constraint(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
-    """Return the constraint on the answer and the field that holds it; at most one of two fields may."""
+    """Return the name of the field that constrains the output, and the constraint; or None."""
     found: list[tuple[str, StructuredOutputs]] = []
     if body.structured_outputs is not None:
         given = members(StructuredOutputs, body.structured_outputs, "structured_outputs")
@@ -64,7 +62,7 @@ def constraint(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
 
 
 def response_format(value: dict[str, Any]) -> StructuredOutputs | None:
-    """OpenAI's field; None for plain text."""
+    """Parse OpenAI's ``response_format``; None for plain text."""
     name, kind = "response_format", value.get("type")
     if kind not in FORMATS:
         raise InvalidRequest(f"{name}.type must be one of {', '.join(FORMATS)}", f"{name}.type")
@@ -77,9 +75,9 @@ def response_format(value: dict[str, Any]) -> StructuredOutputs | None:
 
 
 def schema_constraint(schema: dict[str, Any], where: str) -> StructuredOutputs:
-    """The constraint to a JSON schema; its refusal names the field ``where`` that the schema came in."""
+    """Return the constraint to a JSON schema. Errors name ``where``, the field that holds the schema."""
     try:
         return StructuredOutputs(json=schema)
-    except InvalidRequest as refusal:
-        message = refusal.message.replace("structured_outputs.json", where)
-        raise InvalidRequest(message, where, refusal.code) from None
+    except InvalidRequest as error:
+        message = error.message.replace("structured_outputs.json", where)
+        raise InvalidRequest(message, where, error.code) from None

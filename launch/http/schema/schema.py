@@ -1,6 +1,6 @@
-"""Requests as the rest of the server takes them: bodies read, checked against the model and each other.
+"""Parsed requests: bodies are converted, and their fields checked against the model and each other.
 
-Adding a field: a line in ``bodies.py`` and, if it is used, its step in the parser.
+To add a field: a line in ``bodies.py`` and, if the field has an effect, its step in Parser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonRequest:
-    """What completions and chat share.
+    """A parsed request of either endpoint.
 
     Attributes:
-        clamp_max_tokens: its max_tokens is a default, to be cut as needed.
-        prompt_only: the response holds nothing of the answer, for a client that asked for no tokens.
-        prompt_logprobs: as its own field asked for them.
+        clamp_max_tokens: max_tokens is a default, to be reduced until it fits in the context.
+        prompt_only: leave out the output, because the client asked for max_tokens 0.
+        prompt_logprobs: the value of the field of this name.
     """
 
     model: str
@@ -55,7 +55,7 @@ class CommonRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(CommonRequest):
-    """``echo``: the answer begins with the prompt, its log probabilities too. ``prompt_only``: and ends with it."""
+    """``echo``: start the text and its log probabilities with the prompt."""
 
     prompts: list[str | list[int]]
     echo: bool
@@ -63,7 +63,7 @@ class CompletionRequest(CommonRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CommonRequest):
-    """``tool_use``: the call that the answer has to be."""
+    """``tool_use``: the required call, or None."""
 
     messages: list[Message]
     options: ChatOptions
@@ -72,7 +72,7 @@ class ChatRequest(CommonRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
-    """Makes requests out of JSON objects, for one model under its served names. All methods raise InvalidRequest."""
+    """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest."""
 
     served_names: Sequence[str]
     limits: ModelLimits
@@ -81,7 +81,7 @@ class Parser:
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         body = read(CompletionBody, raw, besides=SAMPLING_FIELDS)
         max_tokens = self._max_tokens("max_tokens", body.max_tokens, least=0 if body.echo else 1)
-        # The engine always makes a token; where none was asked for, the response leaves it out.
+        # The engine always generates a token; for max_tokens 0 the response leaves it out.
         wanted = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
         params = self._params(body, raw, wanted, body.logprobs, echo_logprobs=body.logprobs if body.echo else None)
         return CompletionRequest(
@@ -109,7 +109,7 @@ class Parser:
         )
 
     def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Message], ChatOptions]:
-        """The messages, and how they are to be laid out."""
+        """Return the messages and the template options to render them with."""
         messages = check_messages(body.messages)
         continues = body.continue_final_message
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -121,7 +121,7 @@ class Parser:
         return messages, ChatOptions(opens, continues, variables)
 
     def model(self, name: str | None) -> str:
-        """The served name that was asked for; the first when none was."""
+        """Return the requested served name, by default the first."""
         if name is None:
             return self.served_names[0]
         if name not in self.served_names:
@@ -133,9 +133,9 @@ class Parser:
             return None
         try:
             return check_int(name, value, least, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
-        except InvalidRequest as refusal:
-            context = f"{refusal.message}, this model's maximum context length"
-            raise InvalidRequest(context, name, refusal.code) from None
+        except InvalidRequest as error:
+            context = f"{error.message}, this model's maximum context length"
+            raise InvalidRequest(context, name, error.code) from None
 
     def _params(
         self,
@@ -147,15 +147,15 @@ class Parser:
         echo_logprobs: Any = None,
         tool_use: ToolUse | None = None,
     ) -> SamplingParams:
-        """``echo_logprobs``: how many of each token of the prompt the answer is to begin with."""
+        """``echo_logprobs``: number of log probabilities per token of an echoed prompt, or None."""
         given = {name: raw[name] for name in SAMPLING_FIELDS if raw.get(name) is not None}
         given |= sampling_objects(body, self.limits.vocab_size)
         if "prompt_logprobs" in given and body.stream:
-            raise InvalidRequest("prompt_logprobs are not given in a stream", "prompt_logprobs", "unsupported_value")
+            raise InvalidRequest("prompt_logprobs require stream to be false", "prompt_logprobs", "unsupported_value")
         required = constraint(body)
         if required is not None and tool_use is not None:
             raise InvalidRequest(
-                f"{required[0]} cannot be combined with a tool_choice that demands a call", required[0]
+                f"{required[0]} cannot be combined with a tool_choice that requires a call", required[0]
             )
         if tool_use is not None:
             given["structured_outputs"] = tool_use.constraint
@@ -164,9 +164,9 @@ class Parser:
         try:
             params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
             plugins.check_params(self.processors, params)
-        except InvalidRequest as refusal:
-            if refusal.param == "extra_args" and body.vllm_xargs is not None:
-                raise InvalidRequest(refusal.message, "vllm_xargs", refusal.code) from None
+        except InvalidRequest as error:
+            if error.param == "extra_args" and body.vllm_xargs is not None:
+                raise InvalidRequest(error.message, "vllm_xargs", error.code) from None
             raise
         if echo_logprobs is not None:
             most = max(echo_logprobs, params.prompt_logprobs or 0)

@@ -1,7 +1,6 @@
-"""Tools of a chat request: checked, given to the template, and the constraint that a demanded call puts on the answer.
+"""Tools of a chat request: validation, and the output constraint of a required call.
 
-A call is only ever parsed out of an answer that was constrained to be one: what a model writes by itself, under
-``tool_choice: auto``, stays text.
+Calls are only parsed from outputs that were constrained to be calls. With ``tool_choice: auto`` the output stays text.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call that the answer has to be. ``function``: the one to call; None: any, and perhaps several."""
+    """A required call. ``function``: the function to call, or None for one or several calls of any function."""
 
     function: str | None
     constraint: StructuredOutputs
@@ -32,28 +31,28 @@ class ToolUse:
 def parse_tools(
     given: list[dict[str, Any]] | None, choice: Any, *, parallel: bool
 ) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
-    """The tools for the template, none where they are not to be used, and what is demanded of the answer.
+    """Return the tools for the template (None if unused) and the required call (None if not required).
 
     Raises:
-        InvalidRequest: a tool is not a function, or the choice names none of them; names the field.
+        InvalidRequest: a tool is not a function, or the choice names an unknown function; names the field.
     """
     tools = _check_tools(given or [])
     if choice is None or choice in ("auto", "none"):
         return (None if choice == "none" else tools or None), None
     if not tools:
-        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        raise InvalidRequest("tool_choice requires tools", "tool_choice")
     schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
     if choice == "required":
         return tools, ToolUse(None, _any_call(schemas, parallel=parallel))
     name = _chosen(choice)
     if name not in schemas:
-        raise InvalidRequest(f"tool_choice.function.name {shorten(name)} is none of the tools", "tool_choice")
+        raise InvalidRequest(f"tool_choice.function.name {shorten(name)} not found in tools", "tool_choice")
     where = f"tools[{list(schemas).index(name)}].function.parameters"
     return tools, ToolUse(name, schema_constraint(schemas[name], where))
 
 
 def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object even where ``parameters`` forget to say so."""
+    """Return the schema of a call's arguments. A schema without a type gets ``"type": "object"``."""
     if not parameters:
         return NO_PARAMETERS
     return parameters if {"type", "$ref"} & parameters.keys() else {"type": "object", **parameters}
@@ -77,7 +76,7 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     functions = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     for i, name in enumerate(function.name for function in functions):
         if name in names:
-            raise InvalidRequest(f"tools must not have two functions of the name {name}", f"tools[{i}].function.name")
+            raise InvalidRequest(f"duplicate function name {name} in tools", f"tools[{i}].function.name")
         names.add(name)
     try:
         size = len(msgspec.json.encode(tools))
@@ -95,17 +94,18 @@ def _check_tool(tool: dict[str, Any], where: str) -> Function:
 
 
 def _check_parameters(schema: Any, where: str) -> None:
-    """As the scheduler would where a call is demanded: a client is to learn of its mistake before it demands one."""
+    """Check a schema as the scheduler would for a required call, so that the error does not depend on tool_choice."""
     if schema is None:
         return
     try:
         check_schema(msgspec.json.encode(schema).decode())
-    except GrammarRefused as refused:
-        raise InvalidRequest(f"{where}: {refused}", where, "invalid_structured_outputs") from None
+    except GrammarRefused as error:
+        raise InvalidRequest(f"{where}: {error}", where, "invalid_structured_outputs") from None
 
 
 def _any_call(schemas: dict[str, Any], *, parallel: bool) -> StructuredOutputs:
-    """A list of calls; each tool's schema stands under the whole's definitions, so its own references are moved."""
+    """Return the constraint to a list of calls. Each tool's schema becomes a definition of the whole schema, so its
+    references to itself are rewritten."""
     calls, definitions = [], {}
     for i, (name, schema) in enumerate(schemas.items()):
         place = f"#/$defs/parameters_{i}"
@@ -126,7 +126,7 @@ def _any_call(schemas: dict[str, Any], *, parallel: bool) -> StructuredOutputs:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """``schema`` with its references to itself as they are once it stands at ``place``."""
+    """Return ``schema`` with references to itself rewritten for its new location ``place``."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

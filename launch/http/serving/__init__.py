@@ -1,1 +1,1 @@
-"""What all routes share: the server's state, sockets, streams, metrics."""
+"""Shared by all routes: server state, connections, streams, metrics."""

@@ -1,4 +1,4 @@
-"""The outermost layer: API keys, bounds on headers, and the answer when a handler breaks."""
+"""The outermost ASGI middleware: API keys, limits on headers and bodies, and error responses."""
 
 import hmac
 import re
@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.launch.http.schema.errors import ApiError, ClientGone, as_api_error, shorten
-from quire.launch.http.serving.socket_protocol import CROWDED
+from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
+from quire.launch.http.serving.socket_protocol import TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 MAX_HEADERS = 100
@@ -19,17 +19,17 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
-# Key of a request's state for its tenant: 1 + the index of its API key, 0 without keys.
+# Key of the request's state that holds its tenant: 1 + the index of its API key, or 0 if the server has no keys.
 TENANT = "tenant"
 
 
 class Gate:
-    """Lets a request through to the application, or answers it.
+    """Middleware that passes a request to the application or refuses it.
 
-    With API keys, every path needs one but those in OPEN_PATHS: a route that someone adds is closed until listed,
-    and so is every path that is no route.
+    With API keys, every path requires one except OPEN_PATHS. A new route therefore requires a key until it is listed
+    there, and so does a path without a route.
 
-    ``max_body_bytes``: of all requests that have come in and are not answered yet, however many clients send them.
+    ``max_body_bytes``: limit on the bodies of all requests that have no response yet, over all clients.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Gate:
         try:
             _check_size(scope)
             state[TENANT] = self._tenant(scope)
-            if CONTROL_CHARACTER.search(scope["path"]):  # routes are regular expressions, in which $ allows a last one
-                raise ApiError(404, f"there is nothing at {shorten(scope['path'])}", None, "not_found")
-            if state.get(CROWDED) and scope["path"] not in OPEN_PATHS:
-                raise ApiError(503, "too many connections are open", None, "too_many_connections")
+            if CONTROL_CHARACTER.search(scope["path"]):  # routes are regular expressions: $ also matches before "\n"
+                raise ApiError(404, f"{shorten(scope['path'])} not found", None, "not_found")
+            if state.get(TOO_MANY_CONNECTIONS) and scope["path"] not in OPEN_PATHS:
+                raise ApiError(503, "too many open connections: retry later", None, "too_many_connections")
         except ApiError as refusal:
             await refusal.response(REFUSAL_HEADERS.get(refusal.status))(scope, receive, send)
             return
@@ -64,18 +64,18 @@ class Gate:
         """Return the request's tenant.
 
         Raises:
-            ApiError: 401, it brought none of the keys and needs one, or more than one.
+            ApiError: 401, the path requires a key and the request has no valid one, or several.
         """
-        # The server's own path, decoded once, is what routes are matched with: no other spelling may pass.
+        # Routes are matched with this decoded path: checking another form of it could let a request pass.
         if not self._keys or scope["path"] in OPEN_PATHS:
             return 0
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        # All keys are compared, each in constant time, so that the time taken reveals nothing.
+        # All keys are compared, each in constant time, so that the time reveals nothing about a key.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() == b"bearer" and any(matches):
             return 1 + matches.index(True)
-        raise ApiError(401, "a valid API key is required, as 'Authorization: Bearer KEY'", None, "invalid_api_key")
+        raise ApiError(401, "missing or invalid API key: send 'Authorization: Bearer KEY'", None, "invalid_api_key")
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -86,7 +86,7 @@ class Gate:
             message = await receive()
             size = len(message.get("body", b""))
             if size and self._num_body_bytes + size > self._max_body_bytes:
-                raise ApiError(503, "too many large requests are being read", None, "too_many_bodies")
+                raise ApiError(503, "too many large request bodies: retry later", None, "too_many_bodies")
             num_bytes += size
             self._num_body_bytes += size
             return message
@@ -100,23 +100,23 @@ class Gate:
 
         try:
             await self._app(scope, counted_receive, watched_send)
-        except ClientGone:
+        except ClientDisconnected:
             return
         except Exception as error:
-            answer = as_api_error(error)
-            # Of an answer that is half out, only a cut connection can say that it is not whole. The server cuts it
-            # when we return without its end; raised, the error would be logged again, in words that may be a client's.
+            api_error = as_api_error(error)
+            # If the response has started, only closing the connection shows that it is incomplete. uvicorn closes it
+            # when this returns before the end of the response. Raising would log the error again, unescaped.
             if not started:
-                await answer.response()(scope, receive, send)
+                await api_error.response()(scope, receive, send)
         finally:
             if not started:
                 self._num_body_bytes -= num_bytes
 
 
 def _check_size(scope: Scope) -> None:
-    """Raises ApiError 431 when a request's head is larger than any that we serve."""
+    """Raise ApiError 431 if the request's target or headers are too large."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     target = len(scope.get("raw_path", b"")) + len(scope["query_string"])
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES or target > MAX_TARGET_BYTES:
-        raise ApiError(431, "the request's headers are too large", None, "headers_too_large")
+        raise ApiError(431, "request headers too large", None, "headers_too_large")

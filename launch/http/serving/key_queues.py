@@ -1,7 +1,7 @@
-"""How many answers of each API key wait for their first token; and the bound on it, looked at before any is submitted.
+"""Limit on the sequences per API key that wait for their first token.
 
-A bound on waiting, not on running: what a key may take of the running batch is the scheduler's to share out, which
-leaves no room empty while others ask for nothing.
+There is no limit on running sequences: the scheduler shares the batch between tenants. A fixed share per key would
+leave rows empty while other keys have no requests.
 """
 
 from collections import Counter
@@ -10,53 +10,56 @@ from quire.protocol.errors import InvalidRequest
 
 
 class KeyQueues:
-    """``most``: answers of one key that may wait; 0: any number. Requests without keys are one key's."""
+    """Waiting sequences of all API keys. Without keys, all requests count as those of one key.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    ``limit``: most waiting sequences per key, or 0 for no limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._num_waiting: Counter[int] = Counter()
 
-    def enter(self, tenant: int, num_answers: int) -> "Place":
-        """A place for all answers of one request, or for none.
+    def enter(self, tenant: int, num_sequences: int) -> "WaitingSequences":
+        """Add all sequences of one request, or none.
 
         Raises:
-            InvalidRequest: they could never all wait, or (rate_limit_exceeded) the key has too many waiting already.
+            InvalidRequest: the request alone exceeds the limit, or (rate_limit_exceeded) it does with those waiting.
         """
-        if self._most and num_answers > self._most:
-            raise InvalidRequest(f"prompts times n must be at most {self._most} with this API key", "n")
+        if self._limit and num_sequences > self._limit:
+            raise InvalidRequest(f"prompts times n must be at most {self._limit} with this API key", "n")
         waiting = self._num_waiting[tenant]
-        if self._most and waiting + num_answers > self._most:
-            text = f"{waiting} answers wait already with this API key; at most {self._most} may"
+        if self._limit and waiting + num_sequences > self._limit:
+            text = f"{waiting} sequences of this API key are waiting (limit {self._limit}): retry later"
             raise InvalidRequest(text, None, "rate_limit_exceeded")
-        return Place(self._num_waiting, tenant, num_answers)
+        return WaitingSequences(self._num_waiting, tenant, num_sequences)
 
     def num_waiting(self, tenant: int) -> int:
         return self._num_waiting[tenant]
 
 
-class Place:
-    """The answers of one request that still wait. A context manager: afterwards none of them does."""
+class WaitingSequences:
+    """The waiting sequences of one request. A context manager: its exit removes those that are left."""
 
-    def __init__(self, num_waiting: Counter[int], tenant: int, num_answers: int) -> None:
+    def __init__(self, num_waiting: Counter[int], tenant: int, num_sequences: int) -> None:
         self._num_waiting = num_waiting
         self._tenant = tenant
-        self._waiting = set(range(num_answers))
-        num_waiting[tenant] += num_answers
+        self._waiting = set(range(num_sequences))
+        num_waiting[tenant] += num_sequences
 
-    def begun(self, index: int) -> None:
-        """Something came for answer ``index``."""
+    def remove(self, index: int) -> None:
+        """Remove sequence ``index`` when its first delta arrives; no-op for later ones."""
         if index in self._waiting:
             self._waiting.discard(index)
-            self._take_off(1)
+            self._subtract(1)
 
-    def __enter__(self) -> "Place":
+    def __enter__(self) -> "WaitingSequences":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._take_off(len(self._waiting))
+        self._subtract(len(self._waiting))
         self._waiting.clear()
 
-    def _take_off(self, count: int) -> None:
+    def _subtract(self, count: int) -> None:
         self._num_waiting[self._tenant] -= count
         if not self._num_waiting[self._tenant]:
             del self._num_waiting[self._tenant]

@@ -1,4 +1,4 @@
-"""Threads for what takes long: long texts, and conversations, whose template may. No event loop waits for them."""
+"""Threads for slow work: tokenizing long texts, and rendering conversations. The event loop never waits for them."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,12 +8,13 @@ from typing import TypeVar
 from quire.launch.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 MAX_SHORT_BYTES = 8192
-"""Far less than the template's helper takes for short, so that no request in that lane waits for a long one."""
+"""Far below the size up to which the template helper counts a conversation as short, so that this lane has no long
+one."""
 NUM_LONG = 4
-"""Only one of them is rendered at a time; the others may be tokenized."""
+"""Only one of them renders at a time; the others can tokenize."""
 
 MAX_LONG_CHARS = 128 * 1024
-"""As long as the context of a large model is; what is longer is seldom, and takes a thread for a tenth of a second."""
+"""The context of a large model. Longer texts are rare, and each occupies a thread for about 0.1 s."""
 NUM_LONG_TEXTS = 4
 NUM_HUGE_TEXTS = 2
 
@@ -21,9 +22,10 @@ T = TypeVar("T")
 
 
 class TextLanes:
-    """Short texts are worked on at once, long ones in some threads, and huge ones among themselves in fewer.
+    """Processes short texts at once, long ones in one thread pool, and huge ones in a smaller pool of their own.
 
-    So a client that sends many huge texts waits for those, and a long text of another client for long texts only.
+    A client that sends many huge texts therefore waits for its own; long texts of other clients wait only for long
+    texts.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class TextLanes:
         self._huge = ThreadPoolExecutor(NUM_HUGE_TEXTS, "huge texts")
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """``work()``, about so many characters, or what takes as long as they would."""
+        """Return ``work()``. ``num_chars``: the length of its text, or of one that takes as long to tokenize."""
         if num_chars <= LONG_TEXT_CHARS:
             return work()
         lane = self._long if num_chars <= MAX_LONG_CHARS else self._huge
@@ -39,15 +41,15 @@ class TextLanes:
 
 
 class ConversationLanes:
-    """A thread for short conversations and some for the others: those wait for each other only."""
+    """One thread for short conversations, and a pool for the others, which wait only for each other."""
 
     def __init__(self, text_in: TextIn) -> None:
-        """Has ``text_in`` prepare itself meanwhile."""
+        """Start ``text_in.prepare`` in a thread."""
         self._short = ThreadPoolExecutor(1, "conversations")
         self._long = ThreadPoolExecutor(NUM_LONG, "long conversations")
         self._long.submit(text_in.prepare)
 
     async def run(self, num_bytes: int, options: ChatOptions, work: Callable[[], T]) -> T:
-        """``work()``, about a conversation that came in a body of so many bytes."""
+        """Return ``work()``. ``num_bytes``: size of the request body that holds the conversation."""
         is_short = num_bytes <= MAX_SHORT_BYTES and not options.variables
         return await asyncio.get_running_loop().run_in_executor(self._short if is_short else self._long, work)

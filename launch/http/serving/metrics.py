@@ -1,7 +1,7 @@
-"""What a Prometheus server may read: vLLM's names under our prefix.
+"""Prometheus metrics: vLLM's names with the prefix ``quire:``.
 
-Requests are timed here, in the front end that answers them. What the engine counts is asked of it when a client
-scrapes, so that a metric costs nothing in between.
+The front end times its own requests. The scheduler's statistics are requested at each scrape, so that they cost
+nothing in between.
 """
 
 import asyncio
@@ -27,37 +27,41 @@ LATENCY_BUCKETS = (
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0, 2.5, 5.0)
 TOKEN_BUCKETS = tuple(float(2**i) for i in range(21))
 
-# Of the scheduler's figures: our name, what it says, the field of Statistics.
+# Metrics of the scheduler: name, HELP text, field of Statistics.
 GAUGES = (
-    ("num_requests_running", "Requests in the running batch.", "num_running"),
-    ("num_requests_waiting", "Requests waiting for their turn.", "num_waiting"),
-    ("num_free_blocks", "KV blocks that are free or only cached.", "num_free_blocks"),
-    ("num_usable_blocks", "KV blocks in all.", "num_usable_blocks"),
-    ("num_cached_blocks", "KV blocks whose content the prefix cache can find.", "num_cached_blocks"),
+    ("num_requests_running", "Number of requests in the running batch.", "num_running"),
+    ("num_requests_waiting", "Number of requests in the waiting queue.", "num_waiting"),
+    ("num_free_blocks", "Number of KV blocks that can be allocated: free, or cached and unused.", "num_free_blocks"),
+    ("num_usable_blocks", "Number of KV blocks without the null block.", "num_usable_blocks"),
+    ("num_cached_blocks", "Number of KV blocks whose content is in the prefix cache.", "num_cached_blocks"),
 )
 COUNTERS = (
-    ("prompt_tokens", "Prompt tokens of all requests.", "prompt_tokens"),
-    ("generation_tokens", "Tokens generated.", "generation_tokens"),
-    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
-    ("num_evicted_blocks", "Cached contents forgotten because their block was needed.", "num_evicted_blocks"),
-    ("num_preemptions", "Requests sent back to wait for want of blocks.", "num_preemptions"),
-    ("num_requests_refused", "Sequences that the scheduler did not accept.", "num_requests_refused"),
-    ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Drafted tokens that the model agreed with.", "num_accepted_tokens"),
-    ("num_worker_restarts", "Groups of workers that were lost and replaced.", "num_worker_restarts"),
-    ("num_slow_steps", "Steps that took five times the usual, and half a second at least.", "num_slow_steps"),
-    ("num_trace_lines_lost", "Lines of the trace that the disk was too slow for.", "num_trace_lines_lost"),
+    ("prompt_tokens", "Number of prompt tokens of all requests.", "prompt_tokens"),
+    ("generation_tokens", "Number of generated tokens.", "generation_tokens"),
+    ("prefix_cache_queries", "Number of tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Number of tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("num_evicted_blocks", "Number of cached blocks evicted.", "num_evicted_blocks"),
+    ("num_preemptions", "Number of preemptions.", "num_preemptions"),
+    ("num_requests_refused", "Number of sequences that the scheduler refused.", "num_requests_refused"),
+    ("spec_decode_num_draft_tokens", "Number of draft tokens proposed.", "num_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", "num_accepted_tokens"),
+    ("num_worker_restarts", "Number of restarts of the worker group.", "num_worker_restarts"),
+    ("num_slow_steps", "Number of steps slower than 5 times the usual time and 0.5 s.", "num_slow_steps"),
+    ("num_trace_lines_lost", "Number of trace lines dropped because the disk was too slow.", "num_trace_lines_lost"),
 )
 HISTOGRAMS = (
-    ("kv_block_lifetime_seconds", "From a KV block's allocation to the loss of its content.", "kv_block_lifetime"),
-    ("kv_block_idle_before_evict_seconds", "From a content's last use to its loss.", "kv_block_idle_before_evict"),
-    ("kv_block_reuse_gap_seconds", "Between two hits of the same content.", "kv_block_reuse_gap"),
+    ("kv_block_lifetime_seconds", "Time from a KV block's allocation to its eviction.", "kv_block_lifetime"),
+    (
+        "kv_block_idle_before_evict_seconds",
+        "Time from the last use of a KV block's content to its eviction.",
+        "kv_block_idle_before_evict",
+    ),
+    ("kv_block_reuse_gap_seconds", "Time between two hits of the same cached content.", "kv_block_reuse_gap"),
 )
 
 
 class Metrics:
-    """The registry of one front end, and the hands that write to it."""
+    """The metrics registry of one front end."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
@@ -68,52 +72,55 @@ class Metrics:
         self._scrape: asyncio.Task[bytes] | None = None
         self._success = Counter(
             "quire:request_success",
-            "Answers ended, by reason.",
+            "Number of ended sequences, by finish reason.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._rejections = Counter(
             "quire:admission_rejections",
-            "Requests that were well-formed and yet not taken, by reason.",
+            "Number of valid requests refused before generation, by error code.",
             ["model_name", "reason"],
             registry=self._registry,
         )
         self._slow_readers = Counter(
             "quire:slow_readers",
-            "Streams given up because their client did not read them.",
+            "Number of streams aborted because the client read too slowly.",
             ["model_name"],
             registry=self._registry,
         ).labels(model_name)
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", LATENCY_BUCKETS
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", LATENCY_BUCKETS
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens; one entry per delivery.", TOKEN_LATENCY_BUCKETS
+            "inter_token_latency_seconds", "Time between tokens: one mean per delta sent.", TOKEN_LATENCY_BUCKETS
         )
         self.e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_BUCKETS
+            "e2e_request_latency_seconds", "Time from a request's arrival to its last token.", LATENCY_BUCKETS
         )
         self.time_per_output_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer, first token excepted.", TOKEN_LATENCY_BUCKETS
+            "request_time_per_output_token_seconds",
+            "Mean time per output token after the first, per sequence.",
+            TOKEN_LATENCY_BUCKETS,
         )
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
-        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per sequence.", TOKEN_BUCKETS)
+        self.generation_tokens = self._histogram(
+            "request_generation_tokens", "Output tokens per sequence.", TOKEN_BUCKETS
+        )
 
     def ended(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """``reason``: the code of an InvalidRequest; they are few, and no client can write one."""
+        """``reason``: the code of an InvalidRequest. Codes are a fixed set: clients cannot add labels."""
         self._rejections.labels(self._model_name, reason).inc()
 
     def cut_slow_reader(self) -> None:
         self._slow_readers.inc()
 
     async def render(self, engine: EngineClient) -> bytes:
-        """The text that a scrape gets; without the engine's own figures when it does not answer.
+        """Return the text of a scrape, without the scheduler's metrics if it does not respond in time.
 
-        Scrapes that come while one is under way get what that one gets: any client may ask, and the engine has more
-        to do than to answer.
+        Concurrent scrapes share one request to the scheduler: any client may scrape, at any rate.
         """
         if self._scrape is None:
             self._scrape = asyncio.ensure_future(self._render(engine))
@@ -135,8 +142,8 @@ class Metrics:
         return family.labels(self._model_name)
 
 
-class AnswerClock:
-    """Times one answer. At most one observation per delivery, since each costs microseconds."""
+class SequenceClock:
+    """Latency measurement of one sequence. At most one observation per delta, as each costs microseconds."""
 
     def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -146,9 +153,9 @@ class AnswerClock:
         self._last = 0.0
         self._num_tokens = 0
 
-    def saw(self, piece: OutputDelta) -> None:
+    def record(self, delta: OutputDelta) -> None:
         now = self._metrics.now()
-        new = piece.num_output_tokens - self._num_tokens
+        new = delta.num_output_tokens - self._num_tokens
         if new > 0 and not self._num_tokens:
             self._first = now
             self._metrics.time_to_first_token.observe(now - self._arrival)
@@ -156,12 +163,12 @@ class AnswerClock:
             self._metrics.inter_token_latency.observe((now - self._last) / new)
         if new > 0:
             self._last = now
-            self._num_tokens = piece.num_output_tokens
-        if piece.finish_reason is not None:
-            self.end(piece.finish_reason)
+            self._num_tokens = delta.num_output_tokens
+        if delta.finish_reason is not None:
+            self.end(delta.finish_reason)
 
     def end(self, reason: str) -> None:
-        """The answer is over; aborted ones count, but not in latencies."""
+        """Count the finish reason. Latencies are recorded only for sequences that finished by themselves."""
         metrics = self._metrics
         metrics.ended(reason)
         if reason not in ("stop", "length", "repetition"):
@@ -174,31 +181,37 @@ class AnswerClock:
 
 
 class _EngineCollector(Collector):
-    """The scheduler's figures, as of the scrape under way."""
+    """The scheduler's statistics at the current scrape."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name}
         self.statistics: Statistics | None = None
 
     def collect(self) -> Iterator[Metric]:
-        seen = self.statistics
-        if seen is None:
+        current = self.statistics
+        if current is None:
             return
-        usable = seen.num_usable_blocks
-        usage = 1.0 - seen.num_free_blocks / usable if usable else 0.0
+        usable = current.num_usable_blocks
+        usage = 1.0 - current.num_free_blocks / usable if usable else 0.0
         for name, text, field in GAUGES:
-            yield self._gauge(name, text, getattr(seen, field))
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
+            yield self._gauge(name, text, getattr(current, field))
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use (0 to 1).", usage)
         for name, text, field in COUNTERS:
-            yield self._counter(name, text, getattr(seen, field))
+            yield self._counter(name, text, getattr(current, field))
         yield self._by_reason(
-            GaugeMetricFamily, "num_requests_waiting_by_reason", "Waiting, by what for.", seen.waiting_by_reason
+            GaugeMetricFamily,
+            "num_requests_waiting_by_reason",
+            "Number of waiting requests, by wait reason.",
+            current.waiting_by_reason,
         )
         yield self._by_reason(
-            CounterMetricFamily, "num_preemptions_by_reason", "Preemptions, by why.", seen.preemptions_by_reason
+            CounterMetricFamily,
+            "num_preemptions_by_reason",
+            "Number of preemptions, by reason.",
+            current.preemptions_by_reason,
         )
         for name, text, field in HISTOGRAMS:
-            yield from self._histogram(name, text, getattr(seen, field))
+            yield from self._histogram(name, text, getattr(current, field))
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"quire:{name}", text, labels=list(self._labels))
@@ -222,14 +235,14 @@ class _EngineCollector(Collector):
             family.add_metric([*self._labels.values(), reason], value)
         return family
 
-    def _histogram(self, name: str, text: str, seen: Seconds | None) -> Iterator[HistogramMetricFamily]:
-        """Nothing when the scheduler does not sample blocks. Prometheus wants counts that add up from the left."""
-        if seen is None:
+    def _histogram(self, name: str, text: str, values: Seconds | None) -> Iterator[HistogramMetricFamily]:
+        """Yield the histogram with cumulative counts, or nothing if the scheduler does not sample blocks."""
+        if values is None:
             return
         family = HistogramMetricFamily(f"quire:{name}", text, labels=list(self._labels))
-        edges = [*(str(float(bound)) for bound in seen.bounds), "+Inf"]
-        buckets = list(zip(edges, accumulate(seen.counts), strict=True))
-        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=seen.total)
+        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+        buckets = list(zip(edges, accumulate(values.counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=values.total)
         yield family
 
     def describe(self) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""What every handler is given: the engine, the text side, and the settings they were started with."""
+"""Server: the state that every handler gets: engine client, text processing, settings."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from quire.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How one front end serves.
+    """Settings of one front end.
 
     Attributes:
-        served_model_names: the first is the one that answers bear.
-        processors: the engine's logits processors, which are asked about each request.
-        thinking: the engine's markers.
-        api_keys: any of them opens every route; with none, everything is open.
-        max_num_queued_reqs_per_key: answers of one key that may wait for their first token; 0: any number.
-        health_timeout: seconds without progress from which on the engine counts as stuck.
+        served_model_names: names accepted in requests; responses have the first one.
+        processors: the engine's logits processors, which validate each request.
+        thinking: the model's thinking markers.
+        api_keys: keys accepted on every route; if empty, requests need no key.
+        max_num_queued_reqs_per_key: most sequences of one key that wait for their first token, or 0 for no limit.
+        health_timeout: seconds without progress after which the engine counts as stuck.
     """
 
     text_in: TextIn
@@ -41,16 +41,18 @@ class ServerSettings:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a key that matches requests without one, or that cannot be sent."""
+        """Raise ConfigError for a key that would match a request without one, or that no header can contain."""
         for key in self.api_keys:
             if not key or key != key.strip() or not key.isprintable():
-                raise ConfigError("an API key must not be empty, nor begin or end with a space, nor have line breaks")
+                raise ConfigError("API keys must be printable, not empty, and not start or end with a space")
         if self.max_num_queued_reqs_per_key < 0:
-            raise ConfigError("max_num_queued_reqs_per_key must not be negative")
+            raise ConfigError(
+                f"max_num_queued_reqs_per_key must be at least 0 (got {self.max_num_queued_reqs_per_key})"
+            )
 
 
 class Server:
-    """The engine and all that stands around it, for the handlers of one application."""
+    """The engine client and the shared objects of one application's handlers."""
 
     def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
         self.engine = engine
@@ -65,10 +67,10 @@ class Server:
 
     @property
     def is_stuck(self) -> bool:
-        """No token has come for too long although one is waited for, or the engine has been recovering for so long."""
+        """Whether requests have got no token, or a recovery has lasted, for longer than ``health_timeout``."""
         return self.engine.seconds_without_progress > self.settings.health_timeout
 
     def require_serving(self) -> None:
-        """Raises ApiError 503 unless new requests are taken. A recovering engine takes them and lets them wait."""
+        """Raise ApiError 503 unless new requests are accepted. While the engine recovers, they wait."""
         if self.engine.state not in ("ready", "recovering"):
-            raise ApiError(503, f"the engine is {self.engine.state}", None, "engine_unavailable")
+            raise ApiError(503, f"engine not available (state: {self.engine.state})", None, "engine_unavailable")

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with the bounds that it lacks: on heads, on slow clients, and on how many there are.
+"""uvicorn's HTTP protocol with limits on request heads, slow clients, and the number of connections.
 
-Its parser keeps whatever a client sends as headers or trailers, however much and for however long, before the
-application sees anything; and what a client does not read is kept until the client goes. Use it as
+uvicorn's parser buffers headers and trailers without a limit on size or time, before the application sees the
+request. Output that a client does not read is buffered until the client disconnects. Use as
 ``uvicorn.Config(app, http=BoundedHttpProtocol, ws="none")``.
 """
 
@@ -18,28 +18,29 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.launch.http.schema.errors import ApiError, out_of_memory
 from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descriptors_for_clients
 
-# Of a request's scope: it came over a connection beyond the bound, so only what is cheap is answered.
-CROWDED = "crowded"
+# Key of the request's state: the connection exceeds the limit on connections, so only open routes are served.
+TOO_MANY_CONNECTIONS = "too_many_connections"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one client may take of a server's memory and time before it is cut off. Sizes in bytes, times in seconds.
+    """Limits per client, beyond which its connection is closed. Sizes in bytes, times in seconds.
 
     Attributes:
-        head_bytes: a request line with its headers; also what a body may bring besides itself, as chunk marks and
-            trailers do, beyond its own size.
-        head_s: until a head is there, counted from the connection's start or the answer before it.
-        body_s, body_bytes_per_s: a body has ``body_s`` and a second more for so many bytes that came.
-        rest_s: a body that goes on after its answer, such as one that was too large, is read for so long.
-        stall_s, stall_bytes: a reader that is behind must take so much in that time.
-        linger_s: the same for what is left to be read of a connection that we closed; and how long a client whose
-            request was refused may go on sending.
-        num_pipelined: requests that may wait for the answer to the one before them.
-        send_buffer: what the kernel keeps for one reader (it doubles the figure); left alone, it grows to megabytes.
-        connections: beyond them only open routes are answered; ``spare_connections`` further on, nothing is. None: as
-            many as there are file descriptors for, whenever that is asked.
-        check_s: how often all this is looked at.
+        head_bytes: most bytes of a request line with its headers; also of the chunk headers and trailers of a body,
+            beyond the size of the body.
+        head_s: most time for a head, counted from the start of the connection or the previous response.
+        body_s, body_bytes_per_s: most time for a body: ``body_s``, and one second more per ``body_bytes_per_s``
+            bytes received.
+        rest_s: most time to read the rest of a body after its response, for example of one that is too large.
+        stall_s, stall_bytes: a client with unread output must read ``stall_bytes`` every ``stall_s``.
+        linger_s: as ``stall_s``, once the server has closed the connection; also the time that a refused client may
+            keep sending.
+        num_pipelined: most requests that wait for the response to the previous one.
+        send_buffer: the socket's SO_SNDBUF (the kernel doubles it); the default would grow to megabytes.
+        connections: most connections on which all routes are served; ``spare_connections`` more get only open
+            routes, and further ones are closed. None: as the limit on file descriptors allows.
+        check_s: interval of the checks.
     """
 
     head_bytes: int = 128 * 1024
@@ -61,22 +62,23 @@ class ConnectionLimits:
 
 
 class Phase(Enum):
-    """What is awaited of a client."""
+    """What the client has to send next."""
 
     HEAD = 1
     BODY = 2
     ANSWER = 3
-    """Nothing: it is our turn."""
+    """Nothing: the server has to respond."""
     REST = 4
-    """The end of a body whose request is answered already."""
+    """The rest of a body whose response is complete."""
     CLOSED = 5
-    """That it reads what we said last; what it still sends is dropped."""
+    """Nothing: the client should read the last response, and what it sends is dropped."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose client sends too much, sends too slowly or does not read; a subclass has other limits.
+    """Closes connections of clients that send too much, send too slowly or do not read. Tests subclass it for other
+    limits.
 
-    One recurring timer per connection looks at all of it, so that no path through uvicorn can leave a timer unset.
+    One recurring timer per connection checks all limits, so that no path through uvicorn can forget to set a timer.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
@@ -85,10 +87,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._phase = Phase.HEAD
         self._since = self.loop.time()
-        self._num_bytes = 0  # of the head that is coming, or of the body
+        self._num_bytes = 0  # received of the current head or body
         self._overhead = 0
-        self._unread: tuple[float, int] | None = None  # how many bytes waited for a reader that is behind, and when
-        self._unfinished: list[RequestResponseCycle] = []  # by age; the first is being answered
+        self._unread: tuple[float, int] | None = None  # (time, bytes) at a slow reader's last progress
+        self._unfinished: list[RequestResponseCycle] = []  # oldest first, which is the one being served
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- callbacks of uvicorn's transport and parser
@@ -100,7 +102,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._enter(Phase.HEAD)
         self._check_later()
-        with contextlib.suppress(OSError, AttributeError):  # not every transport has a TCP socket
+        with contextlib.suppress(OSError, AttributeError):  # the transport may have no TCP socket
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.limits.send_buffer)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,34 +111,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._phase = Phase.CLOSED
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._tell_gone()
+        self._disconnect_cycles()
 
     def data_received(self, data: bytes) -> None:
-        before, taken = self._phase, self._num_bytes
+        before, num_bytes_before = self._phase, self._num_bytes
         if before is Phase.CLOSED:
             return
         super().data_received(data)
         if self.transport.is_closing() or self._phase is not before:
             return
-        # Counted only if these bytes did not complete the head: what follows a head may be any amount of body.
+        # Not counted if these bytes complete the head: they may contain any amount of the body.
         if before is Phase.HEAD:
             self._num_bytes += len(data)
             if self._num_bytes > self.limits.head_bytes:
-                self._refuse(ApiError(431, "the request's headers are too large", None, "headers_too_large"))
+                self._refuse(ApiError(431, "request headers too large", None, "headers_too_large"))
         elif before in (Phase.BODY, Phase.REST):
-            self._overhead += len(data) - (self._num_bytes - taken)
+            self._overhead += len(data) - (self._num_bytes - num_bytes_before)
             if self._overhead > self.limits.head_bytes + self._num_bytes:
-                self._refuse(ApiError(400, "the body's chunks are too small, or its trailers too large"))
+                self._refuse(ApiError(400, "request body chunks too small or trailers too large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._phase is not Phase.HEAD:  # with the first byte of a connection, its time has begun already
+        if self._phase is not Phase.HEAD:  # else the first request, timed from the start of the connection
             self._enter(Phase.HEAD)
         if len(self.connections) > self.limits.max_connections():
-            self.scope["state"][CROWDED] = True
+            self.scope["state"][TOO_MANY_CONNECTIONS] = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.HEAD:  # else a trailer: the application has its headers already
+        if self._phase is Phase.HEAD:  # else a trailer, after the application got its headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -145,21 +147,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         self._unfinished.append(self.cycle)
         if len(self.pipeline) > self.limits.num_pipelined:
-            raise ValueError("too many requests before the answer to the first")  # the parser's caller refuses it
+            raise ValueError("too many pipelined requests")  # leads to send_400_response
         if self.pipeline:
-            self.flow.resume_reading()  # unread, a connection that ends is not seen to
+            self.flow.resume_reading()  # a paused connection would not notice that its client closes it
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        # The answer may have been quicker than the end of the body.
+        # The response may have been sent before the end of the body.
         self._enter(Phase.HEAD if self._phase is Phase.REST else Phase.ANSWER)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:  # else what comes in belongs to a later request
+        if not self.pipeline:  # else the phase is that of a later request
             if self._phase is Phase.ANSWER:
                 self._enter(Phase.HEAD)
             elif self._phase is Phase.BODY:
@@ -167,14 +169,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        # Called while the parser's error is handled; what a callback of ours raised stands behind it.
+        # Called in the handler of the parser's error, whose context is the exception that a callback raised.
         error = sys.exception()
         if error is not None and isinstance(error.__context__, MemoryError):
             self._refuse(out_of_memory())
         else:
-            self._refuse(ApiError(400, "this is not HTTP/1.1", None, "invalid_http"))
+            self._refuse(ApiError(400, "invalid HTTP/1.1 request", None, "invalid_http"))
 
-    # ---- the bounds
+    # ---- limits
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -188,13 +190,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         now = self.loop.time()
         self._check_reader(now)
         if self.flow.read_paused:
-            self._since = now  # what is late is not the client
+            self._since = now  # the server does not read: the client is not late
         elif not self.transport.is_closing():
             self._check_writer(now)
         self._check_later()
 
     def _check_reader(self, now: float) -> None:
-        """Cut off a client that takes next to nothing of what waits for it."""
+        """Abort the connection of a client that reads too slowly."""
         closing = self.transport.is_closing()
         if not closing and not self.flow.write_paused:
             self._unread = None
@@ -208,31 +210,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._unread = (now, size)
 
     def resume_writing(self) -> None:
-        self._unread = None  # it has read most of it
+        self._unread = None  # the client has read most of it
         super().resume_writing()
 
     def _check_writer(self, now: float) -> None:
-        """Cut off a client that takes too long to say what it wants."""
+        """Close the connection of a client that sends its request too slowly."""
         late = now - self._since
         match self._phase:
             case Phase.HEAD if late > self.limits.head_s:
                 self.transport.close()
             case Phase.BODY if late > self.limits.body_s + self._num_bytes / self.limits.body_bytes_per_s:
-                self._refuse(ApiError(408, "the body did not come in time", None, "request_timeout"))
+                self._refuse(ApiError(408, "request body timed out", None, "request_timeout"))
             case Phase.REST if late > self.limits.rest_s:
                 self.transport.close()
             case Phase.CLOSED if late > self.limits.linger_s:
                 self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer in the application's place where it has not begun to, and read no more.
+        """Send an error, unless the application's response has started, and stop reading.
 
-        The client may still be sending; closed at once, its system would throw the answer away with the connection.
+        The client may still be sending. If the connection were closed at once, the client's kernel would discard the
+        response together with the connection.
         """
         self._enter(Phase.CLOSED)
         if self.transport.is_closing():
             return
-        cycles = self._tell_gone()
+        cycles = self._disconnect_cycles()
         if len(cycles) > 1 or (cycles and cycles[0].response_started):
             self.transport.close()
             return
@@ -242,11 +245,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write(f"{head}{extra}connection: close\r\n\r\n".encode() + body)
         self.transport.write_eof()
 
-    def _tell_gone(self) -> list[RequestResponseCycle]:
-        """Mark all requests of this connection as disconnected; uvicorn marks the youngest only.
+    def _disconnect_cycles(self) -> list[RequestResponseCycle]:
+        """Mark all requests of this connection as disconnected; uvicorn marks only the newest.
 
         Returns:
-            those that were not answered.
+            those without a complete response.
         """
         cycles = [cycle for cycle in self._unfinished if not cycle.response_complete]
         for cycle in cycles:

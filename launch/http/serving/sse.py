@@ -1,4 +1,4 @@
-"""Server-sent events, and the end of work whose client has gone."""
+"""Server-sent events, and cancellation of work when its client disconnects."""
 
 import asyncio
 from collections import deque
@@ -7,32 +7,33 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from quire.launch.http.schema.errors import ApiError, ClientGone
+from quire.launch.http.schema.errors import ApiError, ClientDisconnected
 
 DONE = b"[DONE]"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would otherwise collect a stream before it passes it on
+    # nginx would otherwise buffer the stream
     (b"x-accel-buffering", b"no"),
 )
 
-# What may wait for a reader that is behind, besides what its connection holds. A write is what one step brought.
+# Limits on what a slow reader leaves unsent, beyond the buffers of its connection. One step makes one write.
 MAX_UNSENT_WRITES = 256
 MAX_UNSENT_BYTES = 1024 * 1024
-# Of large writes, by requests with many answers, at least so many: a reader that keeps up is behind by one or two.
+# Allowed in any case, for large writes of requests with many sequences: a fast reader is behind by one or two.
 MIN_UNSENT_WRITES = 4
 
 
 class SlowReader(Exception):
-    """A client is so far behind that its request was given up."""
+    """The client reads too slowly: its request is aborted."""
 
 
 class EventStream:
-    """One streamed response. Its status line waits for the first event, so that a refusal can still have its own.
+    """One streamed response. The status line is sent with the first event, so that a refusal before it has its own
+    status.
 
-    Writes go out in a task of its own, so that a reader that stops does not stop the caller, and what it leaves
-    unread is counted here and nowhere else. A context manager: left without an exception, all of it has been sent.
+    A separate task sends the writes, so that a slow reader does not block the caller. Unsent data is limited here and
+    nowhere else. A context manager: a normal exit waits until everything is sent.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
@@ -42,7 +43,7 @@ class EventStream:
         self._unsent: deque[bytes] = deque()
         self._num_unsent_bytes = 0
         self._ended = False
-        self._news = asyncio.Event()
+        self._written = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "EventStream":
@@ -58,14 +59,14 @@ class EventStream:
             await self._sender
 
     async def write(self, events: Sequence[bytes], *, last: bool = False) -> None:
-        """All events in one write, however many there are.
+        """Queue all events as one write.
 
         Raises:
-            SlowReader: too much is unsent already.
+            SlowReader: too much is unsent.
         """
         body = b"".join(b"data: %b\n\n" % event for event in events)
         if self._is_behind(len(body)):
-            await asyncio.sleep(0)  # let the sender run, in case this task did not
+            await asyncio.sleep(0)  # the sender may not have run yet
             if self._is_behind(len(body)):
                 raise SlowReader
         if not self._started:
@@ -74,10 +75,10 @@ class EventStream:
         self._unsent.append(body)
         self._num_unsent_bytes += len(body)
         self._ended = last
-        self._news.set()
+        self._written.set()
 
     async def fail(self, error: ApiError) -> None:
-        """End with an error: as an event if events are out, else as the whole response."""
+        """End with an error: as the last event if events were written, and otherwise as the whole response."""
         if self._started:
             await self.write([error.body()], last=True)
             return
@@ -96,33 +97,33 @@ class EventStream:
         more = True
         while more:
             if not self._unsent:
-                self._news.clear()
-                await self._news.wait()
+                self._written.clear()
+                await self._written.wait()
             body = self._unsent[0]
             more = len(self._unsent) > 1 or not self._ended
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
-            # Only now: while it waits for the reader, it counts.
+            # After the send, because data that waits for the reader counts as unsent.
             self._unsent.popleft()
             self._num_unsent_bytes -= len(body)
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work``, or cancel it as soon as the client goes. The request's body must have been read.
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; cancel it if the client disconnects. The request's body must have been read.
 
     Raises:
-        ClientGone: the client went first.
+        ClientDisconnected: the client disconnected first.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         await working
     finally:
         watching.cancel()
         working.cancel()
-        # Only after this has the work's own clean-up run: its sequences are aborted.
+        # Waits for the cleanup of ``work``, which aborts its sequences.
         await asyncio.gather(working, watching, return_exceptions=True)
 
 

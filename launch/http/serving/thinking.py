@@ -1,4 +1,4 @@
-"""Whether an answer begins with thinking, as the engine decides it from the same tokens."""
+"""Whether an output begins with thinking, decided from the same tokens as in the engine."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from quire.protocol.request.thinking import Marker, ThinkingState
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The engine's markers; ``end_text`` as the answer spells it. All empty where there are none."""
+    """The model's thinking markers as token ids; ``end_text`` is the text of the end marker. Empty if it has none."""
 
     start: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
@@ -27,13 +27,13 @@ class Thinking:
         return cls(tuple(start), tuple(end), text_in.decode(end, skip_special_tokens=False))
 
     def end_before_answer(self, prompt: npt.NDArray[np.int32], params: SamplingParams) -> str:
-        """What ends the thinking that comes before a constrained answer; empty where there is none.
+        """Return the text that ends the thinking before a constrained output, or "" if there is no thinking.
 
-        There is where the prompt leaves thinking open, or a budget says that a first thought is to come.
+        There is thinking if the prompt leaves it open, or has none yet and the request has a thinking budget.
         """
         if not self.end_text:
             return ""
         ids = prompt.tolist()
-        opened = ThinkingState(self.start, self.end, ids).is_open
-        awaited = params.thinking_token_budget is not None and Marker(self.end).last_in(ids) < 0
-        return self.end_text if opened or awaited else ""
+        is_open = ThinkingState(self.start, self.end, ids).is_open
+        will_open = params.thinking_token_budget is not None and Marker(self.end).last_in(ids) < 0
+        return self.end_text if is_open or will_open else ""

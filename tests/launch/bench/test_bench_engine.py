@@ -1,4 +1,4 @@
-"""The engine benchmark without an engine: its prompts, its arithmetic, and peers that fail."""
+"""``quire bench engine`` without an engine: prompts, arithmetic, and peers that fail."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ def arguments(**changed: object) -> argparse.Namespace:
     return argparse.Namespace(**(vars(parse(["bench", "engine", *flags])) | changed))
 
 
-def test_prompts_repeat_by_seed_and_differ_by_round() -> None:
+def test_same_seed_repeats_prompts_and_others_differ() -> None:
     first = make_prompts(0, 3, 50, 100)
     assert first == make_prompts(0, 3, 50, 100) != make_prompts(1, 3, 50, 100)
     assert [len(p) for p in first] == [50] * 3
@@ -32,16 +32,16 @@ def test_rates_come_from_the_median_round() -> None:
     assert found["decode_tokens_per_s"] == 590 / 2.0
 
 
-def test_one_token_each_has_no_decode_rate() -> None:
+def test_single_output_tokens_have_no_decode_rate() -> None:
     ours = Contestant("quire", lambda prompts, n: None, ready_s=1.0, seconds=[2.0], prefill_s=2.0)
     assert "decode_tokens_per_s" not in ours.results(num_tokens=10, prompt_tokens=50, num_requests=10)
 
 
-def test_an_error_is_a_result() -> None:
+def test_error_is_the_result() -> None:
     assert Contestant("peer", lambda prompts, n: None, 0.0, error="no").results(1, 1, 1) == {"error": "no"}
 
 
-def test_threads_as_the_user_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert default_threads() == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
@@ -69,31 +69,31 @@ class TestPeers:
     @pytest.mark.parametrize(
         ("body", "reason"),
         [
-            ("exit 3", "ended with status 3 and said nothing"),
+            ("exit 3", "exited with status 3 without an error message"),
             ("echo one >&2; echo two >&2; exit 1", "^two$"),
             ('echo \'{"error": "RuntimeError: a   b"}\'', "^RuntimeError: a b$"),
         ],
     )
-    def test_its_own_words_when_it_fails(self, tmp_path: Path, body: str, reason: str) -> None:
+    def test_failure_has_the_peers_message(self, tmp_path: Path, body: str, reason: str) -> None:
         peer = self.peer(tmp_path, body)
         with pytest.raises(PeerFailed, match=reason):
             peer.wait_ready()
         peer.close()
 
-    def test_no_such_interpreter(self, tmp_path: Path) -> None:
+    def test_missing_interpreter(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--peer vllm=.*none: No such file"):
             Peer(str(tmp_path / "none"), tmp_path / "driver.py", tmp_path, "vllm", "auto", 1)
 
-    def test_no_such_driver(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--peer-driver .*none.py: no such file"):
+    def test_missing_driver(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"--peer-driver .*none.py: file not found"):
             find_driver(tmp_path / "none.py", "engine.py")
-        with pytest.raises(ConfigError, match=r"--peer needs --peer-driver FILE: tools/peers/none.py"):
+        with pytest.raises(ConfigError, match=r"--peer requires --peer-driver FILE: tools/peers/none.py"):
             find_driver(None, "none.py")
         assert find_driver(None, "engine.py").name == "engine.py"
 
-    def test_no_checkpoint(self, tmp_path: Path) -> None:
+    def test_checkpoint_that_cannot_be_written(self, tmp_path: Path) -> None:
         python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
-        with pytest.raises(ConfigError, match="no checkpoint could be written for it: ModuleNotFoundError"):
+        with pytest.raises(ConfigError, match="cannot write a checkpoint: ModuleNotFoundError"):
             write_checkpoint("tiny", tmp_path / "c", python, tmp_path / "driver.py", 0, tmp_path)
 
 
@@ -103,11 +103,11 @@ class TestPeers:
         ({"num_requests": 0}, {}, "--num-requests must be at least 1"),
         ({"rounds": 0}, {}, "--rounds must be at least 1"),
         ({"threads": 0}, {}, "--threads must be from 1"),
-        ({}, {"model": "somewhere"}, "MODEL or --shape, not both"),
-        ({"peer": ["vlm=python"]}, {}, "--peer vlm: no such peer; did you mean vllm"),
+        ({}, {"model": "somewhere"}, "MODEL and --shape cannot be combined"),
+        ({"peer": ["vlm=python"]}, {}, "--peer vlm: unknown peer; did you mean vllm"),
         ({"shape": "tinny"}, {}, "did you mean tiny"),
-        ({"input_len": 4096}, {}, "make 4100 tokens; the context is 2048"),
-        ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "peers load the weights"),
+        ({"input_len": 4096}, {}, "context of 2048 \\(got 4100\\)"),
+        ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "which loads weights"),
     ],
 )
 def test_flags_out_of_range(

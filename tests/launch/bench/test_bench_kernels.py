@@ -1,4 +1,4 @@
-"""`quire bench kernels` runs from end to end, in sizes that take no time; what the figures are made of is right."""
+"""``quire bench kernels`` from end to end with tiny sizes, and the arithmetic of its figures."""
 
 import argparse
 import json
@@ -41,11 +41,11 @@ def _dry_run(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_dry_run_of_everything(tmp_path: Path) -> None:
+def test_dry_run_of_all_sections(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     found = _dry_run(tmp_path)
     assert found["benchmark"] == "kernels" and found["settings"]["dry_run"]
-    assert "no figure means anything" in found["notes"][-1]
+    assert "figures are meaningless" in found["notes"][-1]
     sections = found["results"]["sections"]
     assert list(sections) == [section.name for section in SECTIONS]
     for name, section in sections.items():
@@ -58,14 +58,14 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "kernels", "--device", "cpu", "--sections", "cpu_magic"])
     assert "no section 'cpu_magic' for this device; there are: cpu_attention" in capsys.readouterr().err
 
 
-def test_a_time_limit_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--time-limit must be more than 0"):
+def test_time_limit_of_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--time-limit must be above 0"):
         run(argparse.Namespace(time_limit=0.0))
 
 
@@ -76,7 +76,7 @@ def test_sections_of_another_device_are_not_chosen() -> None:
         choose(["decode_step"], {"cpu"})
 
 
-def test_a_failing_way_is_a_row_and_ends_nothing() -> None:
+def test_failure_is_a_row_and_others_continue() -> None:
     bench = _bench()
 
     def fail() -> None:
@@ -89,7 +89,7 @@ def test_a_failing_way_is_a_row_and_ends_nothing() -> None:
     assert good.us is not None and good.figures["of_read"] == pytest.approx(8 / (good.us * 1e-6) / 1e9)
 
 
-def test_nothing_is_begun_after_the_deadline() -> None:
+def test_nothing_starts_after_the_deadline() -> None:
     bench = _bench(deadline=0.0)
     with pytest.raises(OutOfTime):
         bench.measure("case", "ours", lambda: [lambda: None])
@@ -104,14 +104,14 @@ def test_figures_are_ratios_to_the_limits() -> None:
     assert row.figures["of_matmul"] == pytest.approx(1e6 / seconds / 1e12)
 
 
-def test_flops_of_a_prompt_count_what_is_seen() -> None:
+def test_prefill_flops_count_visible_keys() -> None:
     heads = Heads(4, 2, 8)
     pairs = sum(min(10, 7 + i) for i in range(4))  # queries at 6, 7, 8, 9 of 10 tokens
     assert prefill_flops(1, 4, 10, heads) == 4 * pairs * 4 * 8
 
 
-def test_the_floor_of_a_step() -> None:
-    """Llama 3.1 8B, bfloat16: 7.5 billion weights are read but for the embedding, and 128 KiB of keys per token."""
+def test_floor_of_a_step() -> None:
+    """Llama 3.1 8B in bfloat16 reads 7.5 billion weights, all but the embedding, and 128 KiB of KV cache per token."""
     model = find_shape("llama-3.1-8b")
     limits = Limits(4.3e12, 4e12, {torch.bfloat16: 790e12})
     one = floor_s(model, 1, 1024, torch.bfloat16, limits)
@@ -124,7 +124,7 @@ def test_covered_share_counts_overlaps_once() -> None:
     assert covered_share([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (8.0, 10.0)]) == pytest.approx(0.7)
 
 
-def test_the_plain_loop_attends_as_the_backend_does() -> None:
+def test_gather_loop_equals_the_cpu_backend() -> None:
     from quire.worker_proc.attention.cpu import CpuBackend
 
     heads = Heads(4, 2, 16, 8)
@@ -136,15 +136,15 @@ def test_the_plain_loop_attends_as_the_backend_does() -> None:
         torch.testing.assert_close(gather_and_attend(case, table), expected)
 
 
-def test_a_lost_process_is_said_in_the_report() -> None:
+def test_crashed_section_is_in_the_notes() -> None:
     found = Found(plan=["ops"], device={"type": "cpu"})
-    found.sections["ops"] = {"title": "", "rows": [], "error": "its process ended with status 3", "seconds": 0.0}
+    found.sections["ops"] = {"title": "", "rows": [], "error": "process exited with status 3", "seconds": 0.0}
     found.limits = [{"case": "read", "way": "torch", "us": 1.0, "figures": {}, "error": ""}]
     args = argparse.Namespace(quick=False, dry_run=False, time_limit=None)
-    assert _report(args, found).notes == ["ops: its process ended with status 3"]
+    assert _report(args, found).notes == ["ops: process exited with status 3"]
 
 
-DYING = """#!{python} -P
+CRASHING = """#!{python} -P
 import json, os, sys
 sys.stdin.read()
 rest = sys.argv[sys.argv.index("--sections") + 1].split(",") if "--sections" in sys.argv else ["a", "b", "c", "d"]
@@ -159,18 +159,18 @@ for name in rest:
 """
 
 
-def test_what_ends_the_process_ends_one_section(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """It dies within b, and gives its device up after c."""
+def test_crash_ends_only_one_section(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The process crashes in section b, and exits with DEVICE_LOST after c."""
     program = tmp_path / "python"
-    program.write_text(DYING.format(python=sys.executable))
+    program.write_text(CRASHING.format(python=sys.executable))
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     main(["bench", "kernels", "--device", "cuda"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name: s["error"] for name, s in found["results"]["sections"].items()} == {
         "a": "",
-        "b": "its process ended with status -11",
+        "b": "process exited with status -11",
         "c": "",
         "d": "",
     }
-    assert found["notes"] == ["b: its process ended with status -11"]
+    assert found["notes"] == ["b: process exited with status -11"]

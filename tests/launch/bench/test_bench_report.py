@@ -1,4 +1,4 @@
-"""The benchmarks' one voice, and the shapes that they know by name."""
+"""The output of benchmarks, and the named model shapes."""
 
 import io
 import json
@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.measure.report import Report, Table, distribution, distribution_row, machine_facts, rounded, spell
+from quire.launch.measure.report import (
+    Report,
+    Table,
+    distribution,
+    distribution_row,
+    format_value,
+    machine_facts,
+    rounded,
+)
 from quire.launch.measure.shapes import SHAPES, checkpoint_config, find_shape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import parse_model_config
@@ -17,11 +25,11 @@ from quire.protocol.model.model_config import parse_model_config
     ("values", "figures"),
     [(range(100, 0, -1), (50.5, 50, 90, 99, 100)), ([7.0], (7.0,) * 5), ([1, 2], (1.5, 1, 2, 2, 2))],
 )
-def test_a_distribution_by_nearest_rank(values: Sequence[float], figures: tuple[float, ...]) -> None:
+def test_distribution_uses_nearest_rank(values: Sequence[float], figures: tuple[float, ...]) -> None:
     assert tuple(distribution(values)[name] for name in ("mean", "p50", "p90", "p99", "max")) == figures
 
 
-def test_nothing_has_no_figures() -> None:
+def test_distribution_of_no_values() -> None:
     assert distribution([]) == {}
     assert distribution_row("x", {}) == ("x", [None] * 5)
 
@@ -41,7 +49,7 @@ class TestText:
         ],
     )
     def test_digits(self, value: float | str | None, text: str) -> None:
-        assert spell(value) == text
+        assert format_value(value) == text
 
     def test_columns_line_up(self) -> None:
         table = Table("title", ("a", "long name"), [("row", [1, 2]), ("a longer row", [10000, None])])
@@ -78,7 +86,7 @@ class TestReport:
             self.report().publish(tmp_path / "missing" / "r.json", out)
         assert json.loads(out.getvalue().splitlines()[-1])["benchmark"] == "x"
 
-    def test_machine_facts_name_no_place(self) -> None:
+    def test_machine_facts_have_no_paths(self) -> None:
         import platform
 
         facts = machine_facts()
@@ -90,13 +98,13 @@ class TestReport:
 
 class TestShapes:
     @pytest.mark.parametrize("name", sorted(SHAPES))
-    def test_config_json_says_the_same(self, name: str) -> None:
+    def test_config_json_parses_to_the_shape(self, name: str) -> None:
         assert parse_model_config(checkpoint_config(name), name) == SHAPES[name]
 
-    def test_nearest_is_suggested(self) -> None:
+    def test_closest_name_is_suggested(self) -> None:
         with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
             find_shape("SmolLM2-135")
 
-    def test_all_are_listed_when_none_is_near(self) -> None:
+    def test_all_names_are_listed_if_none_is_close(self) -> None:
         with pytest.raises(ConfigError, match=r"known: tiny, smollm2-135m"):
             find_shape("zzz")

@@ -1,4 +1,4 @@
-"""``quire bench sampling``: every section runs and says what it found; what it found depends on the machine."""
+"""``quire bench sampling``: every section runs and reports its figures, whose values depend on the machine."""
 
 import json
 from pathlib import Path
@@ -31,10 +31,10 @@ def test_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["fall"]["cheap_drafts"] <= 32 and 0 < found["fall"]["dear_drafts"] <= 32
 
 
-def test_an_unknown_section_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_section_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "sampling", "--sections", "masks,nothing"])
-    assert "no section 'nothing'; there are: worker, masks, fall, repeating" in capsys.readouterr().err
+    assert "unknown section 'nothing' (known: worker, masks, fall, repeating)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

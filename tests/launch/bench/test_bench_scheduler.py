@@ -1,4 +1,4 @@
-"""The scheduler's benchmark in sizes that take no time: its sections, its worker, and a peer that is a script."""
+"""``quire bench scheduler`` with small sizes: its sections, its worker, and a script as the peer."""
 
 import argparse
 import gc
@@ -107,11 +107,11 @@ class TestSections:
 
 class TestWorker:
     @pytest.mark.parametrize("async_scheduling", [False, True])
-    def test_the_scheduler_believes_it(self, async_scheduling: bool) -> None:
+    def test_scheduler_accepts_its_results(self, async_scheduling: bool) -> None:
         rig = Rig(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=async_scheduling)
         for index in range(9):
             rig.add(rig.prompt(20 * (index + 1)), max_tokens=30)
-        rig.run_dry()
+        rig.run_until_idle()
         rig.scheduler.check()
         known = rig.scheduler.statistics()
         assert known.generation_tokens == 9 * 30 and known.num_free_blocks == known.num_usable_blocks
@@ -124,7 +124,7 @@ class TestWorker:
         told = [worker.execute(SchedulerOutput(2, parked=[0])), worker.execute(SchedulerOutput(3, unparked=[0]))]
         assert [[] if each.handles is None else each.handles.tolist() for each in told] == [[1], [0, 1]]
 
-    def test_a_refused_request_is_no_figure(self) -> None:
+    def test_refused_request_raises(self) -> None:
         with pytest.raises(RuntimeError, match="refused"):
             Rig(num_blocks=4, max_num_seqs=1).add(np.ones(1000, np.int32), 1)
 
@@ -140,7 +140,7 @@ def test_summary() -> None:
 
 
 class TestTrace:
-    def test_it_repeats_and_has_its_rate(self) -> None:
+    def test_same_seed_repeats_and_rate_is_met(self) -> None:
         trace = churn_trace(1, 400, 1.5, initial=20)
         assert trace == churn_trace(1, 400, 1.5, initial=20)
         arrivals = [arrival for step in trace for arrival in step]
@@ -148,7 +148,7 @@ class TestTrace:
         assert all(64 <= len(prompt) <= 1536 and 1 <= max_tokens <= 601 for prompt, max_tokens in arrivals)
         assert len({tuple(prompt[:256]) for prompt, _ in arrivals}) < 0.75 * len(arrivals)
 
-    def test_of_another_file(self, tmp_path: Path) -> None:
+    def test_trace_of_another_file(self, tmp_path: Path) -> None:
         path = tmp_path / "driver.py"
         path.write_text("def churn_trace(seed, steps, rate):\n    return [[([seed], steps)]]\n")
         assert load_churn_trace(path)(3, 4, 5.0) == [[([3], 4)]]
@@ -157,7 +157,7 @@ class TestTrace:
     def test_refusals(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "driver.py"
         path.write_text(text)
-        with pytest.raises(ConfigError, match="no churn_trace"):
+        with pytest.raises(ConfigError, match="cannot import churn_trace"):
             load_churn_trace(path)
 
 
@@ -166,11 +166,11 @@ class TestTrees:
         runs = [{"a": 1.0, "b": {"c": 5}, "s": "x"}, {"a": 3.0, "b": {"c": 1}}, {"a": 2.0, "b": {"c": 3}}]
         assert median_of(runs) == {"a": 2.0, "b": {"c": 3}, "s": "x"}
 
-    def test_ratio_is_peer_over_ours(self) -> None:
+    def test_ratio_is_peer_over_own(self) -> None:
         ours = {"a": {"x": 2.0, "only": 1.0}, "zero": 0, "text": "t", "env": {"python": 1}}
         assert ratio_of(ours, {"a": {"x": 5.0}, "zero": 3, "text": "t", "env": {"python": 1}}) == {"a": {"x": 2.5}}
 
-    def test_the_peers_parts_are_added_up(self, tmp_path: Path) -> None:
+    def test_parts_of_the_peer_are_added(self, tmp_path: Path) -> None:
         def as_ours(section: str, figures: dict[str, Any]) -> dict[str, Any]:
             driver = tmp_path / "driver.py"
             driver.write_text(f"if __name__ == '__main__': print({json.dumps({'env': {}, section: figures})!r})")
@@ -195,7 +195,7 @@ class TestTrees:
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
-    fine = {"sections": "outputs", "repeats": 1, "peer": None, "peer_driver": None, "cruise": True, "json": None}
+    fine = {"sections": "outputs", "repeats": 1, "peer": None, "peer_driver": None, "steady": True, "json": None}
     return argparse.Namespace(**(fine | changed))
 
 
@@ -208,26 +208,26 @@ class TestCommand:
         with pytest.raises(ConfigError, match="--repeats must be from 1"):
             run(arguments(repeats=0))
 
-    def test_a_peer_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_missing_peer(self, tmp_path: Path) -> None:
         driver = tmp_path / "driver.py"
         driver.write_text("")
-        with pytest.raises(ConfigError, match="no such interpreter"):
+        with pytest.raises(ConfigError, match="not an executable file"):
             run(arguments(peer=tmp_path / "python", peer_driver=driver))
-        with pytest.raises(ConfigError, match=r"--peer-driver .*: no such file"):
+        with pytest.raises(ConfigError, match=r"--peer-driver .*: file not found"):
             run(arguments(peer=Path(sys.executable), peer_driver=tmp_path / "none.py"))
-        with pytest.raises(ConfigError, match="--peer needs --peer-driver"):
+        with pytest.raises(ConfigError, match="--peer requires --peer-driver"):
             run(arguments(peer=Path(sys.executable)))
 
-    def test_an_unknown_section_ends_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_unknown_section_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["bench", "scheduler", "--sections", "steady,stedy"])
         assert ended.value.code == 78
-        said = capsys.readouterr().err
-        assert "unknown section 'stedy'; did you mean steady?" in said
-        assert "known: steady, admission, hashing, churn, wire, outputs, memory" in said
+        error = capsys.readouterr().err
+        assert "unknown section 'stedy'; did you mean steady?" in error
+        assert "known: steady, admission, hashing, churn, wire, outputs, memory" in error
 
-    def test_beside_a_peer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """A real child process of ours, a peer that knows its figures by heart."""
+    def test_report_with_a_peer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Quire's section runs in a real process; the peer prints fixed figures."""
         driver = tmp_path / "driver.py"
         figures = {"env": {}, "outputs": {"bytes": 8000, "encode": {"mean_us": 1e6}, "decode": {"mean_us": 1e6}}}
         driver.write_text(
@@ -241,20 +241,20 @@ class TestCommand:
         assert list(found)[:3] == ["ours", "peer", "ratio"]
         assert found["ratio"]["outputs"]["bytes"] == round(8000 / found["ours"]["outputs"]["bytes"], 3)
         assert found["ratio"]["outputs"]["encode"]["mean_us"] > 1
-        assert text[0].split() == ["outputs", "ours", "peer", "peer", "/", "ours"]
+        assert text[0].split() == ["outputs", "quire", "peer", "peer", "/", "quire"]
         assert any(row.startswith("encode.mean_us") for row in text)
         assert any("consume(), take_messages()" in row for row in text)
 
-    def test_a_peer_that_fails_has_its_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_failed_peer_has_its_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         driver = tmp_path / "driver.py"
         driver.write_text("def churn_trace(*a): ...\nif __name__ == '__main__': raise SystemExit('it has no memory')")
         run(arguments(peer=Path(sys.executable), peer_driver=driver))
         *text, line = capsys.readouterr().out.splitlines()
         assert json.loads(line)["peer"]["outputs"] == {"error": "it has no memory"}
-        assert "the peer failed in outputs: it has no memory" in text
+        assert "peer failed in outputs: it has no memory" in text
 
-    def test_the_peers_own_sections_stand_when_our_further_ones_fail(self, tmp_path: Path) -> None:
-        """The last line that names an error is the peer's; what a library says as it goes is not."""
+    def test_peer_sections_remain_if_the_others_fail(self, tmp_path: Path) -> None:
+        """The reported error is the last line that names an exception, not what a library prints at exit."""
         driver = tmp_path / "driver.py"
         driver.write_text(
             "import atexit, sys\n"
@@ -265,11 +265,11 @@ class TestCommand:
         assert found["default_algo"] == "sha256"
         assert found["error"].startswith("AttributeError: ") and "Rig" in found["error"]
 
-    def test_a_child_that_cannot_start(self, tmp_path: Path) -> None:
+    def test_process_that_cannot_start(self, tmp_path: Path) -> None:
         with pytest.raises(PeerFailed, match="No such file"):
             run_json([str(tmp_path / "none")])
 
-    def test_one_core_and_back(self) -> None:
+    def test_one_core_restores_the_affinity(self) -> None:
         before = os.sched_getaffinity(0)
         with one_core():
             assert len(os.sched_getaffinity(0)) == 1

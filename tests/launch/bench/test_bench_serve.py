@@ -1,4 +1,4 @@
-"""The load generator: its dataset, how prompts are cut, its loops, what it makes of answers. The server is a script."""
+"""``quire bench serve``: dataset, truncation of prompts, load loops, report. The server is a mock transport."""
 
 import argparse
 import asyncio
@@ -38,11 +38,11 @@ class TestDataset:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("", "holds no prompts"),
+            ("", "no prompts in file"),
             ('{"input": "a"}\n{"input": \n', "line 2 is not JSON"),
-            ('{"text": "a"}', "line 1 has no text in a field input or prompt"),
-            ('{"input": 3}', "line 1 has no text"),
-            ("[1]", "line 1 has no text"),
+            ('{"text": "a"}', "line 1 has no string field input or prompt"),
+            ('{"input": 3}', "line 1 has no string field"),
+            ("[1]", "line 1 has no string field"),
             ("[" * 100_000, "line 1 is not JSON"),
         ],
     )
@@ -51,13 +51,13 @@ class TestDataset:
             read_prompts(write(tmp_path / "d.jsonl", text))
 
     def test_files_that_cannot_be_read(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        with pytest.raises(ConfigError, match="cannot read file: No such file"):
             read_prompts(tmp_path / "none.jsonl")
         (tmp_path / "d.jsonl.xz").write_bytes(b"not xz")
         (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(b'{"input": "a"}\n' * 100)[:-20])
         (tmp_path / "f.jsonl").write_bytes(b'{"input": "\xff"}\n')
         for name in ("d.jsonl.xz", "e.jsonl.gz", "f.jsonl"):
-            with pytest.raises(ConfigError, match="cannot be read"):
+            with pytest.raises(ConfigError, match="cannot read file"):
                 read_prompts(tmp_path / name)
 
 
@@ -70,7 +70,7 @@ def use_client(handler: Callable[[httpx.Request], httpx.Response], use: Callable
 
 
 def words_server(request: httpx.Request) -> httpx.Response:
-    """A token is a character; 20 or more of them are refused without being tokenized; a template adds 3."""
+    """One token per character; texts of 40 or more are refused as too long; the chat template adds 3."""
     body = json.loads(request.content)
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"] + "\n\n\n"
     if len(text) >= 40:
@@ -78,7 +78,7 @@ def words_server(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json={"tokens": [ord(c) for c in text]})
 
 
-class TestCutting:
+class TestTruncation:
     @pytest.mark.parametrize("chat", [False, True])
     def test_prompts_fit(self, chat: bool) -> None:
         texts = ["short", "x" * 10, "x" * 30, "y" * 1000]
@@ -96,7 +96,7 @@ class TestCutting:
         with pytest.raises(ConfigError, match="no room for a message"):
             use_client(words_server, lambda c: fit_prompts(c, "m", ["abc"], 2, chat=True))
 
-    def test_a_server_without_a_tokenizer(self) -> None:
+    def test_server_without_a_tokenizer(self) -> None:
         refusal = httpx.Response(400, json={"error": {"code": "x", "message": "no tokenizer"}})
         with pytest.raises(ConfigError, match="no tokenizer"):
             use_client(lambda request: refusal, lambda c: fit_prompts(c, "m", ["a"], 5, chat=False))
@@ -107,20 +107,20 @@ class TestModel:
         answer = httpx.Response(200, json={"data": cards})
         return use_client(lambda request: answer, lambda c: c.find_model(wanted))
 
-    def test_first_or_wanted(self) -> None:
+    def test_first_or_requested_model(self) -> None:
         cards = [{"id": "a", "max_model_len": 10}, {"id": "b", "max_model_len": 20}]
         assert self.find(None, cards) == ("a", 10)
         assert self.find("b", cards) == ("b", 20)
-        with pytest.raises(ConfigError, match="the server has a, b"):
+        with pytest.raises(ConfigError, match="models: a, b"):
             self.find("c", cards)
-        with pytest.raises(ConfigError, match="context"):
+        with pytest.raises(ConfigError, match="no max_model_len"):
             self.find(None, [{"id": "a"}])
 
-    def test_a_server_that_is_not_there(self) -> None:
+    def test_unreachable_server(self) -> None:
         def refuse(request: httpx.Request) -> httpx.Response:
             raise httpx.ConnectError("refused")
 
-        with pytest.raises(ConfigError, match="cannot be reached"):
+        with pytest.raises(ConfigError, match="cannot reach the server"):
             use_client(refuse, lambda c: c.find_model(None))
         with pytest.raises(ConfigError, match="http://"):
             ServerClient("server:80", None)
@@ -154,7 +154,7 @@ class TestStream:
         assert asked[0].headers["authorization"] == "Bearer key"
         return timing, json.loads(asked[0].content)
 
-    def test_whole_answer(self) -> None:
+    def test_complete_response(self) -> None:
         timing, body = self.ask(events(piece("a"), piece("bc"), piece("", "length"), USAGE))
         assert body["prompt"] == [1, 2] and body["seed"] == 7 and body["stream_options"] == {"include_usage": True}
         assert "ignore_eos" not in body
@@ -162,7 +162,7 @@ class TestStream:
         assert (timing.prompt_tokens, timing.cached_tokens, timing.output_tokens) == (9, 8, 4)
         assert (timing.ttft, timing.gaps, timing.per_token) == (1.0, [1.0], 1 / 3)
 
-    def test_chat_answers_start_with_their_first_text(self) -> None:
+    def test_chat_chunks_without_text_are_not_pieces(self) -> None:
         role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
         text = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}
         timing, _ = self.ask(events(role, text, USAGE))
@@ -171,7 +171,7 @@ class TestStream:
     @pytest.mark.parametrize(
         ("content", "status", "error"),
         [
-            (events(piece("a"), done=False), 200, ("cut off", "the stream ended without [DONE]")),
+            (events(piece("a"), done=False), 200, ("cut off", "stream ended without [DONE]")),
             (events(piece("a")), 200, ("finish_reason missing", "")),
             (events(piece("a", "abort")), 200, ("finish_reason abort", "")),
             (events({"error": {"code": "c", "message": "m"}}), 200, ("event c", "m")),
@@ -194,7 +194,7 @@ class TestStream:
 
 
 class TestLoops:
-    def test_closed_loop_keeps_order_and_its_bound(self) -> None:
+    def test_closed_loop_keeps_order_and_limits_concurrency(self) -> None:
         running: list[int] = []
         most = 0
 
@@ -212,7 +212,7 @@ class TestLoops:
         assert [t.sent for t in timings] == list(range(10))
         assert most == 3 and len(done) == 10
 
-    def test_open_loop_does_not_wait_for_answers(self) -> None:
+    def test_open_loop_does_not_wait_for_responses(self) -> None:
         slept: list[float] = []
         sent: list[Any] = []
 
@@ -235,7 +235,7 @@ class TestLoops:
         assert len(asyncio.run(main())) == 3
         assert slept[0] == 0.0 and 90 < slept[1] <= 100 and 190 < slept[2] <= 200
 
-    def test_arrivals_repeat_and_have_their_rate(self) -> None:
+    def test_arrivals_repeat_and_meet_the_rate(self) -> None:
         first, again = arrivals(4.0, seed=1), arrivals(4.0, seed=1)
         times = [next(first) for _ in range(4000)]
         assert times == [next(again) for _ in range(4000)]
@@ -243,7 +243,7 @@ class TestLoops:
         assert 4000 / times[-1] == pytest.approx(4.0, rel=0.1)
 
 
-def test_report_counts_whole_answers_and_each_kind_of_error() -> None:
+def test_report_counts_complete_responses_and_errors_by_kind() -> None:
     whole = Timing(0.0, [0.1, 0.2, 0.4], 0.5, "length", prompt_tokens=100, cached_tokens=25, output_tokens=5)
     failed = [Timing(0.0, error=("timeout", f"message {i}")) for i in range(2)]
     report = make_report({}, [whole, *failed], wall=2.0)
@@ -257,7 +257,7 @@ def test_report_counts_whole_answers_and_each_kind_of_error() -> None:
     assert "error: 2 x timeout: message 0" in report.notes
 
 
-def test_metrics_text() -> None:
+def test_parse_metrics() -> None:
     text = (
         '# HELP x\nquire:num_free_blocks{model_name="a b"} 3.0\nquire:n_total{r="x"} 1\nquire:n_total{r="y"} 2e1\no 5\n'
     )

@@ -1,4 +1,4 @@
-"""What a step costs on the wire, and that the Scheduler believes the synthetic worker behind the figures."""
+"""``quire bench wire``: sizes of messages; the Scheduler accepts the results of the synthetic worker."""
 
 import argparse
 import json
@@ -9,21 +9,21 @@ from quire.launch.bench.wire import measure_decode, measure_new_prompts, run
 from quire.protocol.errors import ConfigError
 
 
-def test_a_step_of_256_steady_decodes_fits_one_kibibyte_and_a_result_is_its_tokens() -> None:
+def test_sizes_of_a_step_of_256_steady_decodes() -> None:
     found = measure_decode(num_requests=256, steps=64)
     assert found["SchedulerOutput"]["bytes"]["max"] <= 1024
     assert found["ModelRunnerOutput"]["bytes"]["max"] <= 256 * 4 + 64
 
 
 @pytest.mark.full
-def test_cost_follows_change_and_not_the_batch() -> None:
-    """Only newly given blocks are named: a sixteenth of the requests per step."""
+def test_size_follows_changes_and_not_the_batch() -> None:
+    """Only new blocks are sent: those of a sixteenth of the requests per step."""
     few, many = (measure_decode(num_requests=n, steps=32)["SchedulerOutput"]["bytes"]["mean"] for n in (16, 256))
     assert few < 64
     assert (many - few) / 240 < 1.0  # bytes per request
 
 
-def test_new_prompts_are_little_more_than_their_tokens() -> None:
+def test_new_prompts_are_little_larger_than_their_tokens() -> None:
     tokens = 8 * 2048
     assert tokens * 4 <= measure_new_prompts()["bytes"]["mean"] <= tokens * 4 + 8192
 

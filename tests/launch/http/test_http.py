@@ -282,7 +282,7 @@ class TestFailures:
         engine.state = state
         for response in (client.complete(), client.chat()):
             assert response.status_code == 503
-            assert response.json()["error"]["message"] == f"the engine is {state}"
+            assert response.json()["error"]["message"] == f"engine not available (state: {state})"
 
 
 class TestDisconnect:

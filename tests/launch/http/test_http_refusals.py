@@ -47,7 +47,7 @@ SHARED = [
     ("model", 7, "model must be a string"),
     ("presence_penalty", 3, "presence_penalty must be a number from -2 to 2"),
     ("frequency_penalty", "x", "frequency_penalty must be a number from -2 to 2"),
-    ("logit_bias", {"5": 1, "420": 1}, "not '420'"),
+    ("logit_bias", {"5": 1, "420": 1}, "(got '420')"),
     ("logit_bias", {"7": 101}, "logit_bias of token 7 must be a number"),
     ("logit_bias", [1], "logit_bias must be an object"),
     ("repetition_penalty", 0, "repetition_penalty must be a number from 0.01 to 10"),
@@ -110,14 +110,14 @@ TOOLS = [
     ({"tools": [TOOL, {"type": "function", "function": {"name": "é"}}]}, "tools[1].function.name", "1 to 64"),
     ({"tools": [{"type": "function", "function": {"name": "f", "args": 1}}]}, "tools[0].function.args", "unknown"),
     ({"tools": [{**TOOL, "function": {**FUNCTION, "parameters": []}}]}, "tools[0].function.parameters", "an object"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "two functions of the name f"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "duplicate function name f"),
     ({"tools": [{**TOOL, "function": {**FUNCTION, "description": "x" * 600_000}}]}, "tools", "at most 524288 bytes"),
     *[({"tools": [TOOL], "tool_choice": value}, "tool_choice", "must be none, auto") for value in (7, "f", {}, [])],
-    *[({"tool_choice": value}, "tool_choice", "needs tools") for value in ("required", {"type": "function"})],
+    *[({"tool_choice": value}, "tool_choice", "requires tools") for value in ("required", {"type": "function"})],
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "'g' is none of the tools",
+        "'g' not found in tools",
     ),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     (
@@ -147,7 +147,7 @@ COMPLETION = [
 CHAT = [
     *[("messages", value, "messages must be a list of at least one message") for value in ([], "x", 7, {})],
     ("messages", None, "messages is required"),
-    ("messages", [{"role": "system", "content": "x"}], "a message that is not the system's"),
+    ("messages", [{"role": "system", "content": "x"}], "other than system messages"),
     ("top_logprobs", 3, "top_logprobs needs logprobs to be true"),
     ("top_logprobs", 21, "top_logprobs must be an integer from 0 to 20"),
     ("logprobs", 1, "logprobs must be true or false"),
@@ -256,7 +256,7 @@ class TestFields:
         refused(client.complete(prompt=[5] * 250, min_tokens=10), 400, "min_tokens", "from 0 to 6 (max_tokens)")
         refused(client.chat(ignore_eos=True, structured_outputs={"regex": "a"}), 400, "ignore_eos", "structured")
         for response in (client.complete(prompt_logprobs=0, stream=True), client.chat(prompt_logprobs=0, stream=True)):
-            refused(response, 400, "prompt_logprobs", "not given in a stream")
+            refused(response, 400, "prompt_logprobs", "require stream to be false")
         refused(client.complete(prompt=["a"] * 100, n=100), 400, "n", "prompts times n must be at most 2048")
         response = client.chat(continue_final_message=True, add_generation_prompt=True)
         refused(response, 400, "continue_final_message", "cannot both be true")
@@ -326,7 +326,7 @@ class TestBodies:
         "headers", [{"x": "y" * 70_000}, {f"x{i}": "y" for i in range(200)}], ids=["one large", "many"]
     )
     def test_too_much_header(self, client: Any, headers: dict[str, str]) -> None:
-        refused(client.get("/v1/models", headers=headers), 431, None, "headers are too large")
+        refused(client.get("/v1/models", headers=headers), 431, None, "headers too large")
 
     def test_too_long_a_path(self, client: Any) -> None:
         refused(client.get("/v1/models/" + "x" * 10_000), 431, None, "too large")

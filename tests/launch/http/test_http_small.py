@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.app import make_app
-from quire.launch.http.serving.metrics import AnswerClock, Metrics
+from quire.launch.http.serving.metrics import Metrics, SequenceClock
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
@@ -173,9 +173,9 @@ class TestMetrics:
     def test_times(self) -> None:
         times = [101.0, 101.5, 103.5, 103.5]
         metrics = Metrics("tiny", lambda: times.pop(0))
-        clock = AnswerClock(metrics, 100.0, num_prompt_tokens=7)
+        clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
         for num_tokens, reason in ((1, None), (2, None), (6, "length")):
-            clock.saw(OutputDelta("", [], None, reason, None, num_tokens, 0, ""))
+            clock.record(OutputDelta("", [], None, reason, None, num_tokens, 0, ""))
         assert metrics.time_to_first_token._sum.get() == 1.0
         assert metrics.inter_token_latency._sum.get() == 1.0
         assert metrics.e2e_latency._sum.get() == 3.5
@@ -184,7 +184,7 @@ class TestMetrics:
 
     def test_an_aborted_answer_is_counted_as_such(self) -> None:
         metrics = Metrics("tiny", lambda: 1.0)
-        AnswerClock(metrics, 0.0, 3).end("abort")
+        SequenceClock(metrics, 0.0, 3).end("abort")
         assert metrics._success.labels("tiny", "abort")._value.get() == 1
         assert metrics.e2e_latency._sum.get() == 0
 

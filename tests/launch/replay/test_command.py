@@ -200,7 +200,7 @@ class TestBadInput:
         self.refuse(replay, reason, mooncake, *words)
 
     def test_rejects_missing_server(self, replay: Replay, mooncake: Path) -> None:
-        self.refuse(replay, "cannot be reached", mooncake, "--against", "http://127.0.0.1:9")
+        self.refuse(replay, "cannot reach the server", mooncake, "--against", "http://127.0.0.1:9")
         self.refuse(replay, "must start with http://", mooncake, "--against", "localhost:9")
 
     def test_lenient_skips_bad_line(self, replay: Replay, mooncake: Path) -> None:

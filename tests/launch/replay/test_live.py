@@ -193,9 +193,9 @@ class TestResults:
 @pytest.mark.parametrize(
     ("handler", "reason"),
     [
-        (lambda request: httpx.Response(200, text="<html>"), "did not answer in JSON"),
-        (lambda request: httpx.Response(200, json={"data": []}), "the server has no model"),
-        (lambda request: httpx.Response(404, text="no"), "answered 404"),
+        (lambda request: httpx.Response(200, text="<html>"), "did not return JSON"),
+        (lambda request: httpx.Response(200, json={"data": []}), "models: none"),
+        (lambda request: httpx.Response(404, text="no"), "returned 404"),
         (Stub(unknown_fields=("prompt",)), "rejects every prompt: unknown field"),
         (
             lambda request: Stub()(request) if request.url.path == "/v1/models" else httpx.Response(500, text="broken"),
