@@ -269,7 +269,7 @@ def _joined(tables: Any) -> Table:
 
 
 def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
-    """Send several tables in one copy; each is aligned to 16 bytes, since Triton compiles anew for other alignments."""
+    """Send several tables in one copy; each is aligned to 16 bytes, since Triton compiles a variant per alignment."""
     starts = np.cumsum([0, *(-(-table.size // 4) * 4 for table in tables)])
     flat = np.zeros(starts[-1], dtype=np.int32)
     for start, table in zip(starts, tables, strict=False):

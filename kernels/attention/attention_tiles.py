@@ -10,7 +10,7 @@ KEY_ALIGN = 128
 
 Regime = Literal["decode", "prefill", "fixed"]
 """decode: few queries per row, whose keys may be cut into pieces. prefill: many queries per row. fixed: both with the
-same constants, so that a query runs the same compiled code whatever else is in the batch."""
+same constants, so that a query runs the same compiled code in every batch."""
 
 
 @dataclass(frozen=True, slots=True)

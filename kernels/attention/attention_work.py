@@ -57,7 +57,7 @@ class Cut:
     Attributes:
         capacity: maximum number of pieces beyond one per tile.
         min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
-        fixed_split: cut at every multiple of this and nowhere else, whatever the number of pieces; 0: use ``capacity``.
+        fixed_split: cut at every multiple of this and nowhere else, with any number of pieces; 0: use ``capacity``.
     """
 
     capacity: int
@@ -187,7 +187,7 @@ def cut_tiles(tiles: QueryTiles, cut: Cut, tile_tokens: int, num_prefix: int = 0
 def prefix_pieces(num_tokens: int, prefix_len: int, tile_tokens: int, cut: Cut) -> tuple[Table, int]:
     """Return the pieces of the pass over a common prefix, in which all tokens attend to it, and its partials per token.
 
-    Here a tile is a run of consecutive tokens of the step, whatever their rows, and the block table is that of row 0.
+    Here a tile is a run of consecutive tokens of the step, of any rows, and the block table is that of row 0.
     The result depends only on numbers that are fixed in a captured graph. Partial j of token t is in slot
     ``j * num_tokens + t``.
     """

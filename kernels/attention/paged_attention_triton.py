@@ -187,7 +187,7 @@ def attend_whole(
 
 @triton.jit
 def fold(acc, maximum, total, part, part_maximum, part_total):
-    """Add a partial result of the same lanes. Explicit fma makes rounding the same wherever it is inlined."""
+    """Add a partial result of the same lanes. Explicit fma makes rounding the same in every caller."""
     new_maximum = tl.maximum(maximum, part_maximum)
     reference = finite_or_zero(new_maximum)
     old, new = tl.exp2(maximum - reference), tl.exp2(part_maximum - reference)

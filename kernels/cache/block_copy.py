@@ -1,4 +1,4 @@
-"""Block copy: copy or zero whole KV blocks in the caches of all layers, as bytes whatever their dtype.
+"""Block copy: copy or zero whole KV blocks in the caches of all layers, as bytes of any dtype.
 
 Copies serve copy-on-write of forked requests and defragmentation; zeroing serves blocks that are allocated again for a
 kind of layer that accumulates into its state. One launch covers all layers: a copy of a few blocks takes a few

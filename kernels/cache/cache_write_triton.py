@@ -32,7 +32,7 @@ def as_stored(x, divisor, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.cons
     return x
 
 
-# This changes from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
+# This changes from step to step; without do_not_specialize Triton compiles variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def cache_write_kernel(
     key, value, kv_cache, k_scale, v_scale, slot_mapping, num_tokens, num_slots, key_token_stride, key_head_stride,
@@ -55,7 +55,7 @@ def cache_write_kernel(
     head = tl.where(in_token, element // HEAD_DIM, 0)[None, :]
     dim = (element % HEAD_DIM)[None, :]
 
-    # Loaded whatever the slot is, so that these loads do not wait for the load of the slot.
+    # Loaded even for negative slots, so that these loads do not wait for the load of the slot.
     wide_token = token.to(tl.int64)[:, None]
     loaded = is_token[:, None] & in_token[None, :]
     k = tl.load(key + wide_token * key_token_stride + head * key_head_stride + dim, mask=loaded)

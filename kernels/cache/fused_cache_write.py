@@ -98,7 +98,7 @@ def fused_cache_write(
         qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
             (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
         kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache``; ``kv_cache`` and ``slot_mapping`` are None for
-            queries alone. Of a token with a negative slot only the cache write is skipped.
+            queries alone. For a token with a negative slot, only the cache write is skipped.
         q_norm, k_norm: ``[head_dim]`` in any of the dtypes above: weights of the RMS norm of each head (``norm_eps`` is
             added to the mean square). ``k_norm`` may be None for queries alone.
         rotary_table: ``[2, max_position, rotary_dim]`` in any of the dtypes above: cosines, and sines whose first half

@@ -38,7 +38,7 @@ def store_heads(target, low, high, rest, stored, HEAD_DIM: tl.constexpr, HALF: t
         tl.store(target[:, None] + dim[None, :], rest, mask=stored[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-# This changes from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
+# This changes from step to step; without do_not_specialize Triton compiles variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def fused_cache_write_kernel(
     qkv, query_out, kv_cache, slot_mapping, key_out, value_out, q_norm, k_norm, rotary_table, positions, k_scale,
@@ -88,7 +88,7 @@ def fused_cache_write_kernel(
             known = in_row & ((position >= 0) & (position < max_position))[:, None]
             angle = rotary_table + (position * table_position_stride)[:, None] + pair[None, :]
             cos = tl.load(angle, mask=known, other=1.0).to(tl.float32)
-            # The second half of the sines is the one that is not negated.
+            # Only the first half of the sines is negated, so the second half is read.
             sin = tl.load(angle + table_sine_stride + HALF, mask=known, other=0.0).to(tl.float32)
             x, y = x * cos - y * sin, y * cos + x * sin
         # Rounded before the cache write, so that attention over key_out sees the same keys as later reads of the cache.

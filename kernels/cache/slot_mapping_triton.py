@@ -29,7 +29,7 @@ def slots_of(
     return tl.where(written & (block_id >= 0), slot, PAD_SLOT)
 
 
-# These change from step to step; without do_not_specialize Triton compiles anew for 1 and for multiples of 16.
+# These change from step to step; without do_not_specialize Triton compiles variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "slot_group_stride"])
 def slot_mapping_kernel(
     query_start_loc, positions, tables, row_of, slot_mapping, num_rows, num_tokens, slot_group_stride,

@@ -1,4 +1,4 @@
-"""Attention over a paged cache on the CPU: Quire's C++ library if there is a compiler, else torch operators."""
+"""Attention over a paged cache on the CPU: Quire's C++ library, or torch operators without a compiler."""
 
 import platform
 from typing import Any

@@ -55,7 +55,7 @@ class Supports:
         head_dims: supported head dimensions; empty: every multiple of ``head_dim_multiple``.
         max_head_dim: largest head dimension; 0: no limit.
         block_multiple: the block size must be a multiple of this.
-        deterministic: a request's result has the same bits whatever else runs and however its prompt is chunked.
+        deterministic: a request's result has the same bits in every batch and for any chunks of its prompt.
         capabilities: lowest and highest major compute capability; 0 as the highest: all later ones.
     """
 

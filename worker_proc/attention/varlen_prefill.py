@@ -47,8 +47,8 @@ def attend_fresh(
 ) -> torch.Tensor:
     """Compute causal attention of each row over its own tokens.
 
-    Uses torch's variable-length flash attention on a GPU that supports it, else ``scaled_dot_product_attention``, once
-    for every run of rows of equal length.
+    Uses torch's variable-length flash attention on a GPU that supports it. Otherwise calls
+    ``scaled_dot_product_attention`` once for every run of rows of equal length.
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, rotated.

@@ -134,7 +134,7 @@ class BlockTable:
         self._changed = True
 
     def take_staged(self) -> tuple[Ints, npt.NDArray[np.int32]] | None:
-        """Return the entries that were not sent to the device yet, and mark them as sent; None if there are none.
+        """Return the entries that were not sent to the device yet, and mark them as sent; None without changes.
 
         Returns:
             ``[num_runs, 3]``: row, first column, length; and the entries of all runs, concatenated.

@@ -86,7 +86,7 @@ class SlotOwners:
         self._index[block_ids] = indices
 
     def end_step(self) -> None:
-        """Count the reads of this step's new rows; from now on no row may claim the blocks that they read.
+        """Count the reads of this step's new rows; later steps may not claim the blocks that they read.
 
         They are counted at the end of the step because a prefix may be read in the step that writes it, and the diff
         may list the reader before the writer.

@@ -23,7 +23,7 @@ class LaunchedStep:
         steady: whether it is a steady decode step.
         prompt_rows: log probabilities of prompt tokens.
         failure: why the step was not computed; empty if it was, or if it is void for another reason.
-        void: the step was not computed and there is nothing to sample: it failed, or the rows were dropped earlier.
+        void: the step was not computed and samples no tokens: it failed, or the rows were dropped earlier.
     """
 
     step: int

@@ -374,7 +374,7 @@ class ModelRunner:
         return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.prompt_rows)
 
     def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """Return ``row_handles`` if they differ from those of the previous result, else None."""
+        """Return ``row_handles`` if they differ from those of the previous result, or None."""
         changed = not np.array_equal(row_handles, self._sampling_handles)
         self._sampling_handles = row_handles
         return row_handles if changed else None

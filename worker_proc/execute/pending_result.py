@@ -144,7 +144,7 @@ class HostCopy:
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def arrays(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device and return the arrays, which are valid until three more copies have begun."""
+        """Wait for the device and return the arrays, which are valid until three more copies start."""
         if self._copied is not None:
             self._copied.synchronize()
         return [tensor.numpy() for tensor in self._tensors]
@@ -181,7 +181,7 @@ class HostCopies:
         return HostCopy(pinned, copied)
 
     def before_next(self) -> None:
-        """Make kernels launched from now on wait for the copies started so far."""
+        """Make kernels launched after this call wait for the copies started so far."""
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 

@@ -32,7 +32,7 @@ class TokenHistory:
     """
 
     _MAX_PENDING = 3
-    """A copy to the host stays valid until three more have begun."""
+    """A copy to the host stays valid until three more start."""
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch

@@ -51,7 +51,7 @@ def make_runner(
     dtypes = _compute_dtypes(config, device)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
-        """Build the model on a device, or on ``meta``, where it has shapes but no data."""
+        """Build the model on a device, or on ``meta``, with shapes but no data."""
         return build_model(
             of,
             dtypes.weights,
