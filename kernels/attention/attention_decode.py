@@ -116,8 +116,7 @@ def plan_decode(
     Args:
         query_start_loc: int32 ``[num_rows + 1]``. Rows without tokens, such as a graph's padding rows, get no work.
             Rows with more tokens than the buffers allow are an error of the caller that cannot be raised here: they are
-                not
-            computed.
+            not computed.
         seq_lens: int32 ``[num_rows]``.
         prefix: ``plan_prefix`` of a prefix that all rows share, for as many tokens as the query will have.
 

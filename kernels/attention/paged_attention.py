@@ -106,10 +106,9 @@ def paged_attention(
 
     With a plan made with ``fixed_split``, on one device and with one compiler, a query's result depends, bit for bit,
     on its own keys alone: not on the other rows, on the chunks in which the prompt was computed, or on the blocks it
-        uses.
-    Four properties guarantee this. Each lane of a tile is computed by itself. Every tile runs the same compiled code
-    with the same boundaries between its keys. Keys that only other lanes see add zeros. Pieces are added from left to
-    right by the same rounded operations, in a program's registers (``fold``) or in the merge.
+    uses. Four properties guarantee this. Each lane of a tile is computed by itself. Every tile runs the same compiled
+    code with the same boundaries between its keys. Keys that only other lanes see add zeros. Pieces are added from left
+    to right by the same rounded operations, in a program's registers (``fold``) or in the merge.
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_dim]``, tokens and heads possibly strided.

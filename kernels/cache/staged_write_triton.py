@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-# The buffer's length changes from step to step; without do_not_specialize Triton compiles a variant for multiples of 16.
+# The buffer's length changes from step to step; without do_not_specialize Triton compiles two variants.
 @triton.jit(do_not_specialize=["num_words", "num_tables"])
 def staged_write_kernel(
     packed, tables, num_words, num_tables,

@@ -18,8 +18,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> t
 
     *longrope* has one set of divisors for short contexts and one for long ones. ``max_position``, the longest context
     that the engine serves, decides which one is used, not the length of a request: cached keys are rotated before the
-        final
-    length of their request is known.
+    final length of their request is known.
 
     Args:
         max_position: number of positions that the engine serves.

@@ -24,9 +24,8 @@ class BlockTable:
 
     On a CPU, the host's table and the device's copy are one tensor. On a GPU they are two, and
     ``MultiGroupBlockTable.commit`` sends the changes: of each row, the entries from the first unsent one on. A moved
-    row is sent again instead of being copied on the device: the order in which runs are written is undefined, so a copy
-        could
-    read entries that another run of the same step has overwritten. A row is a few KiB at most.
+    row is resent instead of being copied on the device: the order in which runs are written is undefined, so a copy
+    could read entries that another run of the same step has overwritten. A row is a few KiB at most.
 
     The scheduler's blocks may be larger than the blocks of the attention kernels: the scheduler's block ``b`` is then
     the kernel blocks ``b * ratio`` to ``b * ratio + ratio - 1``. Table entries, and all names below unless noted, refer

@@ -27,8 +27,8 @@ class TokenHistory:
 
     No other class adds sampled tokens to these columns. ``catch_up`` waits for the device, so it is called only if the
     next step needs the tokens on the host: for draft tokens, and for logits processors that read the output. Copies
-        that
-    are ready are stored at once, and so are those of the step before the previous one, whose result was already sent.
+    that are ready are stored at once, and so are those of the step before the previous one, whose result was already
+    sent.
     """
 
     _MAX_PENDING = 3
