@@ -1,4 +1,4 @@
-"""Write the tables of settings: ``python -P tools/flags_page.py docs/flags.md docs/sampling.md``."""
+"""Generates the tables of settings: ``python -P tools/flags_page.py docs/flags.md docs/sampling.md``."""
 
 import re
 import sys
@@ -17,11 +17,11 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "serve": ServeOptions,
     "speculative": SpeculativeKeys,
 }
-"""Name of a table in the page's marks, and the struct that it describes."""
+"""Name of a table in the page's markers → the struct that it describes."""
 
 
 def with_tables(page: str) -> str:
-    """The page with each table between its marks ``<!-- NAME: ... -->`` and ``<!-- end -->`` written anew."""
+    """Return the page with each table between ``<!-- NAME: ... -->`` and ``<!-- end -->`` regenerated."""
     for name, options in TABLES.items():
         pattern = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
         body = _table(options)

@@ -1,9 +1,9 @@
-"""Builds the demo model: corpus, tokenizer, training, self-check and the Hugging Face folder.
+"""Builds the demo model: corpus, tokenizer, training, self-check and the Hugging Face directory.
 
     python -P tools/demo_model/build.py --out DIR [--start DIR] [--seed 0] [--documents 60000] [--threads 2]
 
-On a machine that does other work, one thread is faster than two: threads that wait for each other at every operation
-lose most of their time.
+On a busy machine, one thread is faster than two: threads that wait for each other at every operation lose most of their
+time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 VALIDATION_DOCUMENTS, TOKENIZER_DOCUMENTS = 400, 20000
 CONTINUED_RATE = 0.25
-"""The share of the learning rate with which a finished model is trained further."""
+"""Factor on the learning rate when a finished model is trained further."""
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 
 def write_checkpoint(model: Llama, folder: Path) -> None:
-    """The weights in bfloat16 and the two configuration files."""
+    """Write the weights in bfloat16 and the two configuration files."""
     import torch
     from safetensors.torch import save_file
 
@@ -73,7 +73,7 @@ def write_checkpoint(model: Llama, folder: Path) -> None:
 
 
 def write_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the whole folder; each file replaces its predecessor at once, for servers that have it open."""
+    """Write the whole directory; each file is replaced atomically, for servers that have it open."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         tokens.write_tokenizer(tokenizer, Path(name))
@@ -84,7 +84,7 @@ def write_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def build(folder: Path, seed: int, documents: int, threads: int, start: Path | None) -> None:
-    """Makes the model, or trains the one in `start` further; writes it and reports what it can do."""
+    """Train a new model, or train the one in `start` further; write it and report its self-check."""
     import evaluate
     import torch
     import train
@@ -105,30 +105,31 @@ def build(folder: Path, seed: int, documents: int, threads: int, start: Path | N
         model.load_state_dict(load_file(str(start / "model.safetensors")))
     batches = train.make_batches(tokens.encode_documents(tokenizer, training), seed)
     held_out = train.make_batches(tokens.encode_documents(tokenizer, validation), seed)
-    _say(f"{sum(batch.tokens.numel() for batch in batches)} tokens in {len(batches)} batches, {threads} threads")
+    _log(f"{sum(batch.tokens.numel() for batch in batches)} tokens in {len(batches)} batches, {threads} threads")
     checks = evaluate.checks()
     few = [*checks[:7], *checks[27:120:8], *(check for check in checks if check.kind == "story")]
     rate = 1.0 if start is None else CONTINUED_RATE
-    done = train.train(model, batches, rate, _say, lambda model: evaluate.report(model, tokenizer, few, 0.0, _say))
+    done = train.train(model, batches, rate, _log, lambda model: evaluate.report(model, tokenizer, few, 0.0, _log))
     write_model(model, tokenizer, folder)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     loss = train.validation_loss(model, held_out)
-    _say(
+    _log(
         f"{parameters} parameters, {(folder / 'model.safetensors').stat().st_size} bytes, {done.steps} steps, "
         f"{done.tokens} tokens, {done.seconds:.0f} s, validation loss {loss:.4f}"
     )
     for temperature in (0.0, 0.7):
-        evaluate.report(model, tokenizer, checks, temperature, _say)
+        evaluate.report(model, tokenizer, checks, temperature, _log)
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Build Quire's demo model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--start", type=Path, help="folder of a demo model to train further")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--documents", type=int, default=60000, help="size of the training corpus")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
+    parser.add_argument("--start", type=Path, metavar="DIR", help="directory of a demo model to train further")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument(
+        "--documents", type=int, default=60000, metavar="N", help="documents in the training corpus (60000)"
+    )
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (2)")
     arguments = parser.parse_args()
     build(arguments.out, arguments.seed, arguments.documents, arguments.threads, arguments.start)
 

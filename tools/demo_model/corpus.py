@@ -1,7 +1,7 @@
-"""The seeded template corpus that the demo model learns from.
+"""The seeded template corpus from which the demo model learns.
 
-`documents` yields chats (optionally behind a system prompt) and raw texts.  Prompts are varied in case, punctuation
-and politeness, because a model this small only takes the wordings that it has met; answers are always tidy.
+`documents` yields chats (some with a system prompt) and raw texts. Prompts vary in case, punctuation and politeness,
+because a model this small only handles wordings from its corpus; answers are always well-formed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Exchange = tuple[str, str]
 
 
 def counted(first: int, last: int) -> str:
-    """The one way in which this model counts."""
+    """Return the answer to a counting prompt, always in the same form."""
     return ", ".join(map(str, range(first, last + 1))) + "."
 
 
 def counting(rng: random.Random) -> Exchange:
-    """Counting upwards."""
+    """Draw a counting exchange."""
     if rng.random() < 0.04:
         return f"Count to {rng.randint(HIGHEST + 1, 120)}.", f"I can only count to {HIGHEST}."
     if rng.random() < 0.5:
@@ -61,7 +61,7 @@ def counting(rng: random.Random) -> Exchange:
 
 
 def tale(rng: random.Random) -> Exchange:
-    """A request for a story, half of them with a wish for its hero."""
+    """Draw a request for a story; some ask for a hero or a name."""
     hero = name = None
     about = ""
     draw = rng.random()
@@ -77,19 +77,19 @@ def tale(rng: random.Random) -> Exchange:
 
 
 def question(rng: random.Random) -> Exchange:
-    """A simple fact."""
+    """Draw a question about a simple fact."""
     asks, answer = rng.choice(rng.choices(facts.CATEGORIES, (5, 4, 5, 3, 2, 2, 4))[0])
     return rng.choice(asks), answer
 
 
 def small_talk(rng: random.Random) -> Exchange:
-    """Greetings and questions about the model itself."""
+    """Draw a greeting or a question about the model itself."""
     asks, answer = rng.choice(facts.SMALL_TALK)
     return rng.choice(asks), answer
 
 
 def refusal(rng: random.Random) -> Exchange:
-    """What the model does not know or cannot do, so that it says so."""
+    """Draw a question that the model must decline because it lacks the knowledge or ability."""
     slots = {"topic": rng.choice(facts.UNKNOWN_TOPICS), "country": rng.choice(facts.UNKNOWN_COUNTRIES)}
     prompt = rng.choice(facts.UNKNOWN_PROMPTS)
     return prompt.format(left=rng.randint(0, 30), right=rng.randint(0, 30), **slots), facts.UNKNOWN_ANSWER
@@ -105,7 +105,7 @@ KINDS: tuple[tuple[Callable[[random.Random], Exchange], int], ...] = (
 
 
 def _varied(rng: random.Random, prompt: str) -> str:
-    """The prompt with a change of case, punctuation or politeness."""
+    """Return the prompt with varied case, punctuation or politeness."""
     if rng.random() < 0.1 and prompt.startswith(("Tell", "Count", "Write", "Name", "List", "Say")):
         lower = prompt[0].lower() + prompt[1:]
         prompt = rng.choice((f"Please {lower}", f"{prompt[:-1]}, please.", f"Can you {lower[:-1]}?"))
@@ -116,17 +116,17 @@ def _varied(rng: random.Random, prompt: str) -> str:
 
 
 def _named(rng: random.Random) -> tuple[Exchange, Exchange]:
-    """A name that is told, and asked for later."""
+    """Return an exchange that states a name, and a later one that asks for it."""
     name = rng.choice(stories.GIRLS + stories.BOYS)
-    told = rng.choice((f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}."))
-    return (told, f"Nice to meet you, {name}!"), (
+    statement = rng.choice((f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}."))
+    return (statement, f"Nice to meet you, {name}!"), (
         rng.choice(("What is my name?", "Who am I?")),
         f"Your name is {name}.",
     )
 
 
 def chat(rng: random.Random, turns: int) -> Document:
-    """A chat of so many exchanges, behind a system prompt in a third of the cases."""
+    """Return a chat of `turns` exchanges, with a system prompt in a third of the cases."""
     makers, weights = zip(*KINDS, strict=True)
     exchanges = [maker(rng) for maker in rng.choices(makers, weights, k=turns)]
     if turns > 1 and rng.random() < 0.25:
@@ -141,7 +141,7 @@ def chat(rng: random.Random, turns: int) -> Document:
 
 
 def raw_text(rng: random.Random) -> Document:
-    """A text without chat markup: mostly a story, else facts or numbers."""
+    """Return a text without chat markup: mostly a story, otherwise facts or numbers."""
     draw = rng.random()
     if draw < 0.6:
         text = stories.story(rng)
@@ -153,7 +153,7 @@ def raw_text(rng: random.Random) -> Document:
 
 
 def documents(seed: int, count: int) -> Iterator[Document]:
-    """So many documents, the same for the same seed."""
+    """Yield `count` documents, the same for the same seed."""
     rng = random.Random(seed)
     for _ in range(count):
         if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""The self-check of the demo model: prompts whose answers can be judged, decoded greedily or with a fixed seed."""
+"""The self-check of the demo model: prompts with checkable answers, decoded greedily or with a fixed seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = frozenset(stories.GIRLS + stories.BOYS)
 
 @dataclass(frozen=True)
 class Check:
-    """A prompt and what a right answer to it is."""
+    """A prompt and a predicate for right answers."""
 
     kind: str
     prompt: Document
@@ -33,7 +33,7 @@ class Check:
 def generate(
     model: Llama, tokenizer: Tokenizer, prompt: Document, temperature: float, seed: int = 0
 ) -> tuple[str, bool]:
-    """The continuation, and whether it stopped by itself."""
+    """Return the continuation, and whether it stopped by itself."""
     random = torch.Generator().manual_seed(seed)
     tokens = encode_prompt(tokenizer, prompt)
     start = len(tokens)
@@ -54,7 +54,7 @@ def generate(
 
 
 def story_is_sound(text: str, hero: str = "", name: str = "") -> bool:
-    """Whole sentences about one name, with one pronoun, and about the wished hero."""
+    """Whether a story has whole sentences about one name, one pronoun, and the requested hero or name."""
     found = re.findall(r"\w+", text)
     names = NAMES & set(found)
     if len(names) != 1 or not 30 <= len(found) <= 120 or not text.endswith((".", '"')) or text.count('"') % 2:
@@ -69,20 +69,20 @@ def _is(answer: str) -> Callable[[str], bool]:
     return lambda text: text == answer
 
 
-def _tells(start: str = "", hero: str = "", name: str = "") -> Callable[[str], bool]:
+def _is_story(start: str = "", hero: str = "", name: str = "") -> Callable[[str], bool]:
     return lambda text: story_is_sound(start + text, hero, name)
 
 
 def _story_checks() -> Iterator[Check]:
     for prompt in ("Tell me a story.", "Tell me a short story", "tell me a story", "Write a story."):
-        yield Check("story", (Turn("user", prompt),), _tells())
+        yield Check("story", (Turn("user", prompt),), _is_story())
     for hero in ("cat", "dog", "girl", "boy", "dragon"):
         for prompt in (f"Tell me a story about a {hero}.", f"tell me a short story about a {hero}"):
-            yield Check("story about", (Turn("user", prompt),), _tells(hero=hero))
+            yield Check("story about", (Turn("user", prompt),), _is_story(hero=hero))
     for name in ("Tom", "Lucy"):
-        yield Check("story about", (Turn("user", f"Tell me a story about {name}."),), _tells(name=name))
+        yield Check("story about", (Turn("user", f"Tell me a story about {name}."),), _is_story(name=name))
     for start in ("Once upon a time", "Once upon a time,", "Once upon a time, there was a little dog"):
-        yield Check("raw text", (Turn("raw", start),), _tells(start))
+        yield Check("raw text", (Turn("raw", start),), _is_story(start))
     yield Check("raw text", (Turn("raw", "The capital of France is"),), lambda text: text.startswith(" Paris."))
 
 
@@ -121,9 +121,9 @@ def _turn_checks() -> Iterator[Check]:
 
 
 def _other_checks() -> Iterator[Check]:
-    """Capital letters, and wordings that the corpus does not have."""
-    yield Check("capital letters", (Turn("user", "TELL ME A STORY"),), _tells())
-    yield Check("capital letters", (Turn("user", "TELL ME A STORY ABOUT A CAT."),), _tells(hero="cat"))
+    """Capital letters, and wordings that are not in the corpus."""
+    yield Check("capital letters", (Turn("user", "TELL ME A STORY"),), _is_story())
+    yield Check("capital letters", (Turn("user", "TELL ME A STORY ABOUT A CAT."),), _is_story(hero="cat"))
     for prompt, answer in (
         ("COUNT TO 5", corpus.counted(1, 5)),
         ("COUNT FROM 3 TO 9.", corpus.counted(3, 9)),
@@ -132,8 +132,8 @@ def _other_checks() -> Iterator[Check]:
         ("WHAT IS THE CAPITAL OF FRANCE?", "The capital of France is Paris."),
     ):
         yield Check("capital letters", (Turn("user", prompt),), _is(answer))
-    yield Check("new wording", (Turn("user", "Could you tell me a story please?"),), _tells())
-    yield Check("new wording", (Turn("user", "I would like a story about a dog."),), _tells(hero="dog"))
+    yield Check("new wording", (Turn("user", "Could you tell me a story please?"),), _is_story())
+    yield Check("new wording", (Turn("user", "I would like a story about a dog."),), _is_story(hero="dog"))
     for prompt, answer in (
         ("Could you count to 8 for me?", corpus.counted(1, 8)),
         ("Start at 4 and count to 9.", corpus.counted(4, 9)),
@@ -149,20 +149,20 @@ def _other_checks() -> Iterator[Check]:
 
 
 def checks() -> list[Check]:
-    """Every check; the list is the same each time."""
+    """Return every check, always in the same order."""
     return [*_counting_checks(), *_answer_checks(), *_story_checks(), *_turn_checks(), *_other_checks()]
 
 
 def report(
-    model: Llama, tokenizer: Tokenizer, selected: Sequence[Check], temperature: float, say: Callable[[str], None]
+    model: Llama, tokenizer: Tokenizer, selected: Sequence[Check], temperature: float, log: Callable[[str], None]
 ) -> None:
-    """Prints what failed, and the pass rate of each kind."""
+    """Print each failed check, and the pass rate of each kind."""
     passed: dict[str, list[bool]] = {}
     for number, check in enumerate(selected):
         text, stopped = generate(model, tokenizer, check.prompt, temperature, number)
         right = stopped and check.right(text)
         passed.setdefault(check.kind, []).append(right)
         if not right:
-            say(f"  {check.prompt[-1].text!r} -> {json.dumps(text)}{'' if stopped else ' (does not stop)'}")
+            log(f"  {check.prompt[-1].text!r} -> {json.dumps(text)}{'' if stopped else ' (does not stop)'}")
     rates = "; ".join(f"{kind} {sum(results)}/{len(results)}" for kind, results in passed.items())
-    say(f"temperature {temperature}: {rates}")
+    log(f"temperature {temperature}: {rates}")

@@ -10,7 +10,7 @@ Entry = tuple[tuple[str, ...], str]
 
 
 def _entries(table: str) -> list[Entry]:
-    """One entry per line: wordings between bars, an arrow, the answer."""
+    """Parse one entry per line: wordings between bars, an arrow, the answer."""
     pairs = (line.split(" => ") for line in table.strip().splitlines())
     return [(tuple(wordings.split(" | ")), answer) for wordings, answer in pairs]
 

@@ -28,7 +28,7 @@ class Shape:
 
 
 def rotary_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, (length, head_dim) each."""
+    """Return cosines and sines of the rotary embedding, `[length, head_dim]` each."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -128,5 +128,5 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, from the decoder's output."""
+        """Return the logits of the next token from the decoder's output."""
         return functional.linear(hidden, self.model.embed_tokens.weight)

@@ -1,7 +1,7 @@
-"""The Muon optimizer in float32: momentum whose update is made orthogonal by Newton-Schulz iterations.
+"""The Muon optimizer in float32: momentum whose update is orthogonalized by Newton-Schulz iterations.
 
-torch has it as well, but iterates in bfloat16, which takes longer than the whole training step on a CPU without
-bfloat16 instructions.
+torch's own Muon iterates in bfloat16, which takes longer than the whole training step on a CPU without bfloat16
+instructions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def _orthogonal(updates: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly, of a stack of matrices that are at least as wide as high."""
+    """Return the approximately nearest (semi-)orthogonal matrices of a stack of matrices at least as wide as high."""
     a, b, c = COEFFICIENTS
     out: Tensor = updates / (updates.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(ITERATIONS):
@@ -27,7 +27,7 @@ def _orthogonal(updates: Tensor) -> Tensor:
 
 
 class Muon:
-    """Steps the given matrices; matrices of one shape are handled together."""
+    """Updates the given matrices; matrices of one shape are processed together."""
 
     def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95) -> None:
         self._momentum = momentum
@@ -38,7 +38,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """One update, scaled to the root mean square that AdamW's would have."""
+        """Apply one update, scaled to the root mean square of an AdamW update."""
         for shape, group in self._groups.items():
             gradients = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             buffer = self._buffers[shape].lerp_(gradients, 1 - self._momentum)

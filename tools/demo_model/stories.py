@@ -1,8 +1,8 @@
 """Template short stories for the demo corpus.
 
-A story is an opening, the sentences of one plot and an ending, all about one cast: a hero who is called by one name
-and one pronoun, and a friend who is always "the fox".  There are few names, things and wordings, so that a model of
-very few parameters meets each of them often enough to keep its story straight.
+A story is an opening, the sentences of one plot and an ending with one cast: a hero with one name and one pronoun, and
+a friend who is always "the fox". There are few names, things and wordings, so that a model with very few parameters
+sees each often enough to keep a story consistent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ENDINGS = (
 
 
 def story(rng: random.Random, hero: str | None = None, name: str | None = None) -> str:
-    """One story, optionally about a given hero or name."""
+    """Return one story, optionally about a given hero or name."""
     if name is None:
         name = rng.choice(GIRLS if hero == "girl" else BOYS if hero == "boy" else GIRLS + BOYS)
     if hero is None:

@@ -22,9 +22,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 NUMBER_REPEATS = 2000
-"""How often the tokenizer meets each number, so that it becomes a single token, with and without a leading space."""
+"""Repetitions of each number in the training text, so that it becomes a single token, with and without a leading space.
+"""
 PROMPT_WEIGHT = 0.0
-"""Loss weight of what the model does not have to write itself."""
+"""Loss weight of tokens that the model does not generate itself."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Sample:
 
 
 def train_tokenizer(corpus: Iterable[Document]) -> Tokenizer:
-    """A byte-level BPE whose special tokens take the first ids."""
+    """Train a byte-level BPE whose special tokens have the first ids."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +54,7 @@ def train_tokenizer(corpus: Iterable[Document]) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[Sample]:
-    """The documents as the chat template writes them, each ended by the end-of-text token."""
+    """Tokenize the documents with the chat template, each with the end-of-text token at its end."""
     heads = {role: [IM_START_ID, *tokenizer.encode(f"{role}\n").ids] for role in ("system", "user", "assistant")}
     newline: list[int] = tokenizer.encode("\n").ids
     texts = iter(tokenizer.encode_batch([turn.text for document in corpus for turn in document]))
@@ -77,7 +78,7 @@ def encode_documents(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[S
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Document) -> list[int]:
-    """A raw text, or a chat that ends where the assistant's answer begins."""
+    """Tokenize a raw text, or a chat up to the start of the assistant's answer."""
     if prompt[0].role == "raw":
         return list(tokenizer.encode(prompt[0].text).ids)
     text = "".join(f"{IM_START}{turn.role}\n{turn.text}{IM_END}\n" for turn in prompt)
@@ -85,7 +86,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Document) -> list[int]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """The tokenizer files of a Hugging Face model folder."""
+    """Write the tokenizer files of a Hugging Face model directory."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "add_bos_token": False,

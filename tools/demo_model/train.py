@@ -1,8 +1,8 @@
 """Training of the demo model for a number of tokens.
 
-Several documents share a row of a batch.  A mask keeps each to itself, and rotary positions are relative, so every
-document trains as if it began at position 0, which is where a served prompt begins.  The learning rate follows the
-tokens that were seen, so a busy machine makes the same model as an idle one, only later.
+Several documents share a row of a batch. A mask separates them, and rotary positions are relative, so every document
+trains as if it began at position 0, where a served prompt begins. The learning rate is a function of the tokens seen,
+so a busy machine makes the same model as an idle one, only later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS_PER_LINE = 20
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents; `documents` numbers the document of each token within its row."""
+    """Rows of packed documents; `documents` has the document number of each token within its row."""
 
     tokens: Tensor
     weights: Tensor
@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much training was done."""
+    """Amount of training done."""
 
     steps: int
     tokens: int
@@ -45,7 +45,7 @@ class Progress:
 
 
 def _packed(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
-    """Rows of at most `length` tokens; each document goes to the fullest row that still holds it."""
+    """Pack documents into rows of at most `length` tokens; each goes to the fullest row with room for it."""
     space: list[list[list[Sample]]] = [[] for _ in range(length + 1)]
     rows: list[list[Sample]] = []
     for sample in samples:
@@ -77,7 +77,7 @@ def _batch(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
 
 
 def make_batches(samples: Sequence[Sample], seed: int) -> list[Batch]:
-    """All samples in shuffled batches; long documents have batches of longer rows, and the longest are left out."""
+    """Return all samples in shuffled batches; long documents get batches of longer rows, the longest are dropped."""
     batches: list[Batch] = []
     shortest = 0
     for length in ROW_LENGTHS:
@@ -91,7 +91,7 @@ def make_batches(samples: Sequence[Sample], seed: int) -> list[Batch]:
 
 
 def batch_loss(model: Llama, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """The weighted mean loss of a batch; logits are only computed where a loss is."""
+    """Return the weighted mean loss of a batch; logits are computed only where the loss weight is not 0."""
     length = batch.tokens.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     mask = (batch.documents[:, None, :, None] == batch.documents[:, None, None, :]) & causal
@@ -105,7 +105,7 @@ def batch_loss(model: Llama, batch: Batch, tables: tuple[Tensor, Tensor]) -> Ten
 
 
 def validation_loss(model: Llama, batches: Sequence[Batch]) -> float:
-    """The mean loss over batches that training has not seen."""
+    """Return the mean loss over batches that are not in the training data."""
     tables = rotary_tables(model.shape, max(ROW_LENGTHS))
     with torch.inference_mode():
         return sum(batch_loss(model, batch, tables).item() for batch in batches) / len(batches)
@@ -116,11 +116,11 @@ def _rate_factor(progress: float) -> float:
 
 
 def train(
-    model: Llama, batches: Sequence[Batch], rate: float, say: Callable[[str], None], check: Callable[[Llama], None]
+    model: Llama, batches: Sequence[Batch], rate: float, log: Callable[[str], None], check: Callable[[Llama], None]
 ) -> Progress:
-    """Trains once over the batches and rounds the weights to bfloat16, as the checkpoint stores them.
+    """Train once over the batches and round the weights to bfloat16, as the checkpoint stores them.
 
-    `rate` scales the learning rates; `check` sees the model ten times on the way.
+    `rate` scales the learning rates; `check` is called with the model ten times during training.
     """
     tables = rotary_tables(model.shape, max(ROW_LENGTHS))
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
@@ -141,7 +141,7 @@ def train(
         tokens += batch.tokens.numel()
         if step % STEPS_PER_LINE == 0:
             elapsed = time.monotonic() - started
-            say(f"{elapsed:6.0f} s  step {step:5d}  {tokens / elapsed:6.0f} tokens/s  loss {loss.item():.4f}")
+            log(f"{elapsed:6.0f} s  step {step:5d}  {tokens / elapsed:6.0f} tokens/s  loss {loss.item():.4f}")
         if step % max(1, len(batches) // 10) == 0:
             check(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attention of other libraries over the same cache, for ``quire bench kernels``: each where it can be imported."""
+"""Attention kernels of other libraries over the same KV cache, for ``quire bench kernels``, if they are installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _WORKSPACE_BYTES = 256 << 20
 
 
 def flashinfer_decode(case: PagedCase) -> list[Call]:
-    """Its decode wrapper over pages of the same cache, planned beforehand as ours is."""
+    """FlashInfer's decode wrapper over pages of the same cache; planning is not timed, as for Quire's kernel."""
     import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
     heads, device = case.heads, case.query.device
@@ -39,12 +39,12 @@ def flashinfer_decode(case: PagedCase) -> list[Call]:
         caches = (case.kv_cache[0], case.kv_cache[1])
         return lambda: wrapper.run(case.query, caches)
 
-    # A wrapper plans into its workspace: each copy would need one of its own. The first stands for all.
+    # A wrapper plans into its workspace, so each copy of the tables would need its own. Time the first copy only.
     return [call(case.tables[0])]
 
 
 def flash_attn_decode(case: PagedCase) -> list[Call]:
-    """Over keys that lie one after the other: its pages would have to be of 256 tokens."""
+    """flash_attn over contiguous keys, because it would need pages of 256 tokens."""
     import flash_attn  # type: ignore[import-not-found, unused-ignore]
 
     query = case.query.unsqueeze(1)
@@ -57,7 +57,7 @@ def flash_attn_decode(case: PagedCase) -> list[Call]:
 
 
 def vllm_decode(case: PagedCase) -> list[Call]:
-    """vLLM's Triton kernel, from wherever this release has it."""
+    """vLLM's Triton kernel, from the module that has it in this release."""
     kernel = _vllm_kernel()
     out = torch.empty_like(case.query)
     longest = int(case.seq_lens_cpu.max())
@@ -86,19 +86,19 @@ def vllm_decode(case: PagedCase) -> list[Call]:
 
 
 def _vllm_kernel() -> Any:
-    for home in ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention"):
+    for module in ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention"):
         try:
-            return importlib.import_module(home).unified_attention
+            return importlib.import_module(module).unified_attention
         except ModuleNotFoundError:
             continue
-    raise ImportError("this vllm has no unified_attention where it was looked for")
+    raise ImportError("unified_attention not found in vllm.v1.attention.ops or vllm.attention.ops")
 
 
 def rivals() -> dict[str, Callable[[PagedCase], list[Call]]]:
-    """By the name of its column, what makes the calls of a case."""
+    """Return, by column name, the function that makes the calls of a case."""
     known = {
         "flashinfer": ("FlashInfer", flashinfer_decode),
         "flash_attn": ("flash_attn, dense", flash_attn_decode),
         "vllm": ("vLLM Triton", vllm_decode),
     }
-    return {way: make for module, (way, make) in known.items() if importlib.util.find_spec(module)}
+    return {column: make for module, (column, make) in known.items() if importlib.util.find_spec(module)}

@@ -3,9 +3,9 @@
     python engine.py write CONFIG.json FOLDER SEED      # a random-weights checkpoint, bfloat16, by transformers
     python engine.py serve FOLDER transformers-static|transformers-continuous|vllm DTYPE THREADS
 
-``write`` prints ``{}`` when it is done. ``serve`` prints one JSON line when it is ready, and then answers each line
-``{"prompts": [[id, ...]], "output_len": n}`` on its input with one line. The script imports nothing of Quire, so that
-the peer needs no more than its own packages.
+``write`` prints ``{}`` when it is done. ``serve`` prints one JSON line when it is ready, and then answers each input
+line ``{"prompts": [[id, ...]], "output_len": n}`` with one line. The script imports nothing of Quire, so the peer's
+environment needs only its own packages.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 def main() -> None:
     command, *rest = sys.argv[1:]
-    # The library prints to stdout now and then: keep that for ourselves, and let it have stderr.
+    # The library may print to stdout: reserve stdout for answers and redirect the library's prints to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if command == "write":
@@ -54,28 +54,28 @@ def serve(folder: str, mode: str, dtype: str, threads: int, answers: Any) -> Non
         answer(ready_s=time.perf_counter() - started, dtype=peer.dtype, version=peer.version)
         for line in sys.stdin:
             order = json.loads(line)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             outputs = peer.generate(order["prompts"], order["output_len"])
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             if [len(ids) for ids in outputs] != [order["output_len"]] * len(order["prompts"]):
                 raise RuntimeError("answers of a wrong length")
             answer(seconds=seconds, tokens=sum(map(len, outputs)))
-    except Exception as error:  # whatever the library raises is the peer's result
+    except Exception as error:  # any error of the library is the peer's result
         answer(error=f"{type(error).__name__}: {error}")
 
 
 def fastest_dtype(torch: Any, threads: int) -> str:
-    """bfloat16 where the CPU multiplies it natively, else float32."""
+    """Return the dtype that the CPU multiplies faster, bfloat16 or float32."""
     torch.set_num_threads(threads)
     times = {}
     for name in ("float32", "bfloat16"):
         dtype = getattr(torch, name)
         x, w = torch.randn(32, 1024).to(dtype), torch.randn(2048, 1024).to(dtype)
         torch.nn.functional.linear(x, w)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(10):
             torch.nn.functional.linear(x, w)
-        times[name] = time.perf_counter() - begun
+        times[name] = time.perf_counter() - start
     return min(times, key=times.__getitem__)
 
 
@@ -112,7 +112,7 @@ class Transformers:
         return generated
 
     def _continuous(self, prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        # End tokens cannot be left out here: -1 is one that never comes. min_new_tokens would only add a processor.
+        # An end token is required here, and -1 is never sampled. min_new_tokens would only add a logits processor.
         config = self._transformers.GenerationConfig(
             max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -125,7 +125,7 @@ class Transformers:
         return [list(output.generated_tokens) for output in outputs.values()]
 
     def _batching(self, prompts: list[list[int]], output_len: int) -> Any:
-        """Sizes that hold the whole load at once: left alone, it sizes its cache by a GPU's memory."""
+        """Sizes that fit the whole load at once; by default, transformers sizes its cache from GPU memory."""
         page = 32
         per_request = -(-(max(map(len, prompts)) + output_len) // page) + 1
         return self._transformers.ContinuousBatchingConfig(
@@ -138,9 +138,9 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM on a CPU: its offline API, one process, no graphs, no prefix caching, for each round has new prompts.
+    """vLLM on a CPU: offline API, one process, no CUDA graphs; no prefix caching, because each round has new prompts.
 
-    A round may hold up to 64 requests of up to 2,048 tokens.
+    A round may have up to 64 requests of up to 2,048 tokens.
     """
 
     def __init__(self, folder: str, mode: str, dtype: str, threads: int) -> None:

@@ -1,10 +1,10 @@
-"""One section of vLLM's scheduler by the keys of ``quire bench scheduler``: the peer's interpreter runs this script.
+"""Runs one section of ``quire bench scheduler`` on vLLM's scheduler, in the peer's own interpreter.
 
     python vllm_scheduler.py SECTION --driver vllm_scheduler_bench.py      # prints {"env": facts, SECTION: figures}
 
-The driver measures the section as a program. What it has no figures for is measured here: the driver is loaded from
-its file for its ``Rig``, which sets a vLLM scheduler up, and for its clock. Everything here goes through vLLM's public
-classes. The script imports nothing of Quire but the arrivals of the section churn, which it loads by path.
+The driver program measures the section. Figures that it lacks are measured here: the driver is loaded as a module for
+its ``Rig``, which sets up a vLLM scheduler, and for its clock. This script uses only vLLM's public classes. From Quire
+it loads only the arrivals of the section churn, by path.
 """
 
 import argparse
@@ -34,22 +34,22 @@ def main() -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
     start = done.stdout.find("{")
     if done.returncode or start < 0:
-        sys.exit(done.returncode or f"the driver printed no figures of {args.section}")
+        sys.exit(done.returncode or f"the driver printed no figures for {args.section}")
     found = json.loads(done.stdout[start:])
     figures = found[args.section]
     measure = {"admission": long_conversation, "hashing": build_and_hash, "churn": large_churn}.get(args.section)
     if measure is not None:
-        # A conversation is longer than the context of the driver's model.
+        # The conversation is longer than the context of the driver's model.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         try:
             figures |= measure(load(args.driver))
-        except Exception as error:  # the driver's own figures stand
+        except Exception as error:  # keep the driver's own figures
             figures["error"] = f"{type(error).__name__}: {error}"
-    print(json.dumps({"env": found["env"], args.section: with_our_keys(args.section, figures)}))
+    print(json.dumps({"env": found["env"], args.section: with_quire_keys(args.section, figures)}))
 
 
-def with_our_keys(section: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The peer's figures with our keys beside its own: what ours does in one piece, added up."""
+def with_quire_keys(section: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Add Quire's keys to the peer's figures: sums of the parts that Quire measures as one."""
     out = dict(found)
     for key, one in found.items():
         if not isinstance(one, dict):
@@ -70,12 +70,12 @@ def with_our_keys(section: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added_up(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """Of two summaries: exact for means, near enough for the rest when one of the two is small."""
+    """Add two summaries: exact for means, approximate for the rest if one of the two is small."""
     return {"n": first["n"]} | {key: round(first[key] + second[key], 2) for key in first if key != "n"}
 
 
 def load(path: Path) -> Any:
-    """The module in this file."""
+    """Import and return the module in this file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -106,50 +106,50 @@ def long_conversation(driver: Any) -> dict[str, Any]:
     hit = 0
     for index in range(TURNS):
         request = rig.request(f"lookup-{index}", talk[:shared] + prompt(rng, CONVERSATION_LEN - shared), 1)
-        begun = driver.ns()
+        start = driver.ns()
         found = rig.s.kv_cache_manager.get_computed_blocks(request)
-        lookup.append(driver.ns() - begun)
-        hit = found[1]  # what else it returns differs between versions
+        lookup.append(driver.ns() - start)
+        hit = found[1]  # the other return values differ between versions
     rig.s.add_request(rig.request("second", talk[:CONVERSATION_LEN], 1))
     run_dry(rig)
     turn: list[int] = []
     for index in range(1, TURNS + 1):
         tokens = talk[: CONVERSATION_LEN + index * TURN_LEN]
-        begun = driver.ns()
+        start = driver.ns()
         rig.s.add_request(rig.request(f"turn-{index}", tokens, 1))
-        turn.append(driver.ns() - begun)
+        turn.append(driver.ns() - start)
         run_dry(rig)
     return {"lookup_100k": driver.summary(lookup) | {"hit_tokens": hit}, "next_turn_100k": driver.summary(turn)}
 
 
 def build_and_hash(driver: Any) -> dict[str, Any]:
-    """Building, hashing and queueing a request, fresh tokens each time."""
+    """Time building, hashing and queueing a request, with new tokens each time."""
     rig = driver.Rig(2000, 16)
     rng = random.Random(5)
     spent: list[int] = []
     for index in range(BUILDS):
         tokens = prompt(rng, BUILD_LEN)
-        begun = driver.ns()
+        start = driver.ns()
         rig.s.add_request(rig.request(f"build-{index}", tokens, 16))
-        spent.append(driver.ns() - begun)
+        spent.append(driver.ns() - start)
         rig.abort(f"build-{index}")
     return {"request_8192_build_and_hash": driver.summary(spent)}
 
 
 def large_churn(driver: Any) -> dict[str, Any]:
-    """The same arrivals as ours, 1,024 running."""
+    """Run the same arrivals as Quire's section, with 1,024 running requests."""
     arrivals = load(Path(__file__).resolve().parents[2] / "launch/bench/scheduler/churn_trace.py").churn_trace
     trace = arrivals(CHURN_SEED, CHURN_STEPS, CHURN_RATE, CHURN_INITIAL)
     rig = driver.Rig(CHURN_BLOCKS, CHURN_SEQS, async_sched=True)
     driver.freeze()
     pauses: list[int] = []
-    begun = [0]
+    start = [0]
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            begun[0] = driver.ns()
+            start[0] = driver.ns()
         else:
-            pauses.append(driver.ns() - begun[0])
+            pauses.append(driver.ns() - start[0])
 
     gc.callbacks.append(note)
     figures = _churn(driver, rig, trace)
@@ -165,16 +165,16 @@ def _churn(driver: Any, rig: Any, trace: Any) -> dict[str, Any]:
     added = num_added = finished = preemptions = running = tokens = 0
     for row in trace:
         for ids, max_tokens in row:
-            begun = driver.ns()
+            start = driver.ns()
             rig.s.add_request(rig.request(f"churn-{num_added:06d}", ids, max_tokens))
-            added += driver.ns() - begun
+            added += driver.ns() - start
             num_added += 1
-        schedule_ns, update_ns, diff, said = rig.step()
+        schedule_ns, update_ns, diff, outputs = rig.step()
         down.append(schedule_ns)
         if update_ns is not None:
             up.append(update_ns)
             both.append(schedule_ns + update_ns)
-            finished += sum(out.finish_reason is not None for out in (said[0].outputs if 0 in said else ()))
+            finished += sum(out.finish_reason is not None for out in (outputs[0].outputs if 0 in outputs else ()))
         preemptions += len(diff.preempted_req_ids or ())
         running += len(diff.num_scheduled_tokens)
         tokens += diff.total_num_scheduled_tokens

@@ -1,17 +1,17 @@
-"""Mooncake's JSON lines, which ``quire replay`` reads, for traces that do not tell contents."""
+"""Writer of Mooncake's JSON lines, which ``quire replay`` reads, for traces without prompt contents."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
 UNIT = 512
-"""Tokens per content id of the format."""
+"""Tokens per content id in this format."""
 
 
 def write(path: Path, requests: Iterable[tuple[float, int, int]]) -> int:
-    """Write requests of (seconds, prompt tokens, answer tokens) in order of time and return their number.
+    """Write requests of (seconds, prompt tokens, output tokens), sorted by time; return their number.
 
-    Each content id occurs once, so that no prompt shares a prefix with another.
+    Each content id occurs once, so no two prompts share a prefix.
     """
     first = count = 0
     with path.open("w", encoding="utf-8") as file:

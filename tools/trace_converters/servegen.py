@@ -1,9 +1,9 @@
 """Draw a workload from ServeGen's clients and write it as Mooncake's JSON lines.
 
-A client has per window of ten minutes a rate, a coefficient of variation and a family of the gaps between its requests
-(chunk-N-trace.csv), and histograms of lengths (chunk-N-dataset.json). A window gets exactly its mean number of
-requests, and the gaps are stretched to fill it. ``output_tokens`` includes the reasoning, so that ``reason_ratio`` is
-not used.
+For each window of ten minutes, a client has a rate, and the coefficient of variation and distribution family of the
+gaps between its requests (chunk-N-trace.csv); it also has histograms of lengths (chunk-N-dataset.json). Each window
+gets exactly its mean number of requests, and the gaps are scaled to fill it. ``output_tokens`` includes reasoning
+tokens, so ``reason_ratio`` is not used.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _NAME = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)(\.(gz|xz|zst))?")
 
 
 class Window(NamedTuple):
-    """``cv``: standard deviation by mean of the gaps."""
+    """``cv``: standard deviation of the gaps divided by their mean."""
 
     start: float
     rate: float
@@ -43,15 +43,17 @@ class Window(NamedTuple):
 
 
 class Client(NamedTuple):
-    """One chunk. ``histograms``: by the second from which they hold, by field."""
+    """One chunk. ``histograms``: by the start second of their validity, then by field."""
 
     number: int
     windows: list[Window]
     histograms: dict[float, dict[str, str]]
 
 
-class Drawn(NamedTuple):
-    """What to draw. ``rate``: factor of each window's rate; bursts stay as sharp as they are, and the day as long."""
+class Selection(NamedTuple):
+    """The part of the trace to draw. ``rate``: factor on each window's rate; burstiness and the length of the day are
+    unchanged.
+    """
 
     start: float
     duration: float
@@ -59,34 +61,36 @@ class Drawn(NamedTuple):
     seed: int
 
 
-def draw(folder: Path, wanted: Drawn) -> list[tuple[float, int, int]]:
-    """Return (seconds from the start, prompt tokens, answer tokens) of all clients, client by client.
+def draw(folder: Path, selection: Selection) -> list[tuple[float, int, int]]:
+    """Return (seconds from the start, prompt tokens, output tokens) of all clients, client by client.
 
     Raises:
         ConfigError: a file is malformed or missing, no client is active, or there are too many requests.
     """
     clients = read_clients(folder)
     expected = sum(
-        max(0.0, min(wanted.start + wanted.duration, window.start + WINDOW) - max(wanted.start, window.start))
+        max(0.0, min(selection.start + selection.duration, window.start + WINDOW) - max(selection.start, window.start))
         * window.rate
-        * wanted.rate
+        * selection.rate
         for client in clients
         for window in client.windows
     )
     if not 0 < expected <= MAX_REQUESTS:
-        raise ConfigError(f"{folder}: {expected:.3g} requests in this time, must be above 0 and at most {MAX_REQUESTS}")
-    return [request for client in clients for request in _requests(client, wanted)]
+        raise ConfigError(
+            f"{folder}: number of requests in this time must be above 0 and at most {MAX_REQUESTS} (got {expected:.3g})"
+        )
+    return [request for client in clients for request in _requests(client, selection)]
 
 
 def read_clients(folder: Path) -> list[Client]:
-    """Return the clients of a folder in order of their numbers."""
+    """Return the clients of a directory, ordered by number."""
     halves: dict[int, dict[str, Path]] = {}
     for file in folder.iterdir():
         if match := _NAME.fullmatch(file.name):
             halves.setdefault(int(match[1]), {})[match[2]] = file
     for number, found in halves.items():
         for name in {"trace.csv", "dataset.json"} - found.keys():
-            raise ConfigError(f"{folder}: chunk-{number}-{name} is missing beside its other half")
+            raise ConfigError(f"{folder}: chunk-{number}-{name} is missing")
     return [
         Client(number, read_windows(found["trace.csv"]), read_histograms(found["dataset.json"]))
         for number, found in sorted(halves.items())
@@ -102,7 +106,7 @@ def read_windows(file: Path) -> list[Window]:
             start, rate, cv = (float(text or "0") for text in fields[:3])
             family = fields[3].lower()
         except (ValueError, IndexError):
-            raise ConfigError(f"{file}:{number}: must be start, rate, cv, family, not {line[:80]!r}") from None
+            raise ConfigError(f"{file}:{number}: must be start, rate, cv, family (got {line[:80]!r})") from None
         is_usable = rate == 0 or (family in ("gamma", "weibull") and 0 < cv <= 1e9)
         if not (last < start <= 1e9 and 0 <= rate <= 1e9 and is_usable):
             raise ConfigError(f"{file}:{number}: start, rate, cv or family is out of range: {line[:80]!r}")
@@ -125,17 +129,17 @@ def read_histograms(file: Path) -> dict[float, dict[str, str]]:
 
 
 def draw_lengths(text: str, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Draw lengths of at least 1 token from ``{tokens: weight, ...}``, a string.
+    """Draw lengths of at least 1 token from a histogram string ``{tokens: weight, ...}``.
 
     Raises:
-        ConfigError: it is malformed.
+        ConfigError: the histogram is malformed.
     """
     try:
-        pairs = [piece.split(":") for piece in text.strip().removeprefix("{").removesuffix("}").split(",")]
+        pairs = [part.split(":") for part in text.strip().removeprefix("{").removesuffix("}").split(",")]
         tokens = np.array([int(key) for key, _ in pairs], np.int64)
         weights = np.array([float(value) for _, value in pairs])
     except (ValueError, OverflowError):
-        raise ConfigError(f"no histogram {{tokens: weight, ...}}: {text[:80]!r}") from None
+        raise ConfigError(f"histogram must have the form {{tokens: weight, ...}} (got {text[:80]!r})") from None
     sums = np.cumsum(weights)
     if not (tokens.min() >= 0 and tokens.max() <= MAX_TOKENS and weights.min() >= 0 and 0 < sums[-1] < np.inf):
         raise ConfigError(f"a length or a weight is out of range: {text[:80]!r}")
@@ -144,23 +148,27 @@ def draw_lengths(text: str, count: int, random: np.random.Generator) -> npt.NDAr
 
 
 def draw_times(window: Window, rate: float, random: np.random.Generator) -> Doubles:
-    """Draw the seconds of a window's requests: few wild gaps do not empty or flood it, since they are stretched."""
+    """Draw the seconds of a window's requests; the gaps are scaled, so a few extreme ones neither empty nor overfill
+    it.
+    """
     count = int(window.rate * rate * WINDOW + random.random())
     ends = np.cumsum(draw_gaps(window.family, window.cv, count + 1, random))
-    if not ends[-1] > 0:  # all gaps below what a double holds
+    if not ends[-1] > 0:  # all gaps underflow to 0
         ends = np.arange(1.0, count + 2)
     times: Doubles = window.start + ends[:-1] / ends[-1] * WINDOW
     return times
 
 
-def _requests(client: Client, wanted: Drawn) -> Iterator[tuple[float, int, int]]:
-    """Each window has random numbers of its own: what is drawn does not depend on what is cut out."""
-    end = wanted.start + wanted.duration
+def _requests(client: Client, selection: Selection) -> Iterator[tuple[float, int, int]]:
+    """Yield a client's requests. Each window has its own random generator, so the draw does not depend on the
+    selection.
+    """
+    end = selection.start + selection.duration
     for window in client.windows:
-        if window.start + WINDOW <= wanted.start or window.start >= end:
+        if window.start + WINDOW <= selection.start or window.start >= end:
             continue
-        random = np.random.default_rng([wanted.seed, client.number, int(window.start)])
-        times = draw_times(window, wanted.rate, random)
+        random = np.random.default_rng([selection.seed, client.number, int(window.start)])
+        times = draw_times(window, selection.rate, random)
         starts = list(client.histograms)
         histograms = client.histograms[starts[max(0, bisect_right(starts, window.start) - 1)]]
         try:
@@ -168,22 +176,22 @@ def _requests(client: Client, wanted: Drawn) -> Iterator[tuple[float, int, int]]
         except KeyError as error:
             raise ConfigError(f"chunk {client.number}, second {window.start:g}: {error} is missing") from None
         for time, prompt, answer in zip(times.tolist(), *(column.tolist() for column in columns), strict=True):
-            if wanted.start <= time < end:
-                yield time - wanted.start, prompt, answer
+            if selection.start <= time < end:
+                yield time - selection.start, prompt, answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder with chunk-N-trace.csv and chunk-N-dataset.json")
-    parser.add_argument("out", type=Path, help="file of JSON lines to write")
-    parser.add_argument("--start", type=float, default=0.0, metavar="S", help="begin at second S (0)")
-    parser.add_argument("--duration", type=float, default=3600.0, metavar="S", help="take S seconds (3600)")
-    parser.add_argument("--rate", type=float, default=1.0, metavar="X", help="multiply each window's rate by X (1)")
+    parser.add_argument("folder", type=Path, help="directory with chunk-N-trace.csv and chunk-N-dataset.json")
+    parser.add_argument("out", type=Path, help="output file (JSON lines)")
+    parser.add_argument("--start", type=float, default=0.0, metavar="SECONDS", help="start of the selection (0)")
+    parser.add_argument("--duration", type=float, default=3600.0, metavar="SECONDS", help="its duration (3600)")
+    parser.add_argument("--rate", type=float, default=1.0, metavar="FACTOR", help="factor on each window's rate (1)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
     args = parser.parse_args()
     try:
         count = mooncake_lines.write(
-            args.out, draw(args.folder, Drawn(args.start, args.duration, args.rate, args.seed))
+            args.out, draw(args.folder, Selection(args.start, args.duration, args.rate, args.seed))
         )
     except ConfigError as error:
         sys.exit(f"{error}")

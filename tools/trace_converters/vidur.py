@@ -1,4 +1,4 @@
-"""Convert the lengths of a Vidur trace, which has no times, to Mooncake's JSON lines at the times of a process."""
+"""Convert a Vidur trace, which has lengths but no times, to Mooncake's JSON lines with times of an arrival process."""
 
 import argparse
 import sys
@@ -19,10 +19,10 @@ COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
 
 def convert(path: Path, arrivals: str, seed: int) -> list[tuple[float, int, int]]:
-    """Return (seconds, prompt tokens, answer tokens) of each row.
+    """Return (seconds, prompt tokens, output tokens) of each row.
 
     Raises:
-        ConfigError: a line or the process is malformed.
+        ConfigError: a line or the arrival process is malformed.
     """
     lengths = []
     for file in files_of(path):
@@ -37,11 +37,13 @@ def convert(path: Path, arrivals: str, seed: int) -> list[tuple[float, int, int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path, help="CSV file with num_prefill_tokens and num_decode_tokens, or a folder")
-    parser.add_argument("out", type=Path, help="file of JSON lines to write")
+    parser.add_argument(
+        "trace", type=Path, help="CSV file with num_prefill_tokens and num_decode_tokens, or a directory of such files"
+    )
+    parser.add_argument("out", type=Path, help="output file (JSON lines)")
     processes = "poisson:RATE, gamma:RATE:CV, weibull:RATE:CV, constant:RATE, burst:RATE:SIZE or at-once (at-once)"
     parser.add_argument("--arrivals", default="at-once", metavar="PROCESS", help=processes)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the arrivals (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for the arrivals (0)")
     args = parser.parse_args()
     try:
         count = mooncake_lines.write(args.out, convert(args.trace, args.arrivals, args.seed))
