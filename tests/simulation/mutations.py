@@ -1,7 +1,7 @@
-"""Guards of the engine, taken out one at a time: each must make the simulation fail.
+"""Guards of the engine, removed one at a time: each removal must make the simulation fail.
 
-A mutation patches one thing of the engine while it lasts. ``bug`` is the number of the recurring bug of the peers that
-the guard keeps out (faults list, 1 to 25), or the fault (F) or invariant (I) that it is for.
+A mutation patches one part of the engine while it is entered. ``bug`` is the number of the recurring bug of other
+engines that the guard prevents (1 to 25), or the fault (F) or invariant (I) that it is for.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ from quire.scheduler_proc.requests.request import RequestStatus
 
 
 class Mutation(NamedTuple):
-    """``patch`` lasts while it is entered; ``seed``: of a scenario that fails with it, as seeds are drawn today."""
+    """``patch`` removes the guard while it is entered; ``seed``: a seed that fails with it, as scenarios are drawn
+    today.
+    """
 
     name: str
     bug: str
@@ -32,12 +34,12 @@ class Mutation(NamedTuple):
 
 
 def _link_without(check: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A link that does not look at ``worker_epoch``, or at ``seq``."""
+    """Return a patch for a link that does not check ``epoch``, or ``seq``."""
 
     def incoming(self: Any, frames: Any) -> Any:
         envelope = self._codec.decode(frames)
         if check != "epoch" and envelope.worker_epoch != self.worker_epoch:
-            raise codec.ProtocolError("epoch", "of another epoch")
+            raise codec.ProtocolError("epoch", "another epoch")
         if check != "seq" and envelope.seq != self._accepted + 1:
             raise codec.ProtocolError("gap", "a gap")
         self._accepted = envelope.seq
@@ -61,7 +63,7 @@ def _no_crc() -> Iterator[None]:
         yield
 
 
-def _agreed_anyway(self: Any) -> Any:
+def _ignore_disagreement(self: Any) -> Any:
     if not self._held:
         return None
     digests = self._digests.get(self._held[0].message.step, {})
@@ -80,7 +82,7 @@ def _never_again(self: Any) -> Any:
 
 @contextlib.contextmanager
 def _cache_survives() -> Iterator[None]:
-    """What the workers hold is believed after an epoch as before it."""
+    """Keep the prefix cache when a new worker epoch begins."""
     real = scheduler.Scheduler.begin_worker_epoch
 
     def begin_worker_epoch(self: Any, *, new_workers: bool = False) -> None:
@@ -93,7 +95,7 @@ def _cache_survives() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rows_survive() -> Iterator[None]:
-    """New workers are told to remove what they never held."""
+    """Send new workers the removal of rows that they never held."""
     real = scheduler.Scheduler.begin_worker_epoch
     with mock.patch.object(scheduler.Scheduler, "begin_worker_epoch", lambda self, **_: real(self)):
         yield
@@ -105,7 +107,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def _bad_results_pass() -> Iterator[None]:
-    """Results are applied without a look at whose tokens they hold, and which."""
+    """Apply results without checking handles, counts and step."""
     with (
         mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight.check_handles", _nothing),
         mock.patch("quire.scheduler_proc.core.in_flight.check_counts", _nothing),
@@ -116,7 +118,7 @@ def _bad_results_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def resumed_without_answer() -> Iterator[None]:
-    """A request that is put out forgets that its answer is known."""
+    """A preempted request loses the output tokens that it already has."""
     real = request_table.RequestTable.preempt
 
     def preempt(self: Any, request: Any) -> None:
@@ -141,7 +143,7 @@ def _double_free() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leak_on_end() -> Iterator[None]:
-    """Blocks of an aborted request stay its own."""
+    """Blocks of some aborted requests are not freed."""
     real = manager.KVCacheManager.free
 
     def free(self: Any, request: Any) -> None:
@@ -154,7 +156,7 @@ def _leak_on_end() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cached_before_written() -> Iterator[None]:
-    """Contents are found before any step writes them."""
+    """Contents can be found in the cache before any step writes them."""
     real = manager.KVCacheManager.cache_blocks
 
     def cache_blocks(self: Any, request: Any, num_tokens: int) -> None:
@@ -166,8 +168,8 @@ def _cached_before_written() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_for_ever() -> Iterator[None]:
-    """Who could not be let in once is not looked at again."""
+def never_reconsidered() -> Iterator[None]:
+    """A request that could not be admitted once is never considered again."""
     real = planner.Planner.admission_obstacle
     refused: dict[int, Any] = {}
 
@@ -181,43 +183,46 @@ def refused_for_ever() -> Iterator[None]:
         yield
 
 
-def removals_untold() -> contextlib.AbstractContextManager[Any]:
-    """Who is gone stays on the workers."""
+def removals_not_sent() -> contextlib.AbstractContextManager[Any]:
+    """Ended requests stay on the workers."""
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: [])
 
 
 MUTATIONS = (
-    Mutation("a link takes messages of any epoch", "I10, F16", _link_without("epoch"), seed=2),
-    Mutation("a link takes messages out of order, twice, or with a gap", "F15", _link_without("seq"), seed=3),
-    Mutation("checksums are not looked at", "F15", _no_crc, seed=20),
+    Mutation("a link accepts messages of any epoch", "I10, F16", _link_without("epoch"), seed=2),
+    Mutation("a link accepts messages out of order, twice, or with a gap", "F15", _link_without("seq"), seed=3),
+    Mutation("checksums are not verified", "F15", _no_crc, seed=20),
     Mutation(
         "ranks need not agree",
         "F9",
-        lambda: mock.patch.object(worker_group.WorkerGroup, "agreed", _agreed_anyway),
+        lambda: mock.patch.object(worker_group.WorkerGroup, "agreed", _ignore_disagreement),
         seed=48,
     ),
     Mutation(
-        "a new scheduler is not told what was delivered",
+        "a new scheduler does not get the delivered tokens",
         "F10, I7",
         lambda: mock.patch.object(streams.Stream, "submission", _from_the_start),
     ),
     Mutation(
-        "a full queue turns away what is submitted again",
+        "a full queue rejects resubmitted requests",
         "F10, I9",
         lambda: mock.patch.object(streams.Stream, "submission", _never_again),
         seed=2,
     ),
-    Mutation("cached contents outlive the workers", "F1, I5", _cache_survives),
-    Mutation("new workers are told of rows that the old ones held", "F1, I6", _rows_survive),
+    Mutation("cached contents survive a restart of the workers", "F1, I5", _cache_survives),
+    Mutation("new workers get removals of the old workers' rows", "F1, I6", _rows_survive),
     Mutation(
-        "results of steps before the epoch are applied",
+        "results from before the epoch are applied",
         "2, F16",
         lambda: mock.patch.object(results.Results, "is_stale", lambda self, step: False),
         seed=19,
     ),
     Mutation("results are not checked", "A51, F9", _bad_results_pass),
     Mutation(
-        "nobody is suspected", "F4", lambda: mock.patch.object(suspects.Suspects, "record_death", _nothing), seed=116
+        "no request is suspected",
+        "F4",
+        lambda: mock.patch.object(suspects.Suspects, "record_death", _nothing),
+        seed=116,
     ),
     Mutation(
         "a suspect is not run alone",
@@ -225,7 +230,7 @@ MUTATIONS = (
         lambda: mock.patch.object(planner.Planner, "schedule_alone", lambda self, plan, pause, suspect: None),
     ),
     Mutation(
-        "no request is held to be why schedulers die",
+        "no request counts as the cause of scheduler deaths",
         "F30",
         lambda: mock.patch.object(session.Session, "count_scheduler_death", _nothing),
         seed=17,
@@ -242,44 +247,44 @@ MUTATIONS = (
         lambda: mock.patch.object(policy, "MAX_DEATHS", 2),
     ),
     Mutation(
-        "no step is ever overdue",
+        "no step deadline",
         "F5",
         lambda: mock.patch.object(scheduler_loop.StepDeadline, "remaining", _nothing),
         seed=1,
     ),
     Mutation(
-        "silence is no sign of death",
+        "silent processes count as alive",
         "F5",
         lambda: mock.patch.multiple(policy, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
         seed=152,
     ),
-    Mutation("front ends say no heartbeats", "F15, I9", lambda: mock.patch.object(session.Session, "beat", _nothing)),
+    Mutation("front ends send no heartbeats", "F15, I9", lambda: mock.patch.object(session.Session, "beat", _nothing)),
     Mutation(
-        "the requests of a front end that died go on",
+        "requests of a dead front end continue",
         "F12, I13",
         lambda: mock.patch.multiple(front_ends.FrontEnds, on_process_exit=_nothing, _forget=_nothing),
         seed=51,
     ),
     Mutation(
-        "workers that do not find their new scheduler are left alone",
+        "workers do not join their new scheduler",
         "F10",
         lambda: mock.patch.object(policy.SupervisionPolicy, "rejoin_group", _nothing),
         seed=3,
     ),
     Mutation(
-        "removals are not told to the workers",
+        "removals are not sent to the workers",
         "5, I4",
-        removals_untold,
+        removals_not_sent,
     ),
-    Mutation("contents are found before they are written", "I5", _cached_before_written, seed=6),
-    Mutation("who could not be let in once never is", "19, I9", refused_for_ever),
-    Mutation("a resumed request forgets its answer", "1", resumed_without_answer),
+    Mutation("contents are cached before they are written", "I5", _cached_before_written, seed=6),
+    Mutation("a request that could not be admitted once never is", "19, I9", never_reconsidered),
+    Mutation("a preempted request loses its output tokens", "1", resumed_without_answer),
     Mutation("a block is freed twice", "12, 24, I1", _double_free),
     Mutation("blocks of some requests are not freed", "I13", _leak_on_end),
-    Mutation("a chunk counts a sample that never comes", "3", without.knowing_who_samples),
-    Mutation("wrong drafts stay counted", "4", without.settling_of_drafts),
-    Mutation("who is put out keeps its share of the step", "6", without.taking_back_of_shares, seed=6),
-    Mutation("who wants its prompt's log probabilities gets hits", "9", without.skipping_of_the_cache, seed=3),
-    Mutation("a block is named by its own tokens alone", "14, I5", without.chaining_of_hashes),
-    Mutation("removals are told again and again", "20", without.draining_of_removals),
+    Mutation("a prefill chunk counts a sample that it does not have", "3", without.knowing_who_samples),
+    Mutation("rejected drafts stay counted", "4", without.settling_of_drafts),
+    Mutation("a preempted request keeps its scheduled tokens", "6", without.taking_back_of_shares, seed=6),
+    Mutation("requests with prompt logprobs get prefix cache hits", "9", without.skipping_of_the_cache, seed=3),
+    Mutation("a block hash covers only the block's own tokens", "14, I5", without.chaining_of_hashes),
+    Mutation("removals are sent repeatedly", "20", without.draining_of_removals),
 )

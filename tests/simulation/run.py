@@ -1,6 +1,6 @@
 """Simulate many seeds: ``python tests/simulation/run.py --seeds 2000``. See README.md here.
 
-Pieces of a long run: each ends with the line of JSON that says which seed is the next one.
+A long run can be split: each run ends with a line of JSON that names the next seed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), *map(str, (HERE.parent / "support").iterdir())]
 
 PIECE = 5
-"""Seeds that a process plays before it looks at the clock."""
+"""Seeds that a process plays before it checks the clock."""
 
 
 class _Player:
@@ -35,9 +35,9 @@ class _Player:
 
         assert self._process.stdin is not None and self._process.stdout is not None
         print(seeds.start, seeds.stop, file=self._process.stdin, flush=True)
-        told = json.loads(self._process.stdout.readline())
-        failures = {int(seed): failure for seed, failure in told["failures"].items()}
-        return Total(**{**told, "faults": Counter(told["faults"]), "failures": failures})
+        total = json.loads(self._process.stdout.readline())
+        failures = {int(seed): failure for seed, failure in total["failures"].items()}
+        return Total(**{**total, "faults": Counter(total["faults"]), "failures": failures})
 
     def close(self) -> None:
         self._process.communicate()
@@ -60,11 +60,13 @@ def main() -> int:
     from sim_scenario import KINDS, scenario_of
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after so long")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--no-shrink", action="store_true", help="only say which seeds failed")
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of seeds (1000)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="first seed (0)")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="SECONDS", help="start no new seeds after this time"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument("--no-shrink", action="store_true", help="only print which seeds failed")
     args = parser.parse_args()
 
     total, began = Total(), time.monotonic()

@@ -1,4 +1,4 @@
-"""The disk that a scheduler writes its trace to, which may be full from some moment on."""
+"""The disk with the scheduler's trace, which may be full from some time on."""
 
 import errno
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from quire.scheduler_proc.trace.writer import TraceWriter
 
 
 class SimDisk:
-    """Implements what a TraceWriter needs of ``TraceFiles``; keeps nothing but how much it has taken."""
+    """Implements the part of ``TraceFiles`` that a TraceWriter needs; counts bytes instead of storing them."""
 
     def __init__(self, is_full: Callable[[], bool]) -> None:
         self._is_full = is_full
@@ -27,7 +27,7 @@ class SimDisk:
 
 
 class InlineWriter(TraceWriter):
-    """Without a thread: what is flushed is written at once."""
+    """A TraceWriter without a thread: flushed lines are written at once."""
 
     def begin(self, header: Header) -> None:
         self._files.begin(header)

@@ -1,4 +1,4 @@
-"""Simulated time: what happens when, in one order, with nothing but a seed to decide it."""
+"""Simulated time: actions in order of time, with no source of chance but the seed."""
 
 import heapq
 from collections.abc import Callable
@@ -7,7 +7,9 @@ Action = Callable[[], None]
 
 
 class Events:
-    """Things to come, by time and then by the order in which they were announced. A call gives the present time."""
+    """Scheduled actions, ordered by time and then by the order in which they were added. Calling it returns the current
+    time.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -22,7 +24,7 @@ class Events:
         heapq.heappush(self._heap, (self.now + seconds, self._count, action))
 
     def run_until(self, when: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until time ``when``, or until ``is_over`` after one of them."""
+        """Run actions up to time ``when``, or until ``is_over`` is true after one of them."""
         while self._heap and self._heap[0][0] <= when and not is_over():
             self.now, _, action = heapq.heappop(self._heap)
             action()

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated engine: it is done here, and counted."""
+"""Injects the faults of a simulated engine and counts them."""
 
 import random
 from collections import Counter
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 MOST_IN_A_ROW = 2
 """Deadly faults with no token in between that the scenario may cause; requests that kill cause others."""
 MOST_KILLS = 7
-"""Twice beside others and twice alone, where the others got tokens in between (F4). Before that three times at most,
-if its last token was in flight at each of these deaths and came through after the third: that cleared it."""
+"""Most worker deaths that one request may cause (F4): three at most if its last token was in flight at each of these
+deaths and was committed after the third, which cleared it; then twice beside other requests and twice alone, if the
+others got tokens in between."""
 HELD_S = (0.0, 0.05, 0.7, 12.0)
-"""For how long a dead process may hold its memory, and is not seen to be dead."""
+"""Seconds for which a dead process may hold its memory before its death can be noticed."""
 
 
 class Faults:
-    """Armed by the scenario, asked for by the processes.
+    """Armed by the scenario, queried by the processes.
 
     Attributes:
-        counts: how often each kind has happened.
-        in_a_row: deadly ones since the last token that was committed.
-        num_deadly: all of them.
-        losses: epoch → when its workers were lost.
-        spoiled: requests whose logits were not finite.
+        counts: faults so far by kind.
+        in_a_row: deadly faults since the last committed token.
+        num_deadly: all deadly faults.
+        losses: epoch → time at which its workers were lost.
+        bad_logits: requests whose logits were not finite.
     """
 
     def __init__(self, world: "World", seed: int) -> None:
@@ -45,59 +46,59 @@ class Faults:
         self.most_in_a_row = MOST_IN_A_ROW
         self.in_a_row = self.num_deadly = 0
         self.losses: dict[int, float] = {}
-        self.spoiled: set[str] = set()
+        self.bad_logits: set[str] = set()
         self.wall_jump = 0.0
         self.disk_is_full = False
         self._armed: list[tuple[str, int]] = []
         """(kind, rank)"""
         self._oom_at: set[tuple[int, int]] = set()
-        """(epoch, step): on all ranks, whenever each of them comes to it."""
+        """(epoch, step): applies to all ranks when each of them runs the step."""
         self._oom_since: set[tuple[int, int]] = set()
-        """Steps that ran out of memory since anybody last got a token."""
+        """Steps that ran out of memory since a request last got a token."""
         self._fronts_lost = 0
-        """Front ends that were killed since one was last ready: they end the engine if there are too many."""
-        self._deaf: set[int] = set()
+        """Front ends killed since one was last ready; too many of them end the engine."""
+        self._not_reading: set[int] = set()
         self._kills: dict[str, set[int]] = {}
         """Epochs that a request has ended."""
 
     def end(self) -> None:
-        """From here on nothing goes wrong any more."""
+        """Stop all faults."""
         self._armed.clear()
         self.tamper.forget()
 
-    def token_came(self) -> None:
-        """One was committed: what happened before it is forgiven."""
+    def token_committed(self) -> None:
+        """A token was committed: counts of consecutive faults restart."""
         self.in_a_row = 0
         self._oom_since.clear()
 
     def reported(self, process: "SimProcess", report: Report) -> None:
-        """What the Overseer is about to hear."""
+        """Called with each report before the supervision policy receives it."""
         is_loss = report.event == "group_failed" and report.worker_epoch == self._world.policy.worker_epoch
         if is_loss:
             self.lost(report.worker_epoch)
-        # A token may have come behind the first of them. They are as good as dead by the rule.
+        # A token may have been committed after the first of them. By the rule, the workers count as lost.
         if is_loss and len(self._oom_since) >= MAX_TOO_LARGE - 1:
             self.count("oom without end")
         if report.event == "ready" and process.role == "frontend":
             self._fronts_lost = 0
 
     def lost(self, worker_epoch: int) -> None:
-        """The workers of ``worker_epoch`` are as good as dead: somebody has noticed, or will."""
+        """The workers of ``epoch`` died or are about to be replaced."""
         self.losses.setdefault(worker_epoch, self._events.now)
 
     def memory_held(self) -> float:
-        """Seconds for which the process that dies now holds its memory."""
+        """Draw the seconds for which a dying process holds its memory."""
         return self._dying.choice(HELD_S)
 
     def count(self, kind: str) -> None:
-        """``kind`` has happened."""
+        """Count a fault of this kind."""
         self.counts[kind] += 1
         if kind in DEADLY or kind == "oom without end":
             self.in_a_row += 1
             self.num_deadly += 1
 
-    def befall(self, fault: Fault) -> None:
-        """Its time has come."""
+    def inject(self, fault: Fault) -> None:
+        """Apply a fault of the scenario now."""
         if fault.kind in DEADLY and self.in_a_row + len(self._armed) >= self.most_in_a_row:
             return
         direction, _, damage = fault.kind.partition(" ")
@@ -129,7 +130,7 @@ class Faults:
                     self.count(fault.kind)
                     front.die("killed")
             case "not_reading":
-                self._deaf.add(fault.where % self._world.shape.num_fronts)
+                self._not_reading.add(fault.where % self._world.shape.num_fronts)
             case "clock_jump":
                 self.count(fault.kind)
                 self.wall_jump += 3600.0 if fault.where % 2 else -3600.0
@@ -139,9 +140,9 @@ class Faults:
             case "pause":
                 self._pause_scheduler()
             case "die_now" | "freeze" | "die_all":
-                pass  # there is nobody
+                pass  # no worker is running
             case kind:
-                # Only rank 0 gives results; others can fail, and disagree by being right.
+                # Only rank 0 sends results. Other ranks can fail, or disagree by being right.
                 rank = 0 if kind in WRONG_RESULTS else fault.where % self._world.shape.num_ranks
                 if kind != "disagree" or self._world.shape.num_ranks > 1:
                     self._armed.append((kind, rank))
@@ -157,7 +158,7 @@ class Faults:
             self._events.after(again, lambda: self._kill_scheduler("scheduler_dies"))
 
     def _pause_scheduler(self) -> None:
-        """For two seconds it does not get the processor; time goes on."""
+        """Freeze the scheduler for two seconds of simulated time, as if it did not get a CPU."""
         scheduler = self._world.scheduler
         if scheduler is not None and not scheduler.frozen:
             self.count("pause")
@@ -170,7 +171,7 @@ class Faults:
             self._events.after(2.0, go_on)
 
     def take_worker_fault(self, kind: str, rank: int) -> bool:
-        """Whether it happens to this rank now."""
+        """Whether this rank has an armed fault of this kind, which is used up."""
         wanted = next((armed for armed in self._armed if armed[0] == kind and (armed[1] == rank or rank < 0)), None)
         if wanted is None:
             return False
@@ -185,28 +186,30 @@ class Faults:
         self._oom_since.add((worker_epoch, step))
         return True
 
-    def is_deaf(self, peer: bytes) -> bool:
-        """Whether the front end that is ``peer`` does not take its messages now."""
-        deaf = next((i for i in self._deaf if i in self._world.fronts and self._world.fronts[i]._peer == peer), None)
+    def is_not_reading(self, peer: bytes) -> bool:
+        """Whether the front end ``peer`` does not read its messages now."""
+        deaf = next(
+            (i for i in self._not_reading if i in self._world.fronts and self._world.fronts[i]._peer == peer), None
+        )
         if deaf is None:
             return False
-        self._deaf.discard(deaf)
+        self._not_reading.discard(deaf)
         self.count("not_reading")
         return True
 
     def killed_by(self, name: str, worker_epoch: int) -> None:
-        """A request has ended a worker: it does so ``MOST_KILLS`` times at most."""
+        """A request has ended a worker. Raises Violation after ``MOST_KILLS`` times."""
         kills = self._kills.setdefault(name, set())
-        if worker_epoch not in kills:  # else of another rank
+        if worker_epoch not in kills:  # otherwise another rank was counted
             kills.add(worker_epoch)
             self.count("poison")
         if len(kills) > MOST_KILLS * self._world.num_submissions[name]:
             raise Violation(f"{name} has ended the workers {len(kills)} times")
 
     def is_bug(self, name: str, num_output: int) -> bool:
-        at = self._world.asks[name].bug
+        at = self._world.requests[name].bug
         return at is not None and num_output >= at
 
     def is_poison(self, row: Row) -> bool:
-        at = self._world.asks[row.request_id].poison
+        at = self._world.requests[row.request_id].poison
         return at is not None and (at < 0 or len(row.tokens) - row.num_prompt_tokens > at)

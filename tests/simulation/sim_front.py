@@ -1,4 +1,4 @@
-"""A front end process without a process: the real Session, and clients who check every token that they get."""
+"""A simulated front end process: the real Session, and clients that check every token."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sim_process import SimProcess
-from sim_scenario import Ask
+from sim_scenario import SimRequest
 from sim_wire import WireChannel
 
 from quire.launch.frontend.session import Session
@@ -25,16 +25,16 @@ HEARTBEAT_S = 1.0
 
 
 @dataclass(eq=False)
-class Reader:
-    """One request's client, and what it has seen.
+class SimClient:
+    """The client of one request, and what it received.
 
     Attributes:
-        left: it went, or stopped it; then nothing is to come any more.
+        left: it aborted or stopped the request; nothing may arrive after that.
         lost: its front end died.
-        last_token_at: when it last got one, or came.
+        last_token_at: time of its last token, or of its arrival.
     """
 
-    ask: Ask
+    request: SimRequest
     stream: Stream
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -53,10 +53,10 @@ class Reader:
 
 
 class SimFront(SimProcess):
-    """One front end. Owns its link to the scheduler, and its clients.
+    """One front end. Owns its link to the scheduler and its clients.
 
     Attributes:
-        scheduler_deaths: when it was given another scheduler.
+        scheduler_deaths: times at which it connected to another scheduler.
     """
 
     role = "frontend"
@@ -65,7 +65,7 @@ class SimFront(SimProcess):
         super().__init__(world)
         self.index = index
         self.session = Session(self._post, self.pid, index, world.events)
-        self.readers: list[Reader] = []
+        self.clients: list[SimClient] = []
         self.submitted: Counter[str] = Counter()
         self.scheduler_deaths: list[float] = []
         self._incarnation = 0
@@ -84,7 +84,7 @@ class SimFront(SimProcess):
             self.session.beat()
             self.world.events.after(HEARTBEAT_S, self._listen_and_beat)
 
-    def hear(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         match command.kind:
             case "scheduler":
                 is_another = 0 < self._incarnation < command.incarnation
@@ -93,7 +93,7 @@ class SimFront(SimProcess):
                     self.scheduler_deaths.append(self.world.events.now)
                 self._link(after_death=is_another)
             case "engine_failed":
-                self.session.fail("the engine is gone")
+                self.session.fail("the engine failed")
 
     # ---- the link
 
@@ -101,13 +101,13 @@ class SimFront(SimProcess):
         self._relinking = False
         if self._channel is not None:
             self._channel.close()
-        self.world.net.hang_up(self._peer)
+        self.world.net.disconnect(self._peer)
         self._peer, self._channel = self.world.net.front_end(self._incarnation, self._wake)
         self.session.begin_link(after_death=after_death)
 
     def _post(self, message: Message) -> None:
         if self._channel is None:
-            return  # as without a link; what is to be said again, will be
+            return  # no link yet: the session sends everything needed after connecting
         if isinstance(message, AddRequest):
             self.submitted[message.request_id] += 1
             self.world.num_submissions[message.request_id] += 1
@@ -141,66 +141,66 @@ class SimFront(SimProcess):
 
     def vanish(self) -> None:
         super().vanish()
-        self.world.net.hang_up(self._peer)
-        for reader in self.readers:
-            reader.lost = not reader.is_over
+        self.world.net.disconnect(self._peer)
+        for client in self.clients:
+            client.lost = not client.is_over
 
     # ---- clients
 
-    def ask(self, ask: Ask) -> None:
-        """A client comes."""
-        reader: Reader | None = None
-        if all(r.ask.name != ask.name or r.stream.over for r in self.readers):
-            del self.submitted[ask.name]
+    def submit(self, request: SimRequest) -> None:
+        """A client submits a request."""
+        client: SimClient | None = None
+        if all(r.request.name != request.name or r.stream.over for r in self.clients):
+            del self.submitted[request.name]
 
-        def news() -> None:
-            if reader is not None:
-                self._take(reader)
+        def on_update() -> None:
+            if client is not None:
+                self._take(client)
 
         try:
-            stream = self.session.add(self.world.message(ask), news)
+            stream = self.session.add(self.world.message(request), on_update)
         except InvalidRequest as error:
-            assert error.code == "duplicate_request_id", f"{ask.name} was refused: {error}"
-            assert any(stream.request_id == ask.name for stream in self.session.table.streams)
+            assert error.code == "duplicate_request_id", f"{request.name} was refused: {error}"
+            assert any(stream.request_id == request.name for stream in self.session.table.streams)
             return
         except EngineError:
             assert self.world.fatal_error is not None, "refused as if the engine had failed"
             return
-        reader = Reader(ask, stream, last_token_at=self.world.events.now)
-        self.readers.append(reader)
+        client = SimClient(request, stream, last_token_at=self.world.events.now)
+        self.clients.append(client)
         self.world.num_requests += 1
-        self._take(reader)
-        if ask.then[0] == "leave_at":
-            self.world.events.after(ask.then[1] / 10, lambda: self._leave(reader))
+        self._take(client)
+        if request.then[0] == "leave_at":
+            self.world.events.after(request.then[1] / 10, lambda: self._leave(client))
 
-    def _leave(self, reader: Reader) -> None:
-        if self.alive and not reader.is_over:
-            reader.left = True
-            self.session.abort(reader.stream)
+    def _leave(self, client: SimClient) -> None:
+        if self.alive and not client.is_over:
+            client.left = True
+            self.session.abort(client.stream)
 
-    def _take(self, reader: Reader) -> None:
-        """What came of it, and what its client does then."""
-        if reader.left:
+    def _take(self, client: SimClient) -> None:
+        """Process an update of the stream, and the client's reaction to it."""
+        if client.left:
             return
-        assert not (reader.ended or reader.error), f"{reader.ask.name}: more after its end"
+        assert not (client.ended or client.error), f"{client.request.name}: update after the request ended"
         try:
-            update = reader.stream.take()
+            update = client.stream.take()
         except QuireError as error:
-            reader.error = error
-            self.world.judge(self, reader)
+            client.error = error
+            self.world.check_ending(self, client)
             return
         if update is None:
             return
-        self.world.came(reader, update)
-        kind, after = reader.ask.then
-        if reader.ended is not None:
-            self.world.judge(self, reader)
-        elif kind == "abort" and len(reader.tokens) >= after:
-            self._leave(reader)
-        elif kind == "stop" and len(reader.tokens) > after:
-            reader.left, reader.stopped_at = True, after
-            self.session.stop_at(reader.stream, after)
+        self.world.on_update(client, update)
+        kind, after = client.request.then
+        if client.ended is not None:
+            self.world.check_ending(self, client)
+        elif kind == "abort" and len(client.tokens) >= after:
+            self._leave(client)
+        elif kind == "stop" and len(client.tokens) > after:
+            client.left, client.stopped_at = True, after
+            self.session.stop_at(client.stream, after)
 
-    def let_go(self) -> None:
-        """Forget clients that are done."""
-        self.readers = [reader for reader in self.readers if not reader.is_over]
+    def drop_finished(self) -> None:
+        """Drop clients whose request ended."""
+        self.clients = [client for client in self.clients if not client.is_over]

@@ -1,4 +1,4 @@
-"""Grammars that are compiled at once, in the loop's own thread, and allow even tokens."""
+"""Grammars that compile at once, in the loop's own thread, and allow even tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.cache import Outcome, Source
 
 EVEN_TOKENS = 0x55555555
-"""A word of a mask that allows them."""
+"""A bitmask word that allows even tokens."""
 
 
 class EvenMatcher:
@@ -42,7 +42,7 @@ class EvenBackend:
 
 
 class InlinePool:
-    """Implements what the GrammarManager needs of a ``CompilePool``."""
+    """Implements the part of ``CompilePool`` that the GrammarManager needs."""
 
     def __init__(self, make_backend: Any, make_check: Any, clock: Callable[[], float]) -> None:
         self._outcomes: list[tuple[Source, Outcome]] = []
@@ -57,7 +57,7 @@ class InlinePool:
         return True
 
     def withdraw(self, source: Source) -> bool:
-        return False  # it has its outcome
+        return False  # it was compiled at once
 
     def take(self) -> list[tuple[Source, Outcome]]:
         taken, self._outcomes = self._outcomes, []

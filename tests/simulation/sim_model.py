@@ -1,4 +1,4 @@
-"""The pretended model of a simulated worker: what it says, and how sure it is of it."""
+"""The fake model of a simulated worker: its tokens and their log probabilities."""
 
 from collections.abc import Callable
 from math import exp, log1p
@@ -11,24 +11,24 @@ from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 GRAMMAR_STEP = 2
-"""The runner-up of an even token is even: a grammar that allows the one allows the other."""
+"""The runner-up of an even token is even, so a grammar that allows one allows both."""
 
 
 def gap(context: int) -> float:
-    """How many nats the runner-up after ``context`` lies behind."""
+    """Return the distance in nats between the token after ``context`` and its runner-up."""
     return 1.0 + context % 7
 
 
 def best_two(token: int, context: int, vocab_size: int) -> list[tuple[int, float]]:
-    """The token after ``context`` and its runner-up, with their log probabilities; there is nothing else."""
+    """Return the token after ``context`` and its runner-up with their log probabilities; all other tokens have none."""
     both = log1p(exp(-gap(context)))
     return [(token, -both), ((token + GRAMMAR_STEP) % vocab_size, -gap(context) - both)]
 
 
 class SlotModel(FakeWorker):
-    """The fake model; requests in ``even`` say the even token at or below what they would say else.
+    """The fake model; requests in ``even`` get the even token at or below the token that they would get otherwise.
 
-    ``logprobs_of``: request id → how many best tokens it asks for; None: no log probabilities.
+    ``logprobs_of``: request id → number of most likely tokens requested, or None for no log probabilities.
     """
 
     even: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class SlotModel(FakeWorker):
         return token & ~1 if row.request_id in self.even else token
 
     def answers(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Before ``finish``: (context, token) of each token that the chunk gives."""
+        """Return (context, token) of each token that the chunk will give; call before ``finish``."""
         if not chunk.samples:
             return []
         row, context = chunk.row, chunk.row.contexts[-1]

@@ -1,4 +1,4 @@
-"""Which wire leads where: between the scheduler and each rank, by epoch, and between front ends and schedulers."""
+"""The wires between the scheduler and each rank, by epoch, and between front ends and scheduler incarnations."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def _nothing() -> None:
 
 
 class Net:
-    """Owns all links. Whatever is sent before the other end is there waits for it, as it does with ZeroMQ."""
+    """Owns all links. Messages sent before the other end exists are queued for it, as in ZeroMQ."""
 
     def __init__(self, events: Events, tamper: Tamper) -> None:
         self._events, self._tamper = events, tamper
@@ -49,7 +49,9 @@ class Net:
         return self._inboxes.setdefault(incarnation, HubInbox())
 
     def front_end(self, incarnation: int, on_arrival: Callable[[], None]) -> tuple[bytes, WireChannel]:
-        """A new connection to the scheduler of ``incarnation``: its name there, and its end."""
+        """Open a connection to the scheduler of this incarnation; return its identity there and the front end's
+        channel.
+        """
         self._num_peers += 1
         peer = b"peer %d" % self._num_peers
         channel = WireChannel(Link(SchedulerToFrontEnd), on_arrival)
@@ -63,7 +65,7 @@ class Net:
         self.to_front[peer] = Wire(self._events, self._tamper, "to_front", channel.arrive)
         return peer, channel
 
-    def hang_up(self, peer: bytes) -> None:
+    def disconnect(self, peer: bytes) -> None:
         wire = self.to_front.pop(peer, None)
         if wire is not None:
             wire.closed = True

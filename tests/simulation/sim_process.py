@@ -1,4 +1,4 @@
-"""What all simulated processes share: a number, signs of life, and a death that the Overseer hears of."""
+"""What all simulated processes share: a pid, heartbeats, and an exit that the supervision policy notices."""
 
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ class SimProcess:
     """Implements ``policy.Process``.
 
     Attributes:
-        hung: its main loop does nothing any more, its signs of life go on.
-        frozen: nothing of it runs any more.
+        hung: its main loop is stuck; heartbeats continue.
+        frozen: nothing in it runs.
     """
 
     role = ""
@@ -39,13 +39,13 @@ class SimProcess:
         world.events.after(PIPE_S, lambda: world.reported(self, report))
 
     def send(self, command: Command) -> None:
-        self.world.events.after(PIPE_S, lambda: self.hear(command) if self.alive else None)
+        self.world.events.after(PIPE_S, lambda: self.on_command(command) if self.alive else None)
 
-    def hear(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         raise NotImplementedError
 
     def die(self, how: str) -> None:
-        """By itself, or by a signal: the supervisor notices when its memory is free."""
+        """Exit by itself or by a signal; the supervisor notices after its memory is freed."""
         if not self.alive:
             return
         self.vanish()
@@ -53,5 +53,5 @@ class SimProcess:
         world.events.after(2 * PIPE_S + world.faults.memory_held(), lambda: world.ended(self, how))
 
     def vanish(self) -> None:
-        """It was killed by whoever watches it, who need not be told."""
+        """End it without notice: the supervisor killed it."""
         self.alive = False

@@ -1,4 +1,4 @@
-"""Runs of scenarios: what one came to, a smaller one that fails in the same way, and what many came to."""
+"""Runs scenarios: the result of one, a smaller one with the same failure, and the total of many."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from sim_world import World
 
 @dataclass
 class Outcome:
-    """``failure``: what was violated; empty: nothing. ``faults``: how often each kind befell the engine."""
+    """``failure``: the violation, or empty. ``faults``: number of faults by kind."""
 
     failure: str
     faults: Counter[str]
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass
 class Total:
-    """Over many seeds. ``failures``: by seed."""
+    """Sums over many seeds. ``failures``: by seed."""
 
     num_seeds: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Total:
             self.failures[seed] = outcome.failure
 
     def join(self, part: "Total") -> None:
-        """Other seeds' total."""
+        """Add the total of other seeds."""
         self.num_seeds += part.num_seeds
         self.faults += part.faults
         self.num_requests += part.num_requests
@@ -59,13 +59,13 @@ class Total:
 
 
 def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: None) -> Outcome:
-    """``prepare`` may change the world before it begins."""
+    """Run one scenario; ``prepare`` may change the world before the start."""
     world = World(scenario)
     prepare(world)
     failure = ""
     try:
         world.run()
-    except Exception as error:  # whatever it is: a defect of the engine, or of the simulation
+    except Exception as error:  # any exception is a defect of the engine or of the simulation
         failure = f"{type(error).__name__}: {error}"
     given_up = world.faults.counts.pop("engine gave up", 0)
     return Outcome(failure, world.faults.counts, world.num_requests, world.num_tokens, world.num_steps, given_up)
@@ -79,13 +79,15 @@ def play_seeds(seeds: Iterable[int], prepare: Callable[[World], None] = lambda w
 
 
 def shrink(scenario: Scenario) -> Scenario:
-    """With as few requests and faults as fail in the same way: halves are left out, then quarters, and so on."""
+    """Reduce a scenario to few requests and faults with the same kind of failure, by leaving out halves, then quarters,
+    and so on.
+    """
     wanted = _kind(play(scenario).failure)
-    assert wanted, "it does not fail"
+    assert wanted, "the scenario does not fail"
     before = None
     while scenario != before:
         before = scenario
-        for field_name in ("faults", "asks"):
+        for field_name in ("faults", "requests"):
             scenario = _shrink(scenario, field_name, wanted)
     return scenario
 
@@ -105,5 +107,5 @@ def _shrink(scenario: Scenario, field_name: str, wanted: str) -> Scenario:
 
 
 def _kind(failure: str) -> str:
-    """Without names and numbers."""
+    """Return the failure without names and numbers."""
     return re.sub(r"\d+", "#", failure)[:60]

@@ -1,4 +1,4 @@
-"""The worker's real side of a step: its rows, tables, checks and sampler, around a model that knows its answers."""
+"""The real worker code of a step (rows, block tables, checks and sampler) around a model that knows the answers."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +22,11 @@ UNLIKELY = -1e4
 
 
 class Oracle:
-    """Decoder, attention backend and proposer in one: it knows from the fake model what a step has to be.
+    """Decoder, attention backend and proposer in one; it knows from the fake model what a step must compute.
 
     Attributes:
-        chunks: handle → what it computes; None: of a step that the fake does not run, nothing is known.
-        out_of_memory: the next forward pass finds no memory.
+        chunks: handle → chunk to compute; None for a step that the fake model does not run.
+        out_of_memory: the next forward pass raises MemoryError.
     """
 
     name, needs_host_lengths = "oracle", True
@@ -54,7 +54,7 @@ class Oracle:
         return {row: chunks[handle].drafts for row, handle in handles.items() if handle in chunks}
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """Hidden states are the tokens' places: float32 ``[num_tokens, 1]``."""
+        """Return the token indices as hidden states: float32 ``[num_tokens, 1]``."""
         batches, self._batches, self._answers = self._batches, [], {}
         if self.out_of_memory:
             self.out_of_memory = False
@@ -64,7 +64,7 @@ class Oracle:
         return torch.arange(len(token_ids), dtype=torch.float32)[:, None]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[len(hidden), vocab]``: the answer, and a runner-up behind it."""
+        """Return float32 ``[len(hidden), vocab]``: the right token, and a runner-up."""
         logits = torch.full((len(hidden), self._vocab_size), UNLIKELY)
         for row, place in enumerate(hidden[:, 0].long().tolist()):
             context, token = self._answers.get(place, (0, 0))
@@ -77,14 +77,14 @@ class Oracle:
     def _compare(
         self, chunks: dict[int, Chunk], token_ids: list[int], positions: list[int], batches: list[StepBatch]
     ) -> None:
-        """Raise AssertionError unless the model is given what the fake would compute, and notes the answers."""
+        """Raise AssertionError if the inputs differ from what the fake model would compute; store the right tokens."""
         assert self.runner is not None and self.model is not None
         batch = self.runner.batch
         rows = np.flatnonzero(batch.active[: batch.num_rows])
         running = [chunks[handle] for handle in batch.handles[rows].tolist()]
-        assert len(running) == len(chunks), "other requests run than were told to"
-        assert [c.end - c.start for c in running] == batches[0].query_lens_cpu.tolist(), "other chunks"
-        assert [c.end for c in running] == batches[0].seq_lens_cpu.tolist(), "other lengths"
+        assert len(running) == len(chunks), "other requests run than the step names"
+        assert [c.end - c.start for c in running] == batches[0].query_lens_cpu.tolist(), "chunk lengths differ"
+        assert [c.end for c in running] == batches[0].seq_lens_cpu.tolist(), "sequence lengths differ"
         place = 0
         for index, chunk in enumerate(running):
             after = place + chunk.end - chunk.start
@@ -97,7 +97,7 @@ class Oracle:
             first = after - len(chunk.drafts) - 1
             self._answers.update(enumerate(self.model.answers(chunk), first))
             place = after
-        assert place == len(token_ids), "tokens of nobody"
+        assert place == len(token_ids), "tokens without a request"
 
     def _compare_blocks(self, chunk: Chunk, group: int, slots: list[int], table: torch.Tensor) -> None:
         assert self.model is not None
@@ -127,7 +127,7 @@ class RealRunner:
         self._runner.begin_worker_epoch(last_step)
 
     def launch(self, step: SchedulerOutput, chunks: list[Chunk] | None, *, out_of_memory: bool = False) -> None:
-        """``chunks``: None where the fake model does not run the step."""
+        """``chunks``: None if the fake model does not run the step."""
         self._oracle.chunks = None if chunks is None else {chunk.row.handle: chunk for chunk in chunks}
         self._oracle.out_of_memory = out_of_memory
         self._launched = self._runner.launch(step)
@@ -136,64 +136,66 @@ class RealRunner:
         assert self._launched is not None
         return self._runner.proposed(self._launched)
 
-    def finish(self, told: ModelRunnerOutput | None, inputs: SampleInputs | None) -> ModelRunnerOutput:
-        """The step's result, which is like what the fake model ``told``.
+    def finish(self, expected: ModelRunnerOutput | None, inputs: SampleInputs | None) -> ModelRunnerOutput:
+        """Return the step's result after comparing it with ``expected``, the fake model's.
 
-        Log probabilities of prompts are the fake's, whose values a client knows.
+        Log probabilities of prompts are replaced by the fake model's, whose values the clients know.
         """
         launched, self._launched = self._launched, None
         assert launched is not None
         result = self._runner.finish(launched, inputs).result()
         if result.handles is not None:
             self._handles = result.handles.tolist()
-        if told is None:
+        if expected is None:
             return result
-        return self._compare(launched, result, told)
+        return self._compare(launched, result, expected)
 
     def discard(self) -> None:
         if self._launched is not None:
             self._runner.discard(self._launched)
             self._launched = None
 
-    def _compare(self, launched: LaunchedStep, result: ModelRunnerOutput, told: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _compare(
+        self, launched: LaunchedStep, result: ModelRunnerOutput, expected: ModelRunnerOutput
+    ) -> ModelRunnerOutput:
         model = self._oracle.model
         assert model is not None
-        if told.failure:
-            assert result.failure and launched.void, "it did not run out of memory"
+        if expected.failure:
+            assert result.failure and launched.void, "step did not run out of memory"
             return result
-        ours, theirs = _by_handle(result, self._handles), _by_handle(told, model._last_handles)
-        assert ours.keys() == theirs.keys(), f"{sorted(ours)} have sampled, not {sorted(theirs)}"
-        for handle, said in ours.items():
-            assert said[:2] == theirs[handle][:2], f"handle {handle} said {said[:2]}, not {theirs[handle][:2]}"
-            assert np.allclose(said[2], theirs[handle][2], atol=1e-4), f"handle {handle}: other log probabilities"
+        real, fake = _by_handle(result, self._handles), _by_handle(expected, model._last_handles)
+        assert real.keys() == fake.keys(), f"handles {sorted(real)} sampled, expected {sorted(fake)}"
+        for handle, found in real.items():
+            assert found[:2] == fake[handle][:2], f"handle {handle} got {found[:2]}, expected {fake[handle][:2]}"
+            assert np.allclose(found[2], fake[handle][2], atol=1e-4), f"handle {handle}: log probabilities differ"
         assert not result.bad and not result.failed
-        assert _parts(result) == _parts(told), "other parts of prompts have log probabilities"
+        assert _parts(result) == _parts(expected), "parts of prompts with log probabilities differ"
         self._compare_rows(model)
-        return msgspec.structs.replace(result, prompt_logprobs=told.prompt_logprobs)
+        return msgspec.structs.replace(result, prompt_logprobs=expected.prompt_logprobs)
 
     def _compare_rows(self, model: SlotModel) -> None:
-        """Both have done the step: raise AssertionError unless they hold the same (I6)."""
+        """Raise AssertionError unless both hold the same rows after the step (I6)."""
         runner = self._runner
         batch, tables = runner.batch, runner.tables.tables
         runner.check()
-        assert batch.row_of.keys() == model.rows.keys(), "other requests are held"
+        assert batch.row_of.keys() == model.rows.keys(), "requests with rows differ"
         for handle, at in batch.row_of.items():
             row = model.rows[handle]
             known = int(batch.tokens.length[at])
-            told = (bool(batch.active[at]), int(batch.num_computed[at]), int(batch.num_known[at]))
-            assert told == (row.active, row.num_computed, len(row.tokens)), f"{row.request_id}: it is {told}"
-            assert batch.tokens.data[at, :known].tolist() == row.tokens[:known], f"{row.request_id}: other tokens"
+            state = (bool(batch.active[at]), int(batch.num_computed[at]), int(batch.num_known[at]))
+            assert state == (row.active, row.num_computed, len(row.tokens)), f"{row.request_id}: row is {state}"
+            assert batch.tokens.data[at, :known].tolist() == row.tokens[:known], f"{row.request_id}: tokens differ"
             held = [table.block_ids(at).tolist() for table in tables]
-            assert held == row.tables, f"{row.request_id}: other blocks"
+            assert held == row.tables, f"{row.request_id}: blocks differ"
             if known < len(row.tokens):
-                assert int(runner.last_sampled[at]) == row.tokens[-1], f"{row.request_id}: another last token"
+                assert int(runner.last_sampled[at]) == row.tokens[-1], f"{row.request_id}: last token differs"
 
 
 _Said = tuple[list[int], list[list[int]], list[list[float]]]
 
 
 def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Said]:
-    """Handle → its tokens, and the ids and log probabilities of the best ones for each."""
+    """Return handle → its tokens, and the ids and log probabilities of the most likely ones for each."""
     if result.tokens is None:
         return {}
     counts = [1] * len(handles) if result.counts is None else result.counts.tolist()
@@ -210,5 +212,5 @@ def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Said
 
 
 def _parts(result: ModelRunnerOutput) -> list[tuple[int, int, int]]:
-    told = result.prompt_logprobs
-    return [] if told is None else sorted(zip(told.handles, told.starts, told.counts, strict=True))
+    parts = result.prompt_logprobs
+    return [] if parts is None else sorted(zip(parts.handles, parts.starts, parts.counts, strict=True))

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what befalls it, drawn from a seed: plain data, which can be cut and printed."""
+"""Requests and faults of one simulation, drawn from a seed: plain data, which can be reduced and printed."""
 
 import random
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_a
 WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
 OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
 RARE = ("poison", "bug", "trace_full")
-"""Of some runs only."""
+"""Faults of some runs only."""
 KINDS = (
     *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
     *WORKER_FAULTS,
@@ -22,26 +22,26 @@ KINDS = (
     *OTHERS,
     *RARE,
 )
-"""Every kind of fault, as it is counted. A poison request is counted each time that it ends a worker, one with which
-the scheduler has a bug each time that it ends that."""
+"""Every kind of fault, as counted. ``poison`` is counted each time that the request ends a worker, ``bug`` each time
+that the request ends the scheduler."""
 DEADLY = frozenset(
     {*WORKER_FAULTS, *WRONG_RESULTS, "scheduler_dies", "scheduler_dies_twice", "poison", "bug"}
     | {f"{direction} {damage}" for direction in ("to_worker", "from_worker") for damage in FRAME_DAMAGE}
 ) - {"slow", "nan", "oom"}
-"""What may cost a life of the workers or of the scheduler: five of those with no token in between end the engine."""
+"""Faults that may end the workers or the scheduler; five of them with no token in between end the engine."""
 
 
 REAL_RUNNER_SHARE = 0.33
-"""Of the seeds: a step takes four times as long with it."""
+"""Fraction of seeds with the real runner, which makes a step four times as slow."""
 BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
 BEGIN_S = 2.5
-"""Faults come once the engine has been ready: a first start that fails is the end of it, by design."""
+"""Faults start after the engine was ready once, because a failed first start ends it by design."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``at``: seconds after the beginning. ``where``: of a rank or a front end, modulo how many there are."""
+    """``at``: seconds from the beginning. ``where``: index of a rank or a front end, modulo their number."""
 
     at: float
     kind: str
@@ -49,17 +49,17 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request, and what its client does.
+class SimRequest:
+    """One request, and the behaviour of its client.
 
     Attributes:
-        prefix, own: tokens of the shared beginning with number ``prefix[0]``, and how many; the seed and the number of
-            those behind.
-        then: abort or stop (after so many tokens), leave_at (abort after so many tenths of a second), or nothing.
-        poison: the index of the output token at which it ends its worker; -1: any step with it does; None: it is well.
-        even: a grammar allows it even tokens only.
-        logprobs: of how many best tokens, beside its own.
-        bug: from how many output tokens on the scheduler fails as it decides a step; None: it does not.
+        prefix: number of a shared prefix, and how many of its tokens the prompt has.
+        own: seed of the tokens after the prefix, and their number.
+        then: abort or stop (after this many tokens), leave_at (abort after this many tenths of a second), or empty.
+        poison: index of the output token at which it ends its worker; -1: in any step; None: never.
+        even: a grammar allows only even tokens.
+        logprobs: number of most likely tokens with log probabilities, in addition to the sampled one.
+        bug: number of output tokens from which it makes the scheduler fail; None: never.
     """
 
     at: float
@@ -89,16 +89,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``seed``: of the settings, and of all chance while it runs."""
+    """``seed``: seed of the settings, and of all chance during the run."""
 
     seed: int
-    asks: tuple[Ask, ...]
+    requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
 
     def paste(self) -> str:
-        """As a test would write it."""
+        """Return the source text of this scenario, for a test."""
         lines = [f"Scenario(\n    {self.seed},\n    ("]
-        lines += [f"        {ask!r}," for ask in self.asks]
+        lines += [f"        {request!r}," for request in self.requests]
         lines += ["    ),\n    ("]
         lines += [f"        {fault!r}," for fault in self.faults]
         return "\n".join([*lines, "    ),\n)"])
@@ -106,9 +106,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many processes there are, and how quick; the Scheduler's settings.
+    """Number and speed of the processes, and the scheduler's settings.
 
-    ``real_runner``: workers have the real rows, tables and sampler beside the fake model.
+    ``real_runner``: workers run the real rows, tables and sampler beside the fake model.
     """
 
     num_ranks: int
@@ -139,9 +139,9 @@ def shape_of(seed: int) -> Shape:
 
 
 def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
-    """Requests keep coming while faults do, one every half a second or so."""
+    """Draw a scenario: faults, and requests that arrive as long as faults do, about one each half second."""
     rng = random.Random(f"scenario {seed}")
-    later = random.Random(f"later {seed}")  # of what was added when seeds were known for what they find
+    later = random.Random(f"later {seed}")  # for later additions, so that known seeds draw the same as before
     shape = shape_of(seed)
     drafts = bool(shape.settings["num_speculative_tokens"])
     pace = rng.choice((0.2, 0.4, 0.8))
@@ -153,27 +153,29 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         at += rng.expovariate(1 / pace)
         kind = favourite if rng.random() < 0.15 else rng.choice(kinds)
         faults.append(Fault(round(at, 3), kind, rng.randrange(6)))
-    asks, at_ask, num_poison = [], rng.choice((0.0, BEGIN_S)), 0
-    while at_ask < at and len(asks) < 60:
+    requests, arrival, num_poison = [], rng.choice((0.0, BEGIN_S)), 0
+    while arrival < at and len(requests) < 60:
         poison = None
         if not gentle and num_poison < 2 and rng.random() < 0.02:
             poison, num_poison = rng.choice((-1, 0, 2, 5)), num_poison + 1
-        ask = _ask(rng, len(asks), at_ask, poison, later if drafts else rng)
-        asks.append(replace(ask, logprobs=later.choice((None, None, None, 0, 1, 2))))
-        at_ask += rng.expovariate(1 / (pace * rng.choice((0.2, 1.0, 2.0))))
-    if asks and not gentle and later.random() < BUG_SHARE:
-        which = later.randrange(len(asks))
-        asks[which] = replace(asks[which], bug=later.choice((0, 0, 1, 3)))
+        request = _draw_request(rng, len(requests), arrival, poison, later if drafts else rng)
+        requests.append(replace(request, logprobs=later.choice((None, None, None, 0, 1, 2))))
+        arrival += rng.expovariate(1 / (pace * rng.choice((0.2, 1.0, 2.0))))
+    if requests and not gentle and later.random() < BUG_SHARE:
+        which = later.randrange(len(requests))
+        requests[which] = replace(requests[which], bug=later.choice((0, 0, 1, 3)))
     if shape.settings["trace"]:
         faults.append(Fault(round(later.uniform(BEGIN_S, at), 3), "trace_full"))
-    return Scenario(seed, tuple(asks), tuple(faults))
+    return Scenario(seed, tuple(requests), tuple(faults))
 
 
-def _ask(rng: random.Random, index: int, at: float, poison: int | None, of_grammars: random.Random) -> Ask:
+def _draw_request(
+    rng: random.Random, index: int, at: float, poison: int | None, of_grammars: random.Random
+) -> SimRequest:
     prefix = (rng.randrange(3), rng.choice((0, 0, 5, 8, 16, 24)))
     own = (rng.randrange(1000), rng.randrange(0, 12))
     even = of_grammars.random() < 0.1
-    return Ask(
+    return SimRequest(
         at=round(at, 3),
         name=f"r{index}" if rng.random() < 0.97 or not index else f"r{rng.randrange(index)}",
         front=rng.randrange(6),
@@ -193,10 +195,21 @@ def _ask(rng: random.Random, index: int, at: float, poison: int | None, of_gramm
 
 
 def without(scenario: Scenario, field: str, which: range) -> Scenario:
-    """The same with fewer ``asks`` or ``faults``."""
-    if field == "asks":
-        return replace(scenario, asks=tuple(a for i, a in enumerate(scenario.asks) if i not in which))
+    """Return the scenario without some of its ``requests`` or ``faults``."""
+    if field == "requests":
+        return replace(scenario, requests=tuple(a for i, a in enumerate(scenario.requests) if i not in which))
     return replace(scenario, faults=tuple(f for i, f in enumerate(scenario.faults) if i not in which))
 
 
-__all__ = ["EOS", "KINDS", "MAX_MODEL_LEN", "Ask", "Fault", "Scenario", "Shape", "scenario_of", "shape_of", "without"]
+__all__ = [
+    "EOS",
+    "KINDS",
+    "MAX_MODEL_LEN",
+    "Fault",
+    "Scenario",
+    "Shape",
+    "SimRequest",
+    "scenario_of",
+    "shape_of",
+    "without",
+]

@@ -1,10 +1,10 @@
-"""The scheduler process without a process: the real loop, over doors, a child and a hub that are simulated."""
+"""A simulated scheduler process: the real loop over a simulated transport, child and hub."""
 
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from sim_fairness import FairnessCheck
 from sim_process import SimProcess
-from sim_turns import Turns
 from sim_wire import Wire
 
 from quire.protocol.errors import QuireError
@@ -26,11 +26,11 @@ IDLE_S = 1.0
 
 
 class SchedulerBug(Exception):
-    """What nobody foresaw. Its text is the request that it was found with."""
+    """An unexpected exception in the scheduler. Its text is the id of the request that caused it."""
 
 
 class SimChild:
-    """Implements what the loop needs of a ``Child``."""
+    """Implements the part of ``Child`` that the loop uses."""
 
     def __init__(self, process: "SimScheduler") -> None:
         self._process = process
@@ -51,7 +51,7 @@ class SimChild:
 
 
 class SimHub:
-    """Implements ``transport.Hub``: what ZmqHub does, over wires. What came before it was there is waiting for it."""
+    """Implements ``transport.Hub`` like ZmqHub, over wires. Messages sent before it existed wait for it."""
 
     def __init__(self, world: "World", incarnation: int) -> None:
         self._world = world
@@ -60,7 +60,7 @@ class SimHub:
 
     def send(self, peer: bytes, message: Any) -> Frames | None:
         link, wire = self._links.get(peer), self._world.net.to_front.get(peer)
-        if link is None or wire is None or wire.closed or self._world.faults.is_deaf(peer):
+        if link is None or wire is None or wire.closed or self._world.faults.is_not_reading(peer):
             return None
         frames = link.outgoing(message)
         wire.send(frames)
@@ -103,14 +103,14 @@ class SimTransport:
         pass
 
     def wait(self, milliseconds: int) -> bool:
-        raise NotImplementedError("time goes by between the turns")
+        raise NotImplementedError("simulated time advances between turns")
 
     def open_kv_events(self, config: Any) -> KVEventPublisher:
         raise NotImplementedError
 
 
 class SimScheduler(SimProcess):
-    """One life of it."""
+    """One scheduler incarnation."""
 
     role = "scheduler"
 
@@ -121,7 +121,7 @@ class SimScheduler(SimProcess):
         self.child = SimChild(self)
         self._due = False
         self.num_generated = 0
-        self.turns = Turns()
+        self.fairness = FairnessCheck()
         world.events.after(world.shape.start_s, self._started)
 
     def _started(self) -> None:
@@ -135,12 +135,12 @@ class SimScheduler(SimProcess):
         self.wake()
         self._idle()
 
-    def hear(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         self.child.commands.append(command)
         self.wake()
 
     def wake(self) -> None:
-        """Something came: there will be a turn."""
+        """Schedule a turn of the loop, because something arrived."""
         if not self._due and self.alive and self.loop is not None:
             self._due = True
             self.world.events.after(0.0, self._turn)
@@ -164,7 +164,7 @@ class SimScheduler(SimProcess):
         self.world.check_scheduler(self)
 
     def _watch(self, scheduler: Scheduler) -> None:
-        """Each of its steps is looked at, and fails as it is decided where a request is to end it."""
+        """Check each decided step, and raise SchedulerBug when a request is supposed to break the scheduler."""
         decide = scheduler.schedule
 
         def schedule(now: float = 0.0) -> SchedulerOutput | None:
@@ -174,7 +174,7 @@ class SimScheduler(SimProcess):
                     raise SchedulerBug(request.request_id)
             step = decide(now)
             if step is not None:
-                self.turns.decided(scheduler, step)
+                self.fairness.decided(scheduler, step)
             return step
 
         scheduler.schedule = schedule  # type: ignore[method-assign]
@@ -192,7 +192,7 @@ class SimScheduler(SimProcess):
 
 
 class HubInbox(deque[tuple[bytes, Frames]]):
-    """What front ends have sent to the scheduler of one life."""
+    """Messages from front ends to one scheduler incarnation."""
 
 
 __all__ = ["HubInbox", "SimScheduler", "Wire"]

@@ -1,5 +1,5 @@
-"""What a simulation ends with that has found something."""
+"""The error that ends a simulation which found a violated invariant."""
 
 
 class Violation(AssertionError):
-    """What must never be."""
+    """An invariant does not hold."""

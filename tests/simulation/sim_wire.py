@@ -1,4 +1,4 @@
-"""Links that carry really encoded frames, late, and damaged as the scenario says."""
+"""Links that carry encoded frames with latency, damaged according to the scenario."""
 
 import random
 from collections import deque
@@ -11,16 +11,16 @@ from quire.protocol.wire.channel import Frames, Link, Received
 
 LATENCY_S = 0.002
 HOLD_S = 0.4
-"""How long a frame is held back that the next one is to overtake."""
+"""Seconds for which a frame is held back so that the next one overtakes it."""
 LAST_KEPT = 200
-"""Frames of each direction that may come again."""
+"""Frames of each direction that may be replayed."""
 
 
 class Tamper:
-    """Which of the frames to come are damaged: owns what is still to be done, and frames of before."""
+    """Chooses which frames to damage. Owns the pending damage and earlier frames for replay."""
 
     def __init__(self, rng: random.Random, on_fault: Callable[[str], None]) -> None:
-        """``on_fault`` is told the kind of each damage that was done."""
+        """``on_fault`` is called with the kind of each damage done."""
         self.rng = rng
         self._on_fault = on_fault
         self._armed: dict[str, deque[str]] = {}
@@ -30,11 +30,11 @@ class Tamper:
         self._armed.setdefault(direction, deque()).append(kind)
 
     def forget(self) -> None:
-        """No more of it."""
+        """Drop all pending damage."""
         self._armed.clear()
 
     def take(self, direction: str) -> str:
-        """What happens to the next frame of this direction; empty: nothing."""
+        """Return the damage for the next frame of this direction, or an empty string."""
         armed = self._armed.get(direction)
         if not armed:
             return ""
@@ -46,16 +46,18 @@ class Tamper:
         self._seen.setdefault(direction, deque(maxlen=LAST_KEPT)).append((wire, wire.num_sent, frames))
 
     def old_frames(self, wire: "Wire", direction: str) -> Frames:
-        """Those of an epoch before that have the number which is expected now, if there are any: the most dangerous."""
+        """Return earlier frames, if possible of an earlier epoch with the expected sequence number, which is the
+        hardest case.
+        """
         seen = self._seen[direction]
-        if direction not in ("to_worker", "from_worker"):  # no connection carries what was sent on another
+        if direction not in ("to_worker", "from_worker"):  # frames of another connection cannot arrive on this one
             return self.rng.choice([frames for other, _, frames in seen if other is wire])
         same = [frames for other, number, frames in seen if other is not wire and number == wire.num_sent]
         return self.rng.choice(same or [frames for _, _, frames in seen])
 
 
 class Wire:
-    """One direction of one link: in order, unless it is tampered with."""
+    """One direction of one link, in order unless it is tampered with."""
 
     def __init__(self, events: Events, tamper: Tamper, direction: str, deliver: Callable[[Frames], None]) -> None:
         self._events, self._tamper = events, tamper
@@ -82,7 +84,7 @@ class Wire:
                 self._put(frames, rng.uniform(0.1, 3.0))
             case "reorder":
                 self._held = frames
-                self._events.after(HOLD_S, self._let_go)
+                self._events.after(HOLD_S, self._release_held)
             case "truncate":
                 self._put(_truncated(frames, rng))
             case "flip":
@@ -95,7 +97,7 @@ class Wire:
         if held is not None:
             self._put(held)
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
             self._put(held)
@@ -124,7 +126,7 @@ def _flipped(frames: Frames, rng: random.Random) -> Frames:
 
 
 class WireChannel:
-    """``protocol.wire.channel.Channel`` over two wires; ``on_arrival`` is called when there is something to receive."""
+    """``protocol.wire.channel.Channel`` over two wires; ``on_arrival`` is called when a message can be received."""
 
     def __init__(self, link: Link, on_arrival: Callable[[], None]) -> None:
         self.link = link

@@ -1,4 +1,4 @@
-"""A worker process without a process: what its loop does with messages, and what befalls it."""
+"""A simulated worker process: its loop's handling of messages, and its faults."""
 
 from collections import deque
 from functools import partial
@@ -38,7 +38,7 @@ WAIT_S = 1.0
 
 
 class _Launched(NamedTuple):
-    """A step that waits for its sampling. ``chunks``: None where nothing of it is computed."""
+    """A step whose sampling is pending. ``chunks``: None if the step is not computed."""
 
     step: SchedulerOutput
     frames: Frames
@@ -47,11 +47,11 @@ class _Launched(NamedTuple):
 
 
 class SimWorker(SimProcess):
-    """One rank. Reads its next message when it has done what the one before asks.
+    """One rank. Receives the next message after the work for the previous one.
 
     Attributes:
         model: None before its group is ready.
-        runner: the real one beside it, in those runs that have it: then its results are what is sent.
+        runner: the real runner beside it, in runs that have it; its results are then sent.
     """
 
     role = "worker"
@@ -75,31 +75,31 @@ class SimWorker(SimProcess):
     def _started(self) -> None:
         if self.alive and not self.frozen:
             if self.world.faults.take_worker_fault("die_at_start", self.rank):
-                self.die("it fails as it starts")
+                self.die("failure at start")
                 return
             self.report(Report("started"))
             self._busy = False
             self.wake()
 
-    # ---- what it hears
+    # ---- commands and messages
 
     def die(self, how: str) -> None:
         if self.alive and self.world.in_group(self):
             self.world.faults.lost(self.world.policy.worker_epoch)
         super().die(how)
 
-    def hear(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         self._call = command
         self.wake()
 
     def wake(self) -> None:
-        """Something came, or what kept it busy is done."""
+        """Continue after a message arrived or work was finished."""
         while self.alive and not (self._busy or self.hung or self.frozen):
             received = self._next()
             if received is not None:
                 self._take(received.message, received.frames)
             elif self._call is not None:
-                self._go(self._call)
+                self._obey_command(self._call)
             else:
                 return
 
@@ -114,11 +114,11 @@ class SimWorker(SimProcess):
             self._fail("refused", str(error))
             return None
 
-    def _go(self, call: Command) -> None:
+    def _obey_command(self, call: Command) -> None:
         self._call, self._awaiting, self.model = None, None, None
         self._unread.clear()
         if call.kind != "join":
-            self.die("told to")
+            self.die("stopped by a command")
             return
         self.rank, self.worker_epoch = call.rank, call.worker_epoch
         self.report(Report("joined", worker_epoch=call.worker_epoch))
@@ -129,7 +129,7 @@ class SimWorker(SimProcess):
         self._wait_and_beat(self._channel)
 
     def _wait_and_beat(self, channel: Any) -> None:
-        """Every second, unless it is busy."""
+        """Send a heartbeat every second while idle."""
 
         def beat() -> None:
             if self.alive and channel is self._channel:
@@ -148,7 +148,7 @@ class SimWorker(SimProcess):
             case Configure():
                 self._configure(message)
             case SchedulerOutput():
-                if self._awaiting is not None:  # nobody wants that one any more
+                if self._awaiting is not None:  # that step is void
                     void, self._awaiting = self._awaiting, None
                     if self.runner is not None:
                         self.runner.discard()
@@ -157,20 +157,20 @@ class SimWorker(SimProcess):
             case SampleInputs():
                 self._sample(message)
             case Shutdown():
-                self.die("told to")
+                self.die("stopped by a command")
 
     def _configure(self, configure: Configure) -> None:
         if self.world.faults.take_worker_fault("die_at_start", self.rank):
-            self.die("it fails as it loads")
+            self.die("failure while loading")
             return
         self.world.check_configuration(configure)
         slow = 0.0 if self._loaded else self.world.shape.start_s
-        self._occupied(slow, lambda: self._ready(configure))
+        self._busy_for(slow, lambda: self._ready(configure))
 
     def _ready(self, configure: Configure) -> None:
         config, layout = configure.config, configure.kv_layout
         num_blocks = configure.num_blocks or self.world.num_blocks
-        assert num_blocks == self.world.num_blocks, "another pool than the group before had"
+        assert num_blocks == self.world.num_blocks, "another pool size than the previous group's"
         self._loaded, self._dropped = True, set()
         self.model = SlotModel(
             num_blocks,
@@ -198,14 +198,14 @@ class SimWorker(SimProcess):
             return
         phase = "die_in_prefill" if step.counts or step.new_requests else "die_in_decode"
         if self.world.faults.take_worker_fault(phase, self.rank):
-            self._occupied(self.world.shape.step_s / 2, lambda: self.die("killed in a step"))
+            self._busy_for(self.world.shape.step_s / 2, lambda: self.die("killed in a step"))
         elif self.world.faults.take_worker_fault("hang", self.rank):
             self.hung = True
         else:
             self._launch(step, frames)
 
     def _launch(self, step: SchedulerOutput, frames: Frames) -> None:
-        """Up to its sampling, which may have to wait for masks."""
+        """Run a step up to sampling, which may have to wait for masks."""
         launched = self._begin(step, frames)
         if launched.chunks is None or not step.awaits_sample_inputs:
             self._compute(launched, None)
@@ -223,7 +223,7 @@ class SimWorker(SimProcess):
             self._dropped |= {new.handle for new in step.new_requests}
             model.step = step.step
         else:
-            model.draft_rng.seed(self.worker_epoch << 32 | step.step)  # all ranks propose the same
+            model.draft_rng.seed(self.worker_epoch << 32 | step.step)  # all ranks propose the same drafts
             chunks = model.launch(wanted)
             failure = "out of memory" if world.faults.is_out_of_memory(self.worker_epoch, step.step) else ""
         if self.runner is not None:
@@ -234,9 +234,9 @@ class SimWorker(SimProcess):
         return _Launched(step, frames, chunks, failure)
 
     def _without_dropped(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """What of it there is to do after the rows were dropped; None: nothing.
+        """Return the part of a step that can run after the rows were dropped, or None.
 
-        A step that was decided before anybody knew goes by what was never computed; its result is stale.
+        Steps decided before the scheduler was informed assume tokens that were never computed; their results are stale.
         """
         if not self._dropped:
             return step
@@ -254,9 +254,9 @@ class SimWorker(SimProcess):
         assert inputs.counts == [1 + num_drafts[handle] for handle in inputs.handles]
         if inputs.bitmask is not None:
             words = inputs.bitmask.reshape(sum(inputs.counts), -1)
-            first = np.cumsum([0, *inputs.counts[:-1]])  # behind a draft that is not allowed any mask will do
-            assert set((words[first] & EVEN_TOKENS).ravel().tolist()) == {EVEN_TOKENS}, "a mask of another grammar"
-            assert not (words[first] & ~np.int32(EVEN_TOKENS)).any(), "a mask that allows odd tokens"
+            first = np.cumsum([0, *inputs.counts[:-1]])  # masks after a draft that is not allowed are arbitrary
+            assert set((words[first] & EVEN_TOKENS).ravel().tolist()) == {EVEN_TOKENS}, "mask of another grammar"
+            assert not (words[first] & ~np.int32(EVEN_TOKENS)).any(), "mask allows odd tokens"
         self._compute(launched, inputs)
 
     def _compute(self, launched: _Launched, inputs: SampleInputs | None) -> None:
@@ -275,17 +275,17 @@ class SimWorker(SimProcess):
                 (row.request_id for row in model.rows.values() if row.active and world.faults.is_poison(row)), None
             )
             if killer is not None:
-                self._occupied(seconds / 2, partial(self._killed_by, killer))
+                self._busy_for(seconds / 2, partial(self._killed_by, killer))
                 return
             result = msgspec.structs.replace(result, seconds=seconds)
-        self._occupied(seconds, lambda: self._answer(result, launched.frames))
+        self._busy_for(seconds, lambda: self._answer(result, launched.frames))
 
     def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
         self.world.faults.killed_by(killer, self.worker_epoch)
 
     def _drop_rows(self) -> None:
-        """Of the step that is being launched, too."""
+        """Drop all rows, including those of the step being launched."""
         model = self.model
         assert model is not None
         self._dropped, self._lost_in = set(model.rows), model.step
@@ -296,7 +296,7 @@ class SimWorker(SimProcess):
 
     def _answer(self, result: ModelRunnerOutput, frames: Frames) -> None:
         if self.rank == 0 and self.world.shape.num_ranks > 1 and result.tokens is not None:
-            result = self._misread(result)
+            result = self._disagree(result)
         digest = blake2b(digest_size=8)
         for frame in frames:
             digest.update(frame)
@@ -304,27 +304,27 @@ class SimWorker(SimProcess):
             digest.update(result.tokens.tobytes())
         value, step = digest.digest(), result.step
         if self.rank == 0:
-            result = self._spoil(result)
+            result = self._corrupt(result)
             if self.alive:
                 self._channel.send(result)
         if self.world.shape.num_ranks > 1 and self.alive:
             self._channel.send(Digest(step, value))
-        self.world.executed(self, step)
+        self.world.step_executed(self, step)
 
-    def _misread(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Perhaps with another token than the other ranks have."""
+    def _disagree(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return the result, changed to another token than the other ranks have if that fault is armed."""
         if not self.world.faults.take_worker_fault("disagree", 0):
             return result
         assert result.tokens is not None
         return msgspec.structs.replace(result, tokens=(result.tokens + 1) % self.world.config.model.vocab_size)
 
-    def _spoil(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """What rank 0 says wrongly, if it is to."""
+    def _corrupt(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return rank 0's result, corrupted if such a fault is armed."""
         world = self.world
         sampled = result.tokens is not None and self.model is not None and -1 not in self.model._last_handles
         if sampled and world.faults.take_worker_fault("nan", 0):
             handle = world.faults.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
-            world.faults.spoiled.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
+            world.faults.bad_logits.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
             return msgspec.structs.replace(result, bad=[handle])
         if sampled and world.faults.take_worker_fault("wrong", 0):
             return damaged(result, world.faults.tamper.rng.randrange(4))
@@ -337,7 +337,7 @@ class SimWorker(SimProcess):
         self.report(Report("failed", text, 1))
         self.die(text)
 
-    def _occupied(self, seconds: float, then: Any) -> None:
+    def _busy_for(self, seconds: float, then: Any) -> None:
         self._busy = True
 
         def done() -> None:

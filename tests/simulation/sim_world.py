@@ -1,4 +1,4 @@
-"""One engine with all its processes, its clients and its faults, in one thread and under one seed."""
+"""One simulated engine with all its processes, clients and faults, in one thread and from one seed."""
 
 import contextlib
 import gc
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
-from sim_answers import judge, note_update
+from sim_answers import check_ending, check_update
 from sim_disk import InlineWriter, SimDisk
 from sim_events import Events
 from sim_faults import Faults
-from sim_front import Reader, SimFront
+from sim_front import SimClient, SimFront
 from sim_grammars import InlinePool
 from sim_net import Net
 from sim_process import SimProcess
-from sim_scenario import EOS, Ask, Scenario, shape_of
+from sim_scenario import EOS, Scenario, SimRequest, shape_of
 from sim_scheduler import SimScheduler
 from sim_violation import Violation
 from sim_worker import SimWorker
@@ -39,16 +39,16 @@ from quire.scheduler_proc.trace import journal
 if TYPE_CHECKING:
     from sim_runner import RealRunner
 
-CALM_S = 240.0
-"""After the last fault and the last request: by then everything has ended."""
+SETTLE_S = 240.0
+"""Seconds after the last fault and the last request within which every request must have ended."""
 STANDSTILL_S = 120.0
-"""How long nothing at all may come while somebody waits: a first step may take a minute, and then three workers may die
-of one request, and hold their memory for ten seconds each."""
+"""Longest time without any progress while a request waits: a first step may take a minute, after which three groups of
+workers may die of one request, each holding its memory for ten seconds."""
 DRAIN_S = 5.0
 
 
 class NoCollector:
-    """Python's own collector is left alone: a simulation has many schedulers, one after the other."""
+    """Disables the loop's garbage collection control: one process simulates many schedulers in sequence."""
 
     def __init__(self, clock: Any) -> None:
         pass
@@ -65,7 +65,7 @@ class NoCollector:
 
 
 class World:
-    """Implements ``policy.Runner``. Owns every process; looks at each invariant after each step."""
+    """Implements ``policy.Runner``. Owns every process, and checks invariants after each step."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -83,38 +83,38 @@ class World:
         self.fronts: dict[int, SimFront] = {}
         self.schedulers: list[SimScheduler] = []
         self.fatal_error: QuireError | None = None
-        self.asks = {ask.name: ask for ask in reversed(scenario.asks)}
-        self.even = frozenset(name for name, ask in self.asks.items() if ask.even)
+        self.requests = {request.name: request for request in reversed(scenario.requests)}
+        self.even = frozenset(name for name, request in self.requests.items() if request.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
         self.num_submissions: Counter[str] = Counter()
         self.max_tokens: int | None = None
-        self._moved = self.events.now
+        self._last_progress = self.events.now
         self._begin = self.events.now
 
     # ---- the run
 
     def run(self) -> None:
-        """Raises Violation, or AssertionError of an invariant."""
-        with self._seams():
+        """Run the scenario. Raises Violation, or AssertionError for a violated invariant."""
+        with self._patches():
             self.policy.begin(self.events.now)
             self.policy.admit_front_ends(self.events.now)
-            self._tend()
-            for ask in self.scenario.asks:
-                self.events.after(ask.at, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
+            self._tick()
+            for request in self.scenario.requests:
+                self.events.after(request.at, lambda request=request: self._submit(request))  # type: ignore[misc]
             for fault in self.scenario.faults:
-                self.events.after(fault.at, lambda fault=fault: self.faults.befall(fault))  # type: ignore[misc]
-            last = max([x.at for x in (*self.scenario.asks, *self.scenario.faults)], default=0.0)
+                self.events.after(fault.at, lambda fault=fault: self.faults.inject(fault))  # type: ignore[misc]
+            last = max([x.at for x in (*self.scenario.requests, *self.scenario.faults)], default=0.0)
             self.events.after(last + 0.001, self.faults.end)
             self._watch()
             self.events.run_until(self._begin + last + 0.002, lambda: self.fatal_error is not None)
-            self.events.run_until(self.events.now + CALM_S, self._all_over)
+            self.events.run_until(self.events.now + SETTLE_S, self._all_ended)
             if self.fatal_error is None:
                 self.events.run_until(self.events.now + DRAIN_S, lambda: self.fatal_error is not None)
-                self.events.run_until(self.events.now + STANDSTILL_S, self._nothing_in_flight)
+                self.events.run_until(self.events.now + STANDSTILL_S, self._no_steps_in_flight)
             self._check_end()
 
     @contextlib.contextmanager
-    def _seams(self) -> Iterator[None]:
+    def _patches(self) -> Iterator[None]:
         disabled, collecting = logging.root.manager.disable, gc.isenabled()
         logging.disable(logging.CRITICAL)
         gc.disable()
@@ -133,45 +133,45 @@ class World:
                 if collecting:
                     gc.enable()
 
-    def _all_over(self) -> bool:
-        return all(reader.is_over for front in self.fronts.values() for reader in front.readers)
+    def _all_ended(self) -> bool:
+        return all(client.is_over for front in self.fronts.values() for client in front.clients)
 
-    def _nothing_in_flight(self) -> bool:
-        """Steps whose requests have all gone may still have to be found overdue."""
+    def _no_steps_in_flight(self) -> bool:
+        """Whether no step is in flight. Steps of requests that ended may still have to time out."""
         process = self.scheduler
         ready = all(m.ready for m in self.policy.members if m.role != "worker")
         return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
 
-    def _ask(self, ask: Ask) -> None:
-        front = self.fronts.get(ask.front % self.shape.num_fronts)
+    def _submit(self, request: SimRequest) -> None:
+        front = self.fronts.get(request.front % self.shape.num_fronts)
         if front is not None and front.alive and self.fatal_error is None:
-            front.ask(ask)
+            front.submit(request)
 
     def _watch(self) -> None:
-        """Liveness: something happens all the time while anybody waits."""
-        if self._all_over():
-            self._moved = self.events.now
-        if self.events.now > self._moved + STANDSTILL_S:
-            raise Violation(f"nothing has happened for {STANDSTILL_S:g} s while {self._waiting()} wait")
+        """Check liveness: progress continues while any request waits."""
+        if self._all_ended():
+            self._last_progress = self.events.now
+        if self.events.now > self._last_progress + STANDSTILL_S:
+            raise Violation(f"no progress for {STANDSTILL_S:g} s while {self._waiting()} wait")
         for front in self.fronts.values():
-            front.let_go()
+            front.drop_finished()
         self.events.after(1.0, self._watch)
 
     def _waiting(self) -> list[str]:
-        return [r.ask.name for front in self.fronts.values() for r in front.readers if not r.is_over]
+        return [r.request.name for front in self.fronts.values() for r in front.clients if not r.is_over]
 
     def _check_end(self) -> None:
-        if not self._all_over():
-            raise Violation(f"{self._waiting()} have not ended {CALM_S:g} s after the last fault")
+        if not self._all_ended():
+            raise Violation(f"{self._waiting()} did not end within {SETTLE_S:g} s after the last fault")
         if self.fatal_error is not None:
             return
         if self.faults.losses and not self.faults.num_deadly:
             when = min(self.faults.losses.values()) - self._begin
-            raise Violation(f"workers were lost at {when:.3f} s for nothing")
+            raise Violation(f"workers were lost at {when:.3f} s without a deadly fault")
         self.policy.check()
         process = self.scheduler
         if process is None or process.scheduler is None:
-            raise Violation("there is no scheduler at the end")
+            raise Violation("no scheduler at the end")
         scheduler = process.scheduler
         scheduler.check()
         table, pool = scheduler.table, scheduler.kv.pool
@@ -179,13 +179,13 @@ class World:
         assert not len(scheduler.in_flight) and scheduler.suspects.alone is None
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
         for manager in scheduler.kv.coordinator.managers:
-            assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held for nobody"
+            assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held without a request"
         for front in self.fronts.values():
-            assert not front.alive or not len(front.session.table), "a stream is held for nobody"
+            assert not front.alive or not len(front.session.table), "a stream is held without a client"
         if not all(m.ready for m in self.policy.members if m.role != "worker"):
             raise Violation("the engine is not ready at the end")
 
-    # ---- overseer.Runner
+    # ---- policy.Runner
 
     def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> SimProcess:
         if role == "scheduler":
@@ -202,7 +202,7 @@ class World:
         return next((s for s in reversed(self.schedulers) if s.alive), None)
 
     def send(self, process: Any, command: Command) -> None:
-        if command.kind == "epoch":
+        if command.kind == "worker_epoch":
             self.faults.lost(command.worker_epoch - 1)
         process.send(command)
 
@@ -219,79 +219,81 @@ class World:
     def reported(self, process: SimProcess, report: Report) -> None:
         self.faults.reported(process, report)
         self.policy.reported(process, report, self.events.now)
-        self._tended()
+        self._check_policy()
 
     def ended(self, process: SimProcess, how: str) -> None:
         self.policy.ended(process, how, self.events.now)
-        self._tended()
+        self._check_policy()
 
     def in_group(self, process: SimProcess) -> bool:
         return any(m.process is process for m in self.policy.group.values())
 
-    def _tend(self) -> None:
+    def _tick(self) -> None:
         self.policy.tick(self.events.now)
-        self._tended()
+        self._check_policy()
         if self.fatal_error is None:
-            self.events.after(min(self.policy.next_event(self.events.now) + 0.001, 0.5), self._tend)
+            self.events.after(min(self.policy.next_event(self.events.now) + 0.001, 0.5), self._tick)
 
-    def _tended(self) -> None:
+    def _check_policy(self) -> None:
         self.policy.check()
         if self.policy.fatal_error is not None and self.fatal_error is None:
             self.fatal_error = self.policy.fatal_error
             self.faults.counts["engine gave up"] += 1
-            if self.faults.in_a_row < MAX_DEATHS - 1:  # a fault may be noticed right after the token that came with it
+            if self.faults.in_a_row < MAX_DEATHS - 1:  # a fault may be noticed right after the token of the same result
                 raise Violation(f"the engine gave up after {self.faults.in_a_row} faults: {self.fatal_error}")
             for front in self.fronts.values():
                 if front.alive:
-                    front.hear(Command("engine_failed"))
+                    front.on_command(Command("engine_failed"))
 
     # ---- requests
 
     def salt_of(self, request_id: str) -> str:
-        return self.asks[request_id].salt
+        return self.requests[request_id].salt
 
     def logprobs_of(self, request_id: str) -> int | None:
-        return self.asks[request_id].logprobs
+        return self.requests[request_id].logprobs
 
     def make_runner(self, config: EngineConfig, layout: KVLayout, num_blocks: int) -> "RealRunner":
-        from sim_runner import RealRunner  # torch takes seconds to import: only where it is wanted
+        from sim_runner import RealRunner  # imported on demand: torch takes seconds
 
         return RealRunner(config, layout, num_blocks)
 
-    def message(self, ask: Ask) -> AddRequest:
-        ask = self.asks[ask.name]  # of one name there is only one request: the model tells them apart by it
+    def message(self, request: SimRequest) -> AddRequest:
+        request = self.requests[request.name]  # the model identifies requests by name, so each name has one prompt
         return make_request(
-            ask.name,
-            ask.prompt,
-            max_tokens=ask.max_tokens,
-            ignore_eos=ask.ignore_eos,
-            priority=ask.priority,
-            cache_salt=ask.salt,
+            request.name,
+            request.prompt,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
+            priority=request.priority,
+            cache_salt=request.salt,
             arrival=self.events.now,
             temperature=0.0,
-            logprobs=ask.logprobs,
-            prompt_logprobs=ask.prompt_logprobs,
-            structured_outputs=StructuredOutputs(regex="even") if ask.even else None,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            structured_outputs=StructuredOutputs(regex="even") if request.even else None,
         )
 
     def check_configuration(self, configure: Configure) -> None:
         assert configure.config == self.config and configure.worker_epoch <= self.policy.worker_epoch
 
-    def came(self, reader: Reader, update: Update) -> None:
-        """Something for a client."""
-        self._moved = self.events.now
+    def on_update(self, client: SimClient, update: Update) -> None:
+        """A client receives an update."""
+        self._last_progress = self.events.now
         if update.token_ids:
             self.num_tokens += len(update.token_ids)
-            reader.last_token_at = self.events.now
-        note_update(self, reader, update)
+            client.last_token_at = self.events.now
+        check_update(self, client, update)
 
-    def judge(self, front: SimFront, reader: Reader) -> None:
-        """A request has ended: rightly?"""
-        self._moved = self.events.now
-        judge(self, front, reader)
+    def check_ending(self, front: SimFront, client: SimClient) -> None:
+        """A request ended: check how."""
+        self._last_progress = self.events.now
+        check_ending(self, front, client)
 
     def is_stale(self, step: int, lost_in: int) -> bool:
-        """Whether ``step`` was decided before the scheduler knew that the workers had dropped their rows in another."""
+        """Whether ``step`` was decided before the scheduler knew that the workers had dropped their rows in
+        ``lost_in``.
+        """
         process = self.scheduler
         if process is None or process.scheduler is None:
             return True
@@ -301,19 +303,19 @@ class World:
     # ---- invariants
 
     def check_scheduler(self, process: SimScheduler) -> None:
-        """After each turn of the scheduler's loop."""
+        """Check invariants after each turn of the scheduler's loop."""
         scheduler = process.scheduler
         if scheduler is not None:
             self.max_tokens = scheduler.kv.max_tokens
             scheduler.check()
             if scheduler.num_generated_tokens > process.num_generated:
-                self.faults.token_came()
+                self.faults.token_committed()
             process.num_generated = scheduler.num_generated_tokens
 
-    def executed(self, worker: SimWorker, step: int) -> None:
-        """``worker`` has answered ``step``; where that was the newest one, it holds what the scheduler thinks (I6)."""
+    def step_executed(self, worker: SimWorker, step: int) -> None:
+        """``worker`` answered ``step``. If it is the newest step, its rows must equal the scheduler's view (I6)."""
         self.num_steps += 1
-        self._moved = self.events.now
+        self._last_progress = self.events.now
         process = self.scheduler
         if (
             process is None

@@ -1,4 +1,4 @@
-"""The mutation table: without any one of the engine's guards, the simulation fails."""
+"""The mutation table: the simulation fails without any one of the engine's guards."""
 
 from functools import cache
 
@@ -13,16 +13,16 @@ MOST_SEEDS = 120
 
 @cache
 def is_sound(seed: int) -> bool:
-    """With all guards nothing fails there: what fails is the mutation's doing."""
+    """Whether the seed passes with all guards, so that a failure is caused by the mutation."""
     return not play(scenario_of(seed)).failure
 
 
 @pytest.mark.parametrize("mutation", thinned(MUTATIONS, keep=5), ids=lambda mutation: mutation.name)
-def test_without_this_guard_it_fails(mutation: Mutation) -> None:
-    """At the seed that is known to, or else at one of the first, should other things be drawn by now."""
+def test_simulation_fails_without_guard(mutation: Mutation) -> None:
+    """Tries the known seed, then the first seeds, in case other scenarios are drawn by now."""
     for seed in (mutation.seed, *range(MOST_SEEDS)):
         with mutation.patch():
             noticed = bool(play(scenario_of(seed)).failure)
         if noticed and is_sound(seed):
             return
-    raise AssertionError("nobody notices")
+    raise AssertionError("no seed fails without this guard")
