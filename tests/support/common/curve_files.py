@@ -1,4 +1,4 @@
-"""Key folders, as docs/kv_events.md tells a person to make one."""
+"""CURVE key folders, made as docs/kv_events.md describes."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,8 @@ from quire.protocol.wire.curve_keys import ALLOWED, SECRET
 
 
 def make_keys(folder: Path, *clients: str) -> Path:
-    """A server's keys, and those of ``clients`` (one, if none is named), whose own lie in ``folder.parent``."""
+    """Make a server's keys and those of ``clients`` (one client by default), whose own keys are in
+    ``folder.parent``."""
     (folder / ALLOWED).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
     create_certificates(folder, "server")
@@ -23,7 +24,7 @@ def make_keys(folder: Path, *clients: str) -> Path:
 
 
 def with_api_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
-    """A client's socket: its own secret file, and the server's public one."""
+    """Return a client socket with its own secret key file and the server's public key."""
     socket.curve_publickey, secret = load_certificate(own)
     assert secret is not None
     socket.curve_secretkey = secret

@@ -1,16 +1,14 @@
-"""The processes of engines that this test process has started."""
+"""The engine processes that this test process has started."""
 
 import psutil
 
 SHARED: set[int] = set()
-"""Servers that many tests use one after the other: theirs are nobody's here."""
+"""Servers that several tests share; ``engine_processes`` leaves out their processes."""
 
 
 def engine_processes(module: str = "quire.") -> list[psutil.Process]:
-    """Descendants that run ``module``; a name that ends with a dot stands for all that begin so.
-
-    What has ended does not count, nor does a server in SHARED with all its processes.
-    """
+    """Return running descendants of this process that run ``module``; a name that ends with a dot matches every module
+    below it. Exited processes, the servers in SHARED and their descendants are left out."""
     me = psutil.Process()
     found = [process for process in me.children(recursive=True) if _runs(process, module)]
     kept = {process.pid for pid in SHARED for process in _family(pid)}
@@ -18,14 +16,14 @@ def engine_processes(module: str = "quire.") -> list[psutil.Process]:
 
 
 def processes_of(server: int, module: str) -> list[psutil.Process]:
-    """Those of one server, whoever else uses it, that run ``module``."""
+    """Return the processes of one server that run ``module``, even if it is in SHARED."""
     return [process for process in _family(server) if _runs(process, module)]
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
         words = process.cmdline()
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # it has exited
         return False
     return any(word == module or (module.endswith(".") and word.startswith(module)) for word in words)
 

@@ -1,4 +1,4 @@
-"""A link in one process. Frames are really encoded and decoded; only the socket is missing."""
+"""A link within one process. Frames are really encoded and decoded; only the socket is missing."""
 
 from collections import deque
 from typing import Any
@@ -27,7 +27,7 @@ class MemoryChannel:
 
 
 def memory_pair(a_receives: Any, b_receives: Any, worker_epoch: int = 0) -> tuple[MemoryChannel, MemoryChannel]:
-    """Two connected ends; each is told which union of messages it may receive."""
+    """Return two connected ends; each is given the union of messages that it may receive."""
     to_a: deque[Frames] = deque()
     to_b: deque[Frames] = deque()
     return (

@@ -1,4 +1,4 @@
-"""A helper that does to itself whatever it is asked for: ``python -m odd_helper``."""
+"""A helper process that misbehaves on request: ``python -m odd_helper``."""
 
 import os
 import signal

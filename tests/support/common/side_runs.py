@@ -1,7 +1,6 @@
-"""The longest tests are programs of their own. They start with a session of one process and run beside the other tests,
-which keep one core busy; their tests come last and look at what they said. Where several processes share the tests, and
-keep the cores busy, a program starts with its test.
-"""
+"""The longest tests run as programs of their own. In a session of one process they start with the session and run
+beside the other tests, which keep one core busy; their tests run last and check the output. Where several processes
+share the tests and keep the cores busy, a program starts with its test."""
 
 import importlib.util
 import os
@@ -33,13 +32,13 @@ PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
         {"TRITON_INTERPRET": "1"},
     ),
 }
-"""By the name of the test that looks at it."""
+"""Programs by the name of the test that checks their output."""
 
 TIMEOUT_S = 900
 
 
 class SideRuns:
-    """Owns the running programs, and a folder for what they print and compile."""
+    """Owns the running programs and a folder for their output and compiled files."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-tests-")
@@ -53,7 +52,7 @@ class SideRuns:
                 self._running[name] = self._spawn(name, *PROGRAMS[name])
 
     def output(self, name: str) -> str:
-        """What it printed, once it has ended well."""
+        """Return the output of the program after it has exited with status 0."""
         self.start([name])
         status = self._running[name].wait(TIMEOUT_S)
         printed = self._file(name).read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Which points of a matrix ``make test`` tries. The others are marked ``full`` and wait for ``make test-full``."""
+"""Which points of a matrix ``make test`` runs. The others are marked ``full`` and run in ``make test-full``."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,8 @@ import pytest
 
 
 def thinned(values: Iterable[Any], keep: int) -> list[Any]:
-    """All of ``values`` for a parametrize mark; ``keep`` of them, spread evenly, run in ``make test``.
-
-    A tuple holds the values of several parameters. A value that has a mark already stays as it is.
-    """
+    """Return all of ``values`` for a parametrize mark; ``keep`` of them, spread evenly, run in ``make test``. A tuple
+    holds the values of several parameters. A value that already has a mark is not changed."""
     each = list(values)
     plain = [place for place, value in enumerate(each) if not getattr(value, "marks", ())]
     kept = {plain[number * len(plain) // keep] for number in range(keep)}
@@ -20,5 +18,5 @@ def thinned(values: Iterable[Any], keep: int) -> list[Any]:
 def _full(value: Any) -> Any:
     if hasattr(value, "marks"):
         return value._replace(marks=(pytest.mark.full,))
-    values = value if type(value) is tuple else (value,)  # a named one is one value
+    values = value if type(value) is tuple else (value,)  # a named value is one value
     return pytest.param(*values, marks=pytest.mark.full)

@@ -1,4 +1,4 @@
-"""How long a tree of processes took, without what it waited for the machine's processors."""
+"""The time that a tree of processes took, without its waits for the machine's processors."""
 
 import contextlib
 import time
@@ -8,14 +8,14 @@ from types import TracebackType
 
 
 class Watch:
-    """Used with ``with``; counts what happens in the block.
+    """Context manager that measures a block.
 
-    A process that sleeps, waits or computes for too long is late by its own fault. One that could run and is not let
-    is not: the kernel counts that for each thread (the second figure of its ``schedstat``, in ns).
+    Sleeping, waiting for events and computing count as the processes' own time. Waiting for a processor does not: the
+    kernel counts it per thread (second figure of ``schedstat``, in ns).
 
     Attributes:
         wall_seconds: how long the block took.
-        own_seconds: the same without the waits of all threads of the tree together, which are at most all of it.
+        own_seconds: the same without the waits for a processor of all threads of the tree, which are at most all of it.
     """
 
     def __init__(self, root: int) -> None:
@@ -37,12 +37,12 @@ class Watch:
 
 
 def _waits(root: int) -> dict[str, int]:
-    """Of each thread of ``root`` and of its descendants: how long it has waited for a processor so far, in ns."""
+    """Return for each thread of ``root`` and its descendants the ns that it has waited for a processor so far."""
     found = {}
     for pid in _tree(root):
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # it has just exited
                     found[task.name] = int((task / "schedstat").read_text("ascii").split()[1])
     return found
 

@@ -1,4 +1,4 @@
-"""Debian's chromium, driven over a pair of pipes by its DevTools protocol: no driver, no port, no library."""
+"""Debian's chromium, driven through a pair of pipes by its DevTools protocol, without a driver, port or library."""
 
 import fcntl
 import json
@@ -18,9 +18,9 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page in one browser. Keeps what the page did wrong: ``errors``, and what it asked for: ``requests``.
+    """One page in one browser. Records the page's errors in ``errors`` and its network requests in ``requests``.
 
-    Commands are answered in order here: events that come in between are noted and nothing waits for them.
+    Commands are answered in order. Events that arrive in between are recorded without being waited for.
     """
 
     def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
@@ -39,7 +39,7 @@ class Browser:
     def _start(self, program: str) -> subprocess.Popen[bytes]:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        # The browser reads from descriptor 3 and writes to 4; copies above them cannot be in the way.
+        # The browser reads from descriptor 3 and writes to 4; copies of the pipe above them do not conflict.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commands, answers)]
 
         def place() -> None:
@@ -83,7 +83,7 @@ class Browser:
         self._profile.cleanup()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Raises RuntimeError: the browser refused, or is gone."""
+        """Raises RuntimeError if the browser refuses the command or has exited."""
         self._number += 1
         command: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -122,17 +122,17 @@ class Browser:
                 self.requests.append(params["request"]["url"])
 
     def open(self, path: Path) -> None:
-        """Returns when the page has drawn itself."""
+        """Return when the page has drawn itself."""
         self.call("Page.navigate", url=path.as_uri())
         self.evaluate("new Promise(done => { if (document.readyState === 'complete') done(); else onload = done; })")
         self.settle()
 
     def settle(self) -> None:
-        """What is drawn later has been drawn."""
+        """Wait until later drawing is finished."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of what it promises. Raises RuntimeError where it throws."""
+        """Return the value of a JavaScript expression, or of its promise. Raises RuntimeError if it throws."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(str(answer["exceptionDetails"]))

@@ -1,4 +1,4 @@
-"""What the tests of deaths share: streams of all kinds, an act in their midst, and what a scrape says."""
+"""Helpers of the tests that kill processes: streams of all kinds, an action in the middle of them, metrics."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,12 @@ from live_streams import Answer, Ask, stream
 from raw_http import get
 
 HUNG_S = 60.0
-"""Whatever takes longer has failed, on any machine."""
+"""A longer run has failed, on any machine."""
 
 
 def within(seconds: float) -> float:
-    """As many seconds where cores are free; more where others have them, since this process waits for them too."""
+    """Return this many seconds of free cores; more if other processes hold the cores, because this process waits as
+    well."""
     return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -35,7 +36,8 @@ async def streams(port: int, asks: Sequence[Ask]) -> list[Answer]:
 async def disturbed(
     port: int, asks: Sequence[Ask], act: Callable[[], Awaitable[None] | None], after: int
 ) -> list[Answer]:
-    """The answers; ``act`` was done when so many pieces had come, of all together, and none had ended."""
+    """Run the streams and return their answers; ``act`` is called after that many chunks in all, before any stream
+    ends."""
     seen = 0
     reached = asyncio.Event()
 
@@ -55,7 +57,7 @@ async def disturbed(
 
 
 async def gauges(port: int) -> dict[str, float]:
-    """The engine's own figures, by name; empty while it does not say."""
+    """Return the engine's metrics by name; empty while it does not answer."""
     _, text = await get(port, "/metrics")
     return {name: float(value) for name, value in re.findall(r"^quire:(num_\w+)\{[^},]*\} ([\d.e+-]+)$", text, re.M)}
 
@@ -70,7 +72,7 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> boo
 
 
 async def is_empty(port: int) -> bool:
-    """Nothing runs, nothing waits, and every block is free."""
+    """Return whether no request is running or waiting and every block is free."""
     found = await gauges(port)
     idle = found.get("num_requests_running") == found.get("num_requests_waiting") == 0
     return idle and found["num_free_blocks"] == found["num_usable_blocks"]
@@ -78,7 +80,7 @@ async def is_empty(port: int) -> bool:
 
 @contextlib.contextmanager
 def held_recovery(server: FaultServer) -> Iterator[None]:
-    """The worker is dead, and the one that takes over is stopped until the end of the block."""
+    """Kill the worker, and stop the process that takes over until the end of the block."""
     ready = lambda: len(server.standbys()) == 1 and has_settled(server.standbys()[0])  # noqa: E731
     assert wait_until(ready, HUNG_S) is not None, "no standby"
     standby = server.standbys()[0]

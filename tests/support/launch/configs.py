@@ -1,4 +1,4 @@
-"""Engine configurations as they follow from what a user types."""
+"""Engine configurations as a user's flags give them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A child process' pipes, without a supervisor at the other end."""
+"""The pipes of a child process, without a supervisor at the other end."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from quire.protocol.wire.worker_handshake import WorkerCommands
 
 @contextmanager
 def lone_child() -> Iterator[Child]:
-    """What it reports is heard by nobody; it is told what the test ``put``s."""
+    """Its reports are not read; its commands are those that the test passes to ``put``."""
     fd = os.open(os.devnull, os.O_WRONLY)
     child = Child(fd)
     try:
@@ -22,6 +22,6 @@ def lone_child() -> Iterator[Child]:
 
 @contextmanager
 def no_calls() -> Iterator[WorkerCommands]:
-    """Nobody calls the worker away."""
+    """Return commands without any that moves the worker to another group."""
     with lone_child() as child:
         yield WorkerCommands(child)

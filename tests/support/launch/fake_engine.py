@@ -1,4 +1,4 @@
-"""An engine that invents its tokens, for the application around it."""
+"""An engine with made-up tokens, for tests of the application around it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +17,7 @@ from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 @dataclass
 class FakeSequence:
-    """Delivers its tokens ``per_update`` at a time; waits for ever after ``hang_after`` of them."""
+    """Delivers tokens ``per_update`` at a time; stops for ever after ``hang_after`` tokens."""
 
     request_id: str
     prompt: list[int]
@@ -70,7 +70,8 @@ class FakeSequence:
         )
 
     def _prompt_logprobs(self) -> LogprobArrays | None:
-        """As the engine gives them: of all tokens but the first, and nothing of a prompt of one token."""
+        """Return log probabilities in the engine's form: for all prompt tokens but the first, None for a prompt of one
+        token."""
         if self.params.prompt_logprobs is None or len(self.prompt) == 1:
             return None
         return fake_prompt_logprobs(self.prompt)
@@ -88,7 +89,7 @@ def fake_logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:
-    """Token ``i`` has -i and rank i + 1; the best are 5 and 6 of -0.25 and -inf."""
+    """Token ``i`` has log probability -i and rank i + 1; the two best tokens are 5 and 6, with -0.25 and -inf."""
     num_tokens = len(prompt) - 1
     ids = np.array([[token, 5, 6] for token in prompt[1:]], np.int32)
     values = np.array([[-float(i), -0.25, -np.inf] for i in range(1, num_tokens + 1)], np.float32)
@@ -97,7 +98,7 @@ def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:
 
 @dataclass
 class FakeEngine:
-    """Answers every prompt with ``reply``, or with tokens that depend on the seed alone."""
+    """Answers every prompt with ``reply``, or with tokens that depend only on the seed."""
 
     tokenizer: Tokenizer | None
     reply: str | None = None

@@ -1,4 +1,4 @@
-"""The HTTP front end on real sockets in this process, over an engine that never runs out of tokens."""
+"""The HTTP front end on real sockets in this process, over an engine with an endless supply of tokens."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ WAIT_S = 10.0
 
 @dataclass
 class EndlessSequence:
-    """One token per pause of its engine, until ``max_tokens``; each is made from the prompt's sum and its place."""
+    """One token per pause of its engine, up to ``max_tokens``; each depends on the prompt's sum and its position."""
 
     request_id: str
     engine: "EndlessEngine"
@@ -79,7 +79,7 @@ class EndlessSequence:
 
 @dataclass
 class EndlessEngine:
-    """``EngineClient``. ``pause`` is awaited before each token; ``live``: sequences that have not ended."""
+    """An ``EngineClient``. ``pause`` is awaited before each token; ``live``: unfinished sequences."""
 
     pause: Callable[[], Any] = lambda: asyncio.sleep(0)
     state: str = "ready"
@@ -113,7 +113,7 @@ class EndlessEngine:
 
 
 class FrontEnd:
-    """The application behind uvicorn in a thread, with limits of a test's choice, and its canary."""
+    """The application behind uvicorn in a thread, with limits that the test sets, and a canary request."""
 
     def __init__(self, engine: EndlessEngine | None = None, *, keys: tuple[str, ...] = (), **limits: Any) -> None:
         settings = limits.pop("settings", {})
@@ -146,14 +146,14 @@ class FrontEnd:
         return "".join(line.split('"text":')[1].split(",")[0] for line in response.iter_lines() if '"text":' in line)
 
     def check(self) -> None:
-        """A request is answered as at the start, and no other is left running."""
+        """Check that a request is answered as at the start, and that no other request is running."""
         assert self._ask() == self._right
         self.until(lambda: not self.engine.live)
 
     def connect(self, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
         made = socket.socket()
         made.settimeout(WAIT_S)
-        if receive_buffer:  # before it connects, or the window is agreed on already
+        if receive_buffer:  # before it connects, because the window is negotiated then
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.connect(("127.0.0.1", self.port))
         made.sendall(data)
@@ -170,7 +170,7 @@ class FrontEnd:
             time.sleep(0.002)
 
     def ask(self, data: bytes) -> bytes:
-        """What is answered to these bytes by the time the connection ends."""
+        """Return the bytes that the server sends in answer to these bytes until the connection ends."""
         with self.connect(data) as connection:
             return read_all(connection)
 
@@ -183,7 +183,7 @@ class FrontEnd:
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
-    """The bytes of a POST; ``length``: what it says of its body, whatever it is."""
+    """Return the bytes of a POST; ``length``: the Content-Length to send, true or false."""
     lines = [f"POST {path} HTTP/1.1", "host: x", *headers]
     if not any("transfer-encoding" in line.lower() for line in headers):
         lines.append(f"content-length: {len(body) if length is None else length}")
@@ -191,7 +191,7 @@ def post(path: str, body: bytes, *headers: str, length: int | None = None) -> by
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other end closes or resets; fails when it does neither."""
+    """Return the bytes that arrive until the other end closes or resets; fail if it does neither."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -202,5 +202,5 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """0: nothing was answered."""
+    """Return the status, or 0 for no answer."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0

@@ -1,4 +1,4 @@
-"""The runs of vLLM that LLMServingSim's authors measured: requests with tokens, and what the engine ran by."""
+"""The runs of vLLM that LLMServingSim's authors measured: requests with their tokens, and the engine's settings."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ SETTINGS = {
     "rtxpro6000_llama31-8b": {"max_num_seqs": "128", "num_usable_blocks": "36115"},
     "rtx4090_llama31-8b": {"max_num_seqs": "256", "num_usable_blocks": "2587", "max_model_len": "32768"},
 }
-"""As each folder's meta.json has it; the first one's blocks are what 90 % of its memory leave."""
+"""Settings from each folder's meta.json; the number of blocks of the first run is what 90 % of its memory leaves."""
 COMMON = {"like": "vllm-0.19.0", "max_num_batched_tokens": "2048", "block_size": "16"}
 
 
 def measured_workload(folder: Path) -> Workload:
-    """Arrivals are as the load generator planned them."""
+    """Arrival times are those that the load generator planned."""
     calls = []
     with gzip.open(folder / "workload.jsonl.gz", "rt", encoding="utf-8") as file:
         for number, line in enumerate(map(json.loads, file)):

@@ -1,7 +1,7 @@
-"""A worker as its supervisor sees it, but when it dies its status pipe stays open: a process that it has forked holds
-the pipe, until it is killed, too, or the supervisor has gone.
+"""A worker whose status pipe stays open after its death: a process that it has forked holds the pipe until it is killed
+or the supervisor exits.
 
-    python -P -m pipe_holder --directory D --status-fd N --lifeline-fd N [--quiet]
+python -P -m pipe_holder --directory D --status-fd N --lifeline-fd N [--quiet]
 """
 
 import os
@@ -13,7 +13,7 @@ from quire.protocol.process.child import Child, Report, child_parser
 
 
 def holder_file(directory: Path, pid: int) -> Path:
-    """Where the worker ``pid`` has written the number of the process that holds its pipe."""
+    """File in which the worker ``pid`` writes the pid of the process that holds its pipe."""
     return directory / f"holder-{pid}"
 
 

@@ -1,4 +1,4 @@
-"""Runs to draw: one of the real Scheduler that preempts, and made up ones of any size."""
+"""Runs for the reports: one of the real Scheduler with preemptions, and made-up ones of any size."""
 
 from functools import cache
 
@@ -20,10 +20,8 @@ BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 
 @cache
 def simulated_run(num_blocks: int = NUM_BLOCKS) -> RunRecord:
-    """Sixty calls in twelve conversations, through a pool too small for them: some are preempted, one is rejected.
-
-    Shared between tests: none may change it.
-    """
+    """Sixty calls of twelve conversations in a pool that is too small: some are preempted and one is rejected. Tests
+    share it and must not change it."""
     rng = np.random.default_rng(7)
     calls = []
     for number in range(60):
@@ -51,7 +49,7 @@ def simulated_run(num_blocks: int = NUM_BLOCKS) -> RunRecord:
 
 
 def made_up_run(num_requests: int, num_steps: int, moments_each: int = 6) -> RunRecord:
-    """As large as asked for, with everything that a record can have; times have no order but their own."""
+    """Return a record of the given size with every kind of entry; its times are random."""
     rng = np.random.default_rng(num_requests)
     record = RunRecord("made up", block_size=16, num_usable_blocks=1000, max_num_batched_tokens=4096)
     for number, arrival in enumerate(np.sort(rng.uniform(0, num_steps * 0.02, num_requests)).tolist()):

@@ -1,4 +1,4 @@
-"""Small workloads and settings for simulations, drawn at random from a seed."""
+"""Small random workloads and settings for simulations, drawn from a seed."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ from quire.protocol.config import EngineConfig
 
 
 class AffineCost:
-    """Seconds that tell steps of different shapes apart, with little arithmetic."""
+    """A cost model that gives steps of different shapes different seconds, with little arithmetic."""
 
     kv_bytes = 0
 
@@ -23,7 +23,7 @@ class AffineCost:
 
 
 def random_calls(rng: random.Random, count: int, *, span: float = 4.0, most_tokens: int = 60) -> list[Call]:
-    """Calls of which some share prefixes, some come at the same time, and some go on a conversation."""
+    """Return calls of which some share prefixes, some arrive at the same time, and some continue a conversation."""
     calls: list[Call] = []
     arrival = 0.0
     for number in range(count):
@@ -48,7 +48,7 @@ def random_calls(rng: random.Random, count: int, *, span: float = 4.0, most_toke
 
 
 def random_config(rng: random.Random, **settings: Any) -> EngineConfig:
-    """Anything that changes who runs when."""
+    """Return random settings that change the order in which requests run."""
     max_num_seqs = rng.choice((1, 3, 8))
     drawn = {
         "block_size": rng.choice((1, 4, 16)),

@@ -13,7 +13,7 @@ QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
 
 
 class Served:
-    """A running server; ``log`` is what it said on stderr."""
+    """A running server; ``log`` holds its lines on stderr."""
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen([*QUIRE, "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True)

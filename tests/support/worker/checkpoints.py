@@ -91,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES["gemma3_vision"] = ("Gemma3Vision", FAMILIES["gemma3"][1])
-"""By name: transformers' name before ``Config`` and ``ForCausalLM``, and settings over ``TINY``."""
+"""Families by name: transformers' name before ``Config`` and ``ForCausalLM``, and settings over ``TINY``."""
 
 TINY_EYES: dict[str, Any] = {
     "hidden_size": 16,
@@ -143,14 +143,14 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
             if key.endswith(("bias", "norm.weight", "sinks")):
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
             if family == "gpt_oss" and key.endswith("gate_up_proj"):
-                weight.mul_(4)  # Or nothing reaches the clamp.
+                weight.mul_(4)  # Otherwise no value reaches the clamp.
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
 
 def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers generates, greedily, for prompts of one length; no token ends it."""
+    """Return the greedy tokens of transformers for prompts of one length; no stop token ends them early."""
     import torch
 
     batch = torch.tensor(prompts)

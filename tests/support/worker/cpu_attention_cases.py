@@ -1,4 +1,4 @@
-"""Steps of the CPU backend over caches whose unwritten slots are NaN, and what they should give, in float64."""
+"""Steps of the CPU backend over caches whose unwritten slots are NaN, with expected results in float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,16 @@ import torch
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 
 OUTSIDE = 10**6
-"""A block id outside every pool: what a table holds where its entries mean nothing."""
+"""A block id outside every pool, for block-table entries that must not be read."""
 
 Rows = list[tuple[int, int]]
-"""(context, new tokens) of each row."""
+"""(context length, new tokens) of each row."""
 
 
 @dataclass
 class Case:
-    """Rows with their contexts already written, and this step's tensors; ``key`` is None where they are shared."""
+    """Rows whose contexts are already written, and this step's tensors; ``key`` is None in layers with a shared
+    cache."""
 
     batch: StepBatch
     cache: torch.Tensor
@@ -30,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked of attention beyond the plain."""
+    """Optional features of attention."""
 
     window: int = 0
     soft_cap: float = 0.0
@@ -81,7 +82,7 @@ def make_case(
     ask: Ask = Ask(),
     shared: bool = False,
 ) -> Case:
-    """Rows of standard normal keys and values; whatever lies left of what is visible is NaN, or in no block at all."""
+    """Return rows of standard normal keys and values; slots left of the visible ones are NaN or in no block."""
     num_heads, kv_heads, dim = heads
     stored_dtype = cache_dtype or dtype
     generator = torch.Generator().manual_seed(3)
@@ -115,14 +116,14 @@ def make_case(
 
 
 def empty_cache(num_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """NaN, but for block 0, which is zeros as in the engine: nothing is ever written to it."""
+    """Return a cache of NaN, except block 0, which is zeros as in the engine: nothing is ever written to it."""
     cache = torch.full((2, num_blocks, kv_heads, block_size, dim), float("nan")).to(dtype)
     raw(cache)[:, 0] = 0
     return cache
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes, which torch can index on the CPU."""
+    """Return fp8 as bytes, which torch can index on the CPU."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -134,7 +135,7 @@ def stored_as(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
 def put(
     cache: torch.Tensor, table: torch.Tensor, position: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Write ``[tokens, kv_heads, dim]`` in the cache's dtype at a row's positions."""
+    """Write ``[tokens, kv_heads, dim]`` in the cache's dtype at the positions of a row."""
     size = cache.shape[3]
     blocks = table[position // size].long()
     for half, x in zip(raw(cache), (key, value), strict=True):
@@ -144,7 +145,7 @@ def put(
 def attend_naively(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int, spec: AttentionSpec, ask: Ask
 ) -> torch.Tensor:
-    """``[new, heads, dim]`` against float64 ``[context + new, kv_heads, dim]``."""
+    """Return attention of ``[new, heads, dim]`` over float64 ``[context + new, kv_heads, dim]``."""
     own = torch.arange(context, len(keys))[:, None]
     distance = torch.arange(len(keys)) - own
     group = spec.num_heads // spec.num_kv_heads
@@ -162,7 +163,7 @@ def attend_naively(
 
 
 def run(backend: Any, case: Case) -> torch.Tensor:
-    """One layer over a copy of the case's cache; the case can be run again."""
+    """Run one layer over a copy of the case's cache; the case can be run again."""
     cache = case.cache.clone()
     out: torch.Tensor = backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), case.spec)
     return out

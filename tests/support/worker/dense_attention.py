@@ -1,4 +1,4 @@
-"""Attention over a paged cache done the plainest way, with every feature: what backends are compared with."""
+"""Attention over a paged cache by the plain algorithm, with every feature: the reference of the backends."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from quire.worker_proc.attention.prologue import attend_unfused
 
 
 class DenseBackend:
-    """``AttentionBackend`` row by row, in float32. Cache of a layer: ``[2, blocks, block_size, heads, dim]``."""
+    """An ``AttentionBackend`` row by row, in float32. Cache of a layer: ``[2, blocks, block_size, heads, dim]``."""
 
     name = "dense"
     needs_host_lengths = True
@@ -58,8 +58,8 @@ def _row(
     batch: StepBatch,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """One row's queries, ``[length, num_heads, head_dim]``, over keys at ``positions``, the last of which is the last
-    query's."""
+    """Return attention of one row's queries ``[length, num_heads, head_dim]`` over keys at ``positions``, of which the
+    last is the position of the last query."""
     own = positions[-1] - torch.arange(len(query) - 1, -1, -1)
     distance = own[:, None] - positions
     group = spec.num_heads // spec.num_kv_heads

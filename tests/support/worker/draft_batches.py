@@ -1,4 +1,4 @@
-"""A batch whose rows' texts a test writes by hand, for proposers."""
+"""A batch whose tokens a test sets, for proposers."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from quire.worker_proc.batch.input_batch import InputBatch
 
 
 class DraftBatch:
-    """Requests by handle, with prompts and answers that the host knows."""
+    """Requests by handle, with prompts and output tokens that the host knows."""
 
     def __init__(self, max_rows: int = 4, max_len: int = 64) -> None:
         self.batch = InputBatch(max_rows, max_len)
 
     def change(self, removed: list[int], new: dict[int, list[int]], **sampling: object) -> None:
-        """``new``: handle → prompt; its seed is the handle. ``sampling``: of all of them."""
+        """``new``: handle → prompt; a request's seed is its handle. ``sampling``: the parameters of all requests."""
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
         requests = [NewRequestData(h, f"r{h}", len(p), len(p), 0, [1], params, h) for h, p in new.items()]
         tokens = np.array([token for prompt in new.values() for token in prompt], np.int32)
@@ -22,7 +22,7 @@ class DraftBatch:
         self.batch.builder.reset()
 
     def extend(self, handle: int, tokens: list[int]) -> None:
-        """The request got tokens."""
+        """Append ``tokens`` to the output of the request."""
         row, column = self.batch.row(handle), self.batch.tokens
         start = int(column.length[row])
         column.data[row, start : start + len(tokens)] = tokens

@@ -1,7 +1,7 @@
 """Stand-ins for the flash-attn libraries: their functions' names, arguments and refusals, computed densely on a CPU.
 
-``flash_attn_interface`` is version 3 (hopper/flash_attn_interface.py), ``flash_attn`` version 2.8. What the real
-kernels would read wrongly, or refuse in words of their own, fails an assertion here.
+``flash_attn_interface`` is version 3 (hopper/flash_attn_interface.py), ``flash_attn`` is version 2.8. Arguments that
+the real kernels would read wrongly or refuse fail an assertion here.
 """
 
 import sys
@@ -17,7 +17,7 @@ PAGE_MULTIPLE_2 = 256
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, version_3: bool = True, version_2: bool = True) -> None:
-    """Put the modules where an import finds them; those not asked for cannot be imported."""
+    """Install the modules where an import finds them; the others cannot be imported."""
     modules: dict[str, ModuleType | None] = {"flash_attn_interface": None, "flash_attn": None}
     if version_3:
         modules["flash_attn_interface"] = ModuleType("flash_attn_interface")
@@ -101,7 +101,7 @@ def _attend(
     soft_cap: float,
     window: int,
 ) -> torch.Tensor:
-    """Row by row. Tokens behind the last row's, padding of a captured step, are left NaN."""
+    """Compute attention row by row. Tokens after the last row, the padding of a captured step, are left NaN."""
     _check_inputs(q, k_cache, v_cache)
     assert table.dtype is torch.int32 and table.dim() == 2 and table.stride(-1) == 1
     _check_vector(starts, len(table) + 1)
@@ -123,7 +123,7 @@ def _attend(
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, total: int) -> torch.Tensor:
-    """float64 ``[total, kv_heads, head_dim]``. An id outside the pool raises IndexError."""
+    """Return float64 ``[total, kv_heads, head_dim]``. A block id outside the pool raises IndexError."""
     return raw(cache)[pages.long()].view(cache.dtype).flatten(0, 1)[:total].double()
 
 
@@ -141,7 +141,7 @@ def _check_vector(x: torch.Tensor, length: int) -> None:
 
 
 def _window(window_size: tuple[int, int], causal: bool) -> int:
-    """Tokens that a token sees, itself included; 0: all."""
+    """Return the number of tokens that each token sees, including itself; 0: all."""
     assert causal
     left, right = window_size
     assert right in (-1, 0)

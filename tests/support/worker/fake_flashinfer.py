@@ -1,6 +1,7 @@
-"""A stand-in for FlashInfer 0.6: its two paged wrappers' names, arguments and refusals, computed densely on a CPU.
+"""A stand-in for FlashInfer 0.6: the names, arguments and refusals of its two paged wrappers, computed densely on a
+CPU.
 
-Optional arguments of ``plan`` are keywords here, as the library asks for (positional ones are deprecated).
+Optional arguments of ``plan`` are keyword-only here, as the library asks (positional ones are deprecated).
 """
 
 import sys
@@ -20,7 +21,7 @@ CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> "list[_PagedWrapper]":
-    """Put the module where an import finds it; returns the list that all wrappers made from then on are in."""
+    """Install the module where an import finds it; return the list that collects every wrapper made after that."""
     made: list[_PagedWrapper] = []
 
     class Prefill(BatchPrefillWithPagedKVCacheWrapper):
@@ -37,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> "list[_PagedWrapper]":
 
 
 class _PagedWrapper:
-    """What a plan leaves for ``run``, which may be called many times."""
+    """The result of ``plan`` for ``run``, which may be called many times."""
 
     _made: "list[_PagedWrapper]"
 

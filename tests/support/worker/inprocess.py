@@ -24,18 +24,18 @@ from quire.worker_proc.startup.setup import make_runner
 
 @dataclass
 class Answer:
-    """What a client would have seen of one request."""
+    """The output of one request, as a client would receive it."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
-    """Per token that asked, its row of values to the bit."""
+    """Log probabilities per token that requested them, exact to the bit."""
     ended: Ended | None = None
     rejected: Rejected | None = None
     num_cached_tokens: int = 0
 
 
 class InProcessEngine:
-    """Steps by hand. ``check=True`` checks every invariant of both sides after each step."""
+    """Drives the engine step by step. ``check=True`` checks every invariant of both sides after each step."""
 
     def __init__(self, folder: Path, *, check: bool = True, **settings: object) -> None:
         model = load_model_config(folder)
@@ -59,7 +59,8 @@ class InProcessEngine:
         self._pending: deque[object] = deque()
 
     def add(self, request_id: str, prompt: list[int], output: list[int] | None = None, **sampling: object) -> None:
-        """Waits until its grammar is compiled, where it has one. ``output``: delivered already."""
+        """Add a request and wait until its grammar, if any, is compiled. ``output``: tokens that are already
+        delivered."""
         defaults = {"temperature": 0.0, "ignore_eos": "structured_outputs" not in sampling}
         params = SamplingParams(**(defaults | sampling))  # type: ignore[arg-type]
         self.answers[request_id] = Answer()
@@ -120,7 +121,7 @@ class InProcessEngine:
         return self.runner.finish(launched, inputs).result()
 
     def run(self, max_steps: int = 100_000) -> dict[str, Answer]:
-        """Step until nothing waits or runs."""
+        """Step until no request waits or runs."""
         for _ in range(max_steps):
             if not self.scheduler.table.requests and not self.scheduler.in_flight:
                 break
@@ -166,7 +167,7 @@ class InProcessEngine:
 
 
 def _owners(message: StepOutputs) -> list[int]:
-    """The handle of each token."""
+    """Return the handle of each token."""
     assert message.handles is not None
     handles = message.handles if message.counts is None else np.repeat(message.handles, message.counts)
     return handles.tolist()

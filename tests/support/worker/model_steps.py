@@ -1,4 +1,4 @@
-"""Feeding a decoder: the little of a model runner that it takes."""
+"""Feeds a decoder: the minimum of a model runner."""
 
 from typing import Any
 
@@ -12,10 +12,8 @@ BLOCK_SIZE = 4
 
 
 class Rows:
-    """Sequences over one paged cache.
-
-    Where a layer has a window, the entries left of it point at the null block, as if their blocks had been given away.
-    """
+    """Sequences over one paged cache. In a layer with a window, the entries left of it point at the null block, as if
+    their blocks were freed."""
 
     def __init__(self, model: Decoder, lengths: list[int], backend: AttentionBackend, seed: int = 0) -> None:
         config = model.config
@@ -35,7 +33,7 @@ class Rows:
         ]
 
     def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Run the next tokens of some rows, by row; returns their logits, ``[tokens, vocab]`` each."""
+        """Run the next tokens of some rows; return their logits by row, ``[tokens, vocab]`` each."""
         config = self.model.config
         rows = np.array(list(tokens), dtype=np.int64)
         query_lens = np.array([len(t) for t in tokens.values()], dtype=np.int32)
@@ -73,10 +71,8 @@ class Rows:
         return batch
 
     def run_in_pieces(self, prompts: list[torch.Tensor], chunk: int = 7, single: int = 10) -> list[torch.Tensor]:
-        """Logits of prompts that come in chunks until ``single`` tokens are left, which come one by one.
-
-        Rows start late and end early, so that most steps mix chunks with single tokens.
-        """
+        """Return the logits of prompts that are computed in chunks, except the last ``single`` tokens, which are
+        computed one by one. Rows start late and end early, so that most steps mix chunks with single tokens."""
         pieces: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(prompts))}
         for step in range(1000):
             now = {}
@@ -92,7 +88,8 @@ class Rows:
         return [torch.cat(parts) for parts in pieces.values()]
 
     def greedy(self, prompts: list[torch.Tensor], num_tokens: int, chunk: int = 7) -> list[list[int]]:
-        """Prompts and what follows them, a token at a time, each row as soon as its own prompt is through."""
+        """Return the logits of prompts and their continuations; each row decodes a token per step once its prompt is
+        computed."""
         known = [prompt.tolist() for prompt in prompts]
         wanted = [len(prompt) + num_tokens for prompt in prompts]
         while any(len(tokens) < length for tokens, length in zip(known, wanted, strict=True)):

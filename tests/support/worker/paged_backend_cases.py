@@ -1,4 +1,4 @@
-"""What every attention backend over a paged library is held against; steps whose rows end at a page's end are in it."""
+"""Cases that every attention backend over a paged library must pass, including rows that end at a page boundary."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ ASKS = {
 
 
 def in_pages(case: Case) -> Case:
-    """The cache as the libraries lay it out, and what a window hides in a row's own first block written."""
+    """Return the cache in the libraries' layout; hidden positions of a row's first visible block are written."""
     cache, batch = raw(case.cache).transpose(2, 3).contiguous(), case.batch
     for row, first in enumerate(batch.first_visible.tolist()):
         cache[:, batch.block_table[row, first // batch.block_size], : first % batch.block_size] = 50
@@ -43,7 +43,7 @@ def check(backend: Any, case: Case, plan: Any = None) -> None:
 
 
 def check_attend(backend: Any, case: Case) -> None:
-    """``attend`` is norms, rotation, write and attention; queries alone read what was written."""
+    """Run norms, rotation, cache write and attention; layers with queries alone read the existing cache."""
     qkv, spec, rotary = projection(case)
     caches = [case.cache.nan_to_num(0.0) for _ in range(2)]
     dense = DenseBackend()
@@ -57,7 +57,7 @@ def check_attend(backend: Any, case: Case) -> None:
 
 
 def projection(case: Case) -> tuple[torch.Tensor, AttentionSpec, Rotary]:
-    """What a layer with head norms and rotation hands to ``attend``."""
+    """Inputs of ``attend`` for a layer with head norms and rotation."""
     generator = torch.Generator().manual_seed(5)
     spec, tokens = case.spec, len(case.query)
     width = spec.num_heads + 2 * spec.num_kv_heads
@@ -72,7 +72,7 @@ def projection(case: Case) -> tuple[torch.Tensor, AttentionSpec, Rotary]:
 
 
 def on_gpu(case: Case) -> Case:
-    """With the null block where a table means nothing, as in the engine."""
+    """Unused table entries are the null block, as in the engine."""
     batch = case.batch
     batch.block_table[batch.block_table == OUTSIDE] = 0
     fields = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")

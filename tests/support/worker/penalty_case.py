@@ -1,4 +1,4 @@
-"""Arguments of ``apply_penalties`` in which every rule has something to do."""
+"""Arguments of ``apply_penalties`` in which every rule has an effect."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class PenaltyCase:
         positions = SampledPositions.with_drafts(torch.arange(4).numpy(), drafts)
         row = torch.from_numpy(positions.rows)
         held = torch.randint(0, 4, (6, self.vocab), generator=rng, dtype=torch.int32)
-        held *= torch.rand(6, self.vocab, generator=rng) < 0.2  # most tokens are nobody's
+        held *= torch.rand(6, self.vocab, generator=rng) < 0.2  # most tokens occur in no request
         held |= PROMPT_BIT * (torch.rand(6, self.vocab, generator=rng) < 0.1)
         held[3] = 0
         wide = torch.randn(len(row), self.vocab + 5, generator=rng) * 4

@@ -1,4 +1,4 @@
-"""A decoder in forty lines of torch over the whole text at once: for what transformers has no model of."""
+"""A decoder in forty lines of torch over the whole text at once, for models that transformers does not have."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from quire.worker_proc.models.decoder import Decoder
 
 
 def plain_logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Pre-norm blocks, default rope, head norms, windows, and caches that later layers read: ``[tokens, vocab]``."""
+    """Pre-norm blocks, default rope, head norms, windows, and caches that later layers share: ``[tokens, vocab]``."""
     config = model.config
     weights = {name: slot.target for name, slot in model.weight_slots().items()}
     hidden = weights["model.embed_tokens.weight"][tokens] * config.embedding_multiplier
@@ -51,7 +51,7 @@ def _heads(x: torch.Tensor, weights: dict[str, torch.Tensor], name: str, dim: in
 
 
 def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """As complex numbers: dimension ``i`` and ``i + dim / 2`` are one."""
+    """As complex numbers: dimensions ``i`` and ``i + dim / 2`` form one."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None, None] * theta ** (-torch.arange(half) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)

@@ -1,4 +1,4 @@
-"""Random requests with every feature, and a batch of them that changes as batches do."""
+"""Random requests with every feature, and a batch of them that changes as real batches do."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def random_tokens(rng: random.Random, least: int, most: int) -> list[int]:
 
 
 def random_sampling(rng: random.Random) -> dict[str, Any]:
-    """Each feature for about half of the requests."""
+    """Return sampling parameters that have each feature with a probability of about one half."""
     features: dict[str, Any] = {
         "logit_bias": {token: rng.uniform(-100, 100) for token in set(random_tokens(rng, 1, 3))},
         "allowed_token_ids": sorted({*random_tokens(rng, 2, 6), 0, 2, 4}),
@@ -65,13 +65,13 @@ def random_request(rng: random.Random) -> Request:
 
 
 def added(rows: Sequence[Request | None]) -> BatchUpdate:
-    """The update that makes these rows of nothing."""
+    """Return the update that adds these rows to an empty batch."""
     new = [AddedRequest(row, r.params, r.prompt, r.output) for row, r in enumerate(rows) if r is not None]
     return BatchUpdate(len(rows), [], new, [])
 
 
 def made(cls: type[LogitsProcessor], rows: Sequence[Request | None], config: EngineConfig | None = None) -> Any:
-    """A processor that was told of these rows, and of nothing before."""
+    """Return a new processor that has received one update, which adds these rows."""
     processor = cls(config or processor_config(), CPU, False)
     processor.update_state(added(rows))
     return processor
@@ -82,14 +82,14 @@ def random_logits(rng: random.Random, num_rows: int) -> torch.Tensor:
 
 
 class ChangingBatch:
-    """Rows that come, go, move and swap at random; answers that grow."""
+    """A batch whose rows are added, removed, moved and swapped at random, and whose outputs grow."""
 
     def __init__(self, rng: random.Random, max_rows: int = 6) -> None:
         self._rng = rng
         self.rows: list[Request | None] = [None] * max_rows
 
     def change(self) -> BatchUpdate | None:
-        """What happened, told in the order removed, added, moved; each kind with its right to happen on any row."""
+        """Return the update in the order removed, added, moved; each kind may name any row."""
         rng, rows = self._rng, self.rows
         for request in rows:
             if request is not None:

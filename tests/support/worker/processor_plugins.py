@@ -1,4 +1,4 @@
-"""Logits processors as a user would write them, well behaved and not; loaded as ``processor_plugins:Name``."""
+"""Logits processors as a user would write them, correct and faulty; loaded as ``processor_plugins:Name``."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ State = tuple[SamplingParams, list[int], list[int]]
 
 
 class RowPlugin(LogitsProcessor):
-    """Keeps parameters, prompt and live answer of the rows that ask for it by ``extra_args``."""
+    """Keeps parameters, prompt and live output of the rows that enable it by ``extra_args``."""
 
     def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, State] = {}
@@ -28,7 +28,8 @@ class RowPlugin(LogitsProcessor):
 
 
 class AddText(RowPlugin):
-    """Adds to token ``t`` how often prompt and answer have it: wrong wherever the lists are not exact."""
+    """Adds to the logit of token ``t`` its count in prompt and output; the result is wrong if those lists are not
+    exact."""
 
     def wants(self, params: SamplingParams) -> bool:
         return "add_text" in params.extra_args
@@ -40,7 +41,7 @@ class AddText(RowPlugin):
 
 
 class Lengths(RowPlugin):
-    """Writes down how long the answers are whenever it is applied, by ``extra_args["name"]``."""
+    """Records the output lengths at each call, under ``extra_args["name"]``."""
 
     def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(config, device, is_pin_memory)
@@ -53,7 +54,7 @@ class Lengths(RowPlugin):
 
 
 class Breaks(RowPlugin):
-    """Does what a request's ``extra_args["break"]`` says, and adds 1 to token 0 of everyone."""
+    """Does what a request's ``extra_args["break"]`` names, and adds 1 to the logit of token 0 of every row."""
 
     def wants(self, params: SamplingParams) -> bool:
         if params.extra_args.get("break") == "update":
@@ -103,7 +104,7 @@ class RefusesToServe(LogitsProcessor):
 
 
 class Halve(RowPlugin):
-    """Argmax-invariant: halves the logits of requests that ask for it."""
+    """Argmax-invariant: halves the logits of requests that enable it."""
 
     def wants(self, params: SamplingParams) -> bool:
         return "halve" in params.extra_args
@@ -118,7 +119,7 @@ class Halve(RowPlugin):
 
 
 class Prefers(AdapterLogitsProcessor):
-    """``extra_args["prefers"]``: that token plus the answer's length, modulo the vocabulary, gets 50 more."""
+    """Adds 50 to the logit of token ``extra_args["prefers"]`` plus the output's length, modulo the vocabulary."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -1,4 +1,4 @@
-"""The container of logits processors over a real batch, without a model: a test gives logits and samples."""
+"""The container of logits processors over a real batch, without a model: a test provides logits and samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from quire.worker_proc.sampling.processors import LogitsProcessors, output_reade
 
 
 class ProcessorsUnderTest:
-    """``requests``: handle → what the request is by now, kept by the test's own arithmetic."""
+    """``requests``: handle → the current state of the request, computed by the test's own arithmetic."""
 
     def __init__(self, plugins: Sequence[str] = (), max_rows: int = 8, **settings: Any) -> None:
         names = [f"processor_plugins:{name}" for name in plugins]
@@ -53,12 +53,12 @@ class ProcessorsUnderTest:
         return SampledPositions.one_per_row(np.arange(self.batch.num_rows))
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, str]]:
-        """One position of each row."""
+        """Return one position per row."""
         edited = logits.clone()
         return edited, dict(self.processors.apply(edited, self.everyone, None))
 
     def sampled(self, positions: SampledPositions, tokens: list[int]) -> None:
-        """As a step ends: who has drafts keeps those that were right."""
+        """End a step: rows with drafts keep the correct ones."""
         accepted = accept_drafts(np.array(tokens), positions) if positions.any_drafts else None
         kept = range(len(tokens)) if accepted is None else accepted.kept.tolist()
         self.processors.accepted(positions, torch.tensor(tokens), accepted)

@@ -1,4 +1,4 @@
-"""The runner by hand-written diffs: a tiny decoder with random weights, steps told in keywords."""
+"""Drives the model runner with handwritten diffs: a tiny decoder with random weights, steps given as keywords."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ CONFIG = EngineConfig(
 
 
 def appending(handle: int, group: int, block_ids: list[int]) -> dict[str, Any]:
-    """Fields of a step that gives a held request these blocks."""
+    """Return fields of a step that give a held request these blocks."""
     return {
         "appended_handles": np.full(len(block_ids), handle, np.int32),
         "appended_groups": np.full(len(block_ids), group, np.int32),
@@ -46,7 +46,7 @@ def appending(handle: int, group: int, block_ids: list[int]) -> dict[str, Any]:
 
 
 class Runner:
-    """A ModelRunner that is told steps in keywords, and numbers them."""
+    """A ModelRunner that receives steps as keywords and numbers them."""
 
     def __init__(self) -> None:
         made, _ = make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), progress=False)
@@ -62,7 +62,7 @@ class Runner:
         self.handles: list[int] = []
 
     def step(self, **fields: Any) -> dict[int, int]:
-        """Handle → token of the step."""
+        """Return handle → token of the step."""
         result = self.result(**fields)
         tokens = [] if result.tokens is None else result.tokens.tolist()
         return dict(zip(self.handles, tokens, strict=True))
@@ -77,7 +77,7 @@ class Runner:
 
 
 def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **sampling: Any) -> dict[str, Any]:
-    """Fields of a step that adds (handle, tokens, blocks) rows, each computing all that is left of its tokens."""
+    """Return fields of a step that adds (handle, tokens, blocks) rows, each computing all its remaining tokens."""
     params = SamplingParams(**{"temperature": 0.0} | sampling)
     new = [NewRequestData(h, f"r{h}", len(t), len(t), computed, [len(b)], params, 7) for h, t, b in rows]
     return {
@@ -89,7 +89,7 @@ def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **samplin
 
 
 def alone(prompt: list[int], n: int, **sampling: Any) -> list[int]:
-    """Tokens of a prompt that has the runner for itself, each from a prefill of all before it."""
+    """Return the tokens of a prompt that runs alone, each from a prefill of all tokens before it."""
     tokens: list[int] = []
     for _ in range(n):
         tokens.append(Runner().step(**adding((0, prompt + tokens, [1, 2, 3, 4, 5, 6]), **sampling))[0])

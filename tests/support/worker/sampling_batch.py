@@ -1,4 +1,4 @@
-"""A batch and its sampler without a model around them."""
+"""A batch and its sampler without a model."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def sampling_config(vocab_size: int, **settings: Any) -> EngineConfig:
 
 
 def make_sampler(vocab_size: int, max_rows: int, max_len: int, **settings: Any) -> tuple[InputBatch, Sampler]:
-    """Both empty."""
+    """Make both, without rows."""
     config = sampling_config(vocab_size, max_num_seqs=max_rows, **settings)
     batch = InputBatch(max_rows, max_len, output_readers(config))
     return batch, Sampler(batch, config, CPU)
@@ -31,7 +31,7 @@ def make_sampler(vocab_size: int, max_rows: int, max_len: int, **settings: Any) 
 def batch_of(
     rows: list[tuple[int, int, dict[str, Any]]], vocab_size: int, **settings: Any
 ) -> tuple[InputBatch, Sampler]:
-    """Rows of (seed, known tokens, sampling); their tokens are all 0, and all of the prompt."""
+    """Add rows of (seed, known tokens, sampling); all their tokens are 0 and belong to the prompt."""
     new = [
         NewRequestData(h, f"r{h}", known, known, 0, [1], SamplingParams(**sampling), seed)
         for h, (seed, known, sampling) in enumerate(rows)
@@ -43,5 +43,5 @@ def batch_of(
 
 
 def sample_each(sampler: Sampler, logits: torch.Tensor) -> Sampled:
-    """One token of each of the first rows."""
+    """Sample one token for each of the first rows."""
     return sampler.sample(logits, SampledPositions.one_per_row(np.arange(len(logits))))

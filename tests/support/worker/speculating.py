@@ -14,12 +14,12 @@ from quire.protocol.model.model_config import load_model_config
 
 METHODS = ("ngram", "suffix", "draft_model")
 Prompts = list[tuple[list[int], dict[str, Any]]]
-"""Token ids, and the request's sampling."""
+"""Token ids, and the sampling parameters of the request."""
 
 
 @dataclass
 class Ran:
-    """What an engine answered, and what it took."""
+    """Outputs of an engine, and its statistics."""
 
     answers: list[Answer]
     engine: InProcessEngine
@@ -30,13 +30,13 @@ class Ran:
 
     @property
     def endings(self) -> list[tuple[Any, ...]]:
-        """What each client is told at the end."""
+        """The final message to each client."""
         ends = [answer.ended for answer in self.answers]
         return [(end.reason, end.stop_reason, end.num_output_tokens) if end is not None else () for end in ends]
 
     @property
     def logprobs(self) -> "list[np.ndarray[Any, np.dtype[np.float32]]]":
-        """Per request, the values of all its tokens."""
+        """Per request, the log probabilities of all its tokens."""
         return [np.frombuffer(b"".join(answer.logprobs), np.float32) for answer in self.answers]
 
     @property
@@ -45,7 +45,7 @@ class Ran:
 
 
 class Speculating:
-    """A model, and a draft model that is the same but for a little noise on its weights."""
+    """Make a model, and a draft model that differs from it only by a little noise on its weights."""
 
     def __init__(self, folder: Path, family: str, noise: float = 0.05, **overrides: Any) -> None:
         import torch
@@ -93,7 +93,8 @@ class Speculating:
 
 
 def random_prompts(count: int, max_tokens: int, *, longest: int = 24, seed: int = 0, **sampling: Any) -> Prompts:
-    """Every other one is greedy, the others are sampled: by temperature alone, with a top-k, with a top-p, in turn."""
+    """Return sampling parameters: every second request is greedy; the others use temperature alone, top-k or top-p in
+    turn."""
     random = Random(seed)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {}, {"top_k": 9}, {}, {"top_p": 0.8, "min_p": 0.02}]
     prompts: Prompts = []

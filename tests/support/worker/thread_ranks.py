@@ -24,7 +24,7 @@ class ThreadRank:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        self._barrier.wait()  # ``x`` may be written again from here on.
+        self._barrier.wait()  # The caller may overwrite ``x`` after this.
         return total
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class ThreadRank:
 
 
 def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:
-    """What ``work`` returns on each rank; one that raises releases the others."""
+    """Return the result of ``work`` on each rank; an exception on one rank releases the others."""
     exchange: list[torch.Tensor | None] = [None] * size
     barrier = threading.Barrier(size, timeout=60)
 
