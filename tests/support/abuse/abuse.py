@@ -1,4 +1,4 @@
-"""A running server for tests that mean it ill, and what must hold of it whatever it was sent."""
+"""A running server for tests that attack it, and what must hold for it after any input."""
 
 import re
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from waits import Watch
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
-# The promise, of the server's own time: a test shares its machine with others, whose turns are not the server's fault.
+# The limit for the server's own time: waits for a processor, which other tests hold, do not count.
 SLOWEST_S = 2.0
 MAX_ERROR_BYTES = 4_000
-# What no client may read: our paths and addresses, and the words of Python and of the libraries that we use.
+# What no client may read: our paths and addresses, and messages of Python and of the libraries that we use.
 INTERNALS = re.compile(
     r"Traceback|\bFile \"|site-packages|\.py\b|/(?:tmp|work|home|root|usr|proc|dev|run)/|ipc://|127\.0\.0\.1|\bpsm_"
     r"|0x[0-9a-f]{6,}|object at |<class|\w(?:Error|Exception|Refusal)\b|NoneType|\bstack\b"
@@ -24,22 +24,22 @@ INTERNALS = re.compile(
     r"|msgspec|msgpack|tokenizers|jinja|starlette|uvicorn|httptools|pyzmq|\bzmq|torch|numpy|llguidance|xgrammar|ctypes",
     re.IGNORECASE,
 )
-# What the log may not hold: that something broke which nobody foresaw.
+# What the log may not contain: signs of an unexpected failure.
 ACCIDENTS = re.compile(r"Traceback|unexpected error|never awaited|exception was never retrieved|Task was destroyed")
 
 
 class Door:
-    """Where abuse goes in: a server, or the application of one without its processes."""
+    """The target of an attack: a server, or its application without the processes."""
 
     def request(self, method: str, path: str, **given: Any) -> httpx.Response:
         raise NotImplementedError
 
     def in_time(self) -> AbstractContextManager[None]:
-        """Fails where the block takes longer than SLOWEST_S of its own time."""
+        """Context manager that fails if the block takes longer than SLOWEST_S of the server's own time."""
         raise NotImplementedError
 
     def post(self, path: str, body: Any = None, *, content: bytes | None = None, **more: Any) -> httpx.Response:
-        """A POST of a JSON value, or of the bytes themselves; in time, and without internals if it is an error."""
+        """POST a JSON value or raw bytes. The answer must arrive in time, and an error must not contain internals."""
         given: dict[str, Any] = {"json": body} if content is None else {"content": content}
         with self.in_time():
             response = self.request("POST", path, **given, **more)
@@ -48,11 +48,11 @@ class Door:
         return response
 
     def complete(self, **fields: Any) -> httpx.Response:
-        """A completion of four tokens, unless ``fields`` say otherwise."""
+        """POST a completion of four tokens; ``fields`` override the body."""
         return self.post(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 4, **fields})
 
     def chat(self, **fields: Any) -> httpx.Response:
-        """The same for a conversation."""
+        """POST a chat completion of four tokens; ``fields`` override the body."""
         return self.post(CHAT, {"messages": MESSAGES, "max_tokens": 4, **fields})
 
 
@@ -61,14 +61,14 @@ class AbusedServer(Door):
 
     Attributes:
         served: the processes.
-        client: keeps its connection from one call to the next.
+        client: keeps its connection between calls.
     """
 
     def __init__(self, *flags: str) -> None:
         self.served = Served("--dtype", "float32", *flags)
         SHARED.add(self.served.process.pid)
         self.client = httpx.Client(base_url=self.served.url, timeout=30)
-        # The first grammar starts a process of its own.
+        # the first grammar starts a process of its own
         self.client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, "structured_outputs": {"regex": "a"}})
         self.canary = Canary(self.client)
         models = self.client.get("/v1/models").json()
@@ -79,24 +79,24 @@ class AbusedServer(Door):
 
     @contextmanager
     def in_time(self) -> Iterator[None]:
-        """By the clock, but for the time in which the server waited for a processor."""
+        """Return the wall time without the time in which the server waited for a processor."""
         with self.watch() as watch:
             yield
         assert watch.own_seconds < SLOWEST_S, f"answered after {watch.own_seconds:.1f} s of its own"
 
     def watch(self) -> Watch:
-        """How long the block takes the server, but for the time in which it waited for a processor."""
+        """Measure how long the block takes the server, without the time in which it waited for a processor."""
         return Watch(self.served.process.pid)
 
     def check(self) -> None:
-        """Everything is as if nothing had been: the processes, the log and what others are answered."""
+        """Check that the attack had no effect on the processes, the log and the answers to other clients."""
         assert self.served.process.poll() is None, "the server has ended"
         accidents = [line for line in self.served.log if ACCIDENTS.search(line)]
         assert not accidents, accidents
         self.canary.check()
 
     def close(self) -> None:
-        """End it; it must have been idle, with every block free, and go without a complaint."""
+        """Stop the server; it must be idle with every block free, and exit without an error in its log."""
         try:
             self.served.wait_until_idle()
         finally:
@@ -106,10 +106,10 @@ class AbusedServer(Door):
 
 
 class Canary:
-    """A request whose right tokens are known, because the server was asked before anybody did it harm.
+    """A request whose correct tokens are known, because the server answered it before any attack.
 
-    A block of it comes from the prefix cache and the answer is drawn by its seed: blocks, rows and seeds of others
-    that were mixed with its own would show.
+    One of its blocks comes from the prefix cache and its tokens are drawn by its seed, so that blocks, rows and seeds
+    of other requests that were mixed with its own would show.
     """
 
     _BODY: ClassVar[dict[str, Any]] = {
@@ -130,7 +130,7 @@ class Canary:
         assert self._ask() == self._right, "the canary's answer has changed"
 
     def _ask(self) -> tuple[str, list[str]]:
-        """The answer's text and tokens."""
+        """Return the text and tokens of the answer."""
         response = self._client.post(COMPLETIONS, json=self._BODY)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
@@ -138,7 +138,7 @@ class Canary:
 
 
 def check_error(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response in OpenAI's form, after a look at whether it tells anything that is ours alone."""
+    """Return the error of a response in OpenAI's form, after checking that it contains no internals."""
     assert response.headers["content-type"] == "application/json", response.text
     assert set(response.json()) == {"error"}, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -155,7 +155,8 @@ def check_error(response: httpx.Response) -> dict[str, Any]:
 def assert_refused(
     response: httpx.Response, status: int = 400, param: str | None = None, says: str = ""
 ) -> dict[str, Any]:
-    """The response is an error of this status that names the field ``param`` (None: whichever) and ``says`` so much."""
+    """Check that the response is an error of this status that names the field ``param`` (None: any) and contains
+    ``says``."""
     assert response.status_code == status, response.text[:500]
     error = check_error(response)
     if param is not None:
@@ -165,6 +166,6 @@ def assert_refused(
 
 
 def short(value: Any) -> str:
-    """A name for a parameter of a test, which may be a megabyte."""
+    """Return a short id for a test parameter, which may be a megabyte."""
     text = value.decode("latin-1") if isinstance(value, bytes) else repr(value)
     return text[:28].encode("ascii", "backslashreplace").decode()

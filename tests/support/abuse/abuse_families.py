@@ -1,7 +1,7 @@
-"""The families of abuse by the table of ``tests/abuse/README.md``: which tests try each, and how many mutations.
+"""The families of attacks in the table of ``tests/abuse/README.md``: the tests of each, and the number of mutations.
 
-A family is a kind of hostile input; a mutation is one such input. Behind a test's name stands their number: of
-its parameters, or of what it goes through in a loop, which are lists of its module.
+A family is a kind of hostile input; a mutation is one such input. The number after a test's name counts its parameters,
+or the items of lists in its module that it loops over.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ class Source(NamedTuple):
 
     Attributes:
         test: file below ``tests/abuse`` or ``tests``, and the test in it.
-        told: mutations, as the page says.
-        lists: what the test goes through each time: sums and products of names and numbers. Empty: its parameters.
+        told: number of mutations in the page.
+        lists: what the test loops over: sums and products of names and numbers. Empty: its parameters.
     """
 
     test: str
@@ -33,7 +33,7 @@ class Source(NamedTuple):
     lists: str = ""
 
     def num_mutations(self) -> int:
-        """Raises LookupError where there is no such test, or where it does not even name what is counted."""
+        """Raises LookupError if the test does not exist, or does not name the lists that are counted."""
         file, _, name = self.test.partition("::")
         module = _module(TESTS / (file if "/" in file else f"abuse/{file}"))
         if not self.lists:
@@ -52,7 +52,7 @@ class Family(NamedTuple):
 
 
 def families(page: str) -> dict[str, Family]:
-    """By number, as the table says."""
+    """Families by number, from the table."""
     return {
         number: Family(
             title, int(told), [Source(test, int(each), lists) for test, each, lists in SOURCE.findall(tests)]
@@ -68,7 +68,7 @@ def _length(module: ModuleType, source: str, name: str) -> int:
     if not re.search(rf"\b{name}\b", source):
         raise LookupError(f"{module.__name__}: the test does not go through {name}")
     value = vars(module)[name]
-    if fields:  # of fields that have a range, what is outside of it
+    if fields:  # values out of range, for fields with a range
         return sum(len(each.outside()) for each in value if each.name in fields.split(", "))
     value = value() if callable(value) else value
     return value if isinstance(value, int) else len(value)
@@ -96,7 +96,7 @@ def _test(holder: Any, name: str) -> Any:
 
 @cache
 def _module(path: Path) -> ModuleType:
-    """A test module as it is, or was, imported by pytest; its fixtures are not begun."""
+    """Return a test module as pytest has imported it, or import it without starting its fixtures."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module

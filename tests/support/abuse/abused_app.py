@@ -1,7 +1,7 @@
-"""The application of a server in this process, for abuse that a parser, a tokenizer or a grammar's guard refuses.
+"""The application of a server in this process, for attacks that a parser, tokenizer or grammar guard must refuse.
 
-Its engine invents tokens. The tokenizer, the chat template with its helper, and the guard that tries each grammar
-before it is compiled are the demo model's own.
+Its engine makes up tokens. The tokenizer, the chat template with its helper, and the guard that tries each grammar
+before it is compiled are those of the demo model.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ CONTEXT = 2048
 
 
 class GuardedEngine(FakeEngine):
-    """Refuses a grammar as the scheduler does, by asking the guard; it masks nothing."""
+    """Refuses a grammar as the scheduler does, by asking the guard; it applies no masks."""
 
     guard: Guard
 
@@ -44,7 +44,7 @@ class AbusedApp(Door):
     """Routes, parser, gate and text side of ``quire serve``, called without sockets.
 
     Attributes:
-        engine: has every sequence that came through since the last look.
+        engine: keeps every sequence that was submitted since the last check.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class AbusedApp(Door):
 
     @contextlib.contextmanager
     def in_time(self) -> Iterator[None]:
-        """By processor time: what helpers take has limits of its own."""
+        """Measure processor time; the time of helpers has limits of its own."""
         began = time.process_time()
         yield
         assert time.process_time() - began < SLOWEST_S
 
     def check(self) -> None:
-        """Nothing runs on: each sequence has had its end, was stopped, or was aborted."""
+        """Check that each sequence has finished, was stopped or was aborted."""
         for sequence in self.engine.added:
             ended = sequence.delivered == min(len(sequence.tokens), sequence.params.max_tokens or 0)
             assert ended or sequence.aborted or sequence.stopped_at is not None

@@ -1,4 +1,4 @@
-"""A tiny checkpoint, written by hand, and ways to spoil it."""
+"""A tiny checkpoint, written by hand, and ways to damage it."""
 
 import json
 import math
@@ -85,7 +85,8 @@ def write(folder: Path, *, sharded: bool = False, **config: Any) -> Path:
 
 
 def open_checkpoint(folder: Path) -> None:
-    """All that is done with a checkpoint before the first token, in the same order. Raises what that raises."""
+    """Do everything that the engine does with a checkpoint before the first token, in the same order; raise its
+    errors."""
     config = load_model_config(folder)
     check_sizes(folder, stored_tensors(folder), config)
     build_model(config, torch.float32, "meta", 64)
@@ -94,7 +95,7 @@ def open_checkpoint(folder: Path) -> None:
 
 
 def split(file: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and tensors."""
+    """Return header and tensors."""
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
@@ -111,7 +112,7 @@ Mutation = Callable[[Path, random.Random], None]
 
 
 def damage_bytes(folder: Path, rng: random.Random) -> None:
-    """A few bytes of the file, mostly of its header."""
+    """Change a few bytes of the file, mostly of its header."""
     file = folder / SINGLE
     data = bytearray(file.read_bytes())
     header_end = 8 + struct.unpack("<Q", data[:8])[0]
@@ -137,7 +138,7 @@ def damage_bytes(folder: Path, rng: random.Random) -> None:
 
 
 def damage_length(folder: Path, rng: random.Random) -> None:
-    """The file is longer or shorter, or says that its header is."""
+    """Make the file longer or shorter, or change the length of the header that it gives."""
     file = folder / SINGLE
     data = file.read_bytes()
     if rng.random() < 0.5:
@@ -150,7 +151,7 @@ def damage_length(folder: Path, rng: random.Random) -> None:
 
 
 def damage_header(folder: Path, rng: random.Random) -> None:
-    """An entry of the header is another, well-formed."""
+    """Replace an entry of the header by another well-formed one."""
     header, data = split(folder / SINGLE)
     name = rng.choice(list(header))
     entry = header[name]
@@ -178,7 +179,7 @@ def damage_header(folder: Path, rng: random.Random) -> None:
 
 
 def damage_config(folder: Path, rng: random.Random) -> None:
-    """A field of config.json is absurd, or one that nobody expects is there."""
+    """Give a field of config.json an absurd value, or add an unknown one."""
     config = json.loads((folder / CONFIG).read_text())
     more = ["rope_scaling", "rope_parameters", "head_dim", "quantization_config", "sliding_window", "layer_types",
             "attention_bias", "partial_rotary_factor", "num_experts", "text_config", "auto_map", "dtype"]  # fmt: skip
@@ -209,7 +210,7 @@ def damage_config_text(folder: Path, rng: random.Random) -> None:
 
 
 def damage_weights(folder: Path, rng: random.Random) -> None:
-    """A weight that is no number."""
+    """Put a NaN into a weight."""
     file = folder / SINGLE
     data = bytearray(file.read_bytes())
     count = sum(map(math.prod, shapes().values()))

@@ -1,4 +1,4 @@
-"""Frames that no peer of ours would send, most of them with a right checksum; and random damage to real ones."""
+"""Frames that no correct peer sends, most of them with a correct checksum, and random damage to real frames."""
 
 import functools
 import random
@@ -53,7 +53,7 @@ DEEP = 100_000
 
 
 def seal(body: bytes, *arrays: bytes) -> Frames:
-    """With the checksum that belongs to it."""
+    """Return the frames with a correct checksum."""
     crc = crc32(body)
     for array in arrays:
         crc = crc32(array, crc)
@@ -65,7 +65,7 @@ def pack(worker_epoch: Any, seq: Any, message: Any) -> bytes:
 
 
 def around(message: bytes, seq: int = 1) -> Frames:
-    """An envelope around msgpack bytes."""
+    """Return an envelope around msgpack bytes."""
     return seal(b"\x93\x00" + msgspec.msgpack.encode(seq) + message)
 
 
@@ -79,7 +79,7 @@ def add_request(**fields: Any) -> AddRequest:
 
 
 def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
-    """By name: what the receiver takes, and real messages of every kind that it may get, with and without frames."""
+    """Receivers by name: the union of messages, and real messages of every kind, with and without array frames."""
     new = NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
     floats = np.array([-0.5, -1.5], np.float32)
     result = ModelRunnerOutput(
@@ -143,7 +143,8 @@ def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
 
 @functools.cache
 def hostile(known_tag: int) -> dict[str, Frames]:
-    """Well sealed, and nothing that can be decoded; ``known_tag``: of a message that the receiver takes."""
+    """Return frames with a correct checksum that cannot be decoded; ``known_tag``: the tag of a message of the
+    receiver."""
     tag = msgspec.msgpack.encode(known_tag)
     array = {
         "another dtype": ["<i8", b"12345678"],
@@ -220,7 +221,7 @@ def hostile(known_tag: int) -> dict[str, Frames]:
 
 
 def miscut(frames: Frames) -> dict[str, Frames]:
-    """A real message's frames, with others around, or not all of them."""
+    """Return the frames of a real message with frames added or missing."""
     head, *rest = frames
     return {
         "no frame": [],
@@ -246,7 +247,7 @@ def miscut(frames: Frames) -> dict[str, Frames]:
 
 
 def damaged(frames: Frames, rng: random.Random, *, sealed: bool) -> Frames:
-    """One or a few places of a real message are other than they were; ``sealed``: by somebody who knows checksums."""
+    """Change one or a few bytes of a real message; ``sealed``: with a correct checksum."""
     parts = [bytearray(frames[0][4:]), *(bytearray(f) for f in frames[1:])]
     for _ in range(rng.randint(1, 4)):
         part = parts[0 if rng.random() < 0.8 else rng.randrange(len(parts))]
@@ -282,7 +283,7 @@ VALUES: list[Any] = [
 
 
 def altered(frames: Frames, rng: random.Random) -> Frames:
-    """A real message with one or two of its values others, gone or doubled: most such can be decoded."""
+    """Replace, remove or repeat one or two values of a real message: most results can be decoded."""
     content = msgspec.msgpack.decode(frames[0][4:])
     for _ in range(rng.randint(1, 2)):
         _alter(content, rng)
@@ -290,7 +291,7 @@ def altered(frames: Frames, rng: random.Random) -> Frames:
 
 
 def _alter(content: Any, rng: random.Random) -> None:
-    """Somewhere within a list or a map."""
+    """Return a random place within a list or a map."""
     keys = list(range(len(content))) if isinstance(content, list) else list(content)
     if not keys:
         return
@@ -310,7 +311,7 @@ def _alter(content: Any, rng: random.Random) -> None:
 
 
 def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
-    """For every byte of a short message, and for some of a long one, the message with one bit of it turned."""
+    """Yield a message with one bit flipped: each byte of a short message, some bytes of a long one."""
     for index, frame in enumerate(frames):
         places = range(len(frame)) if len(frame) < 600 else sorted(rng.sample(range(len(frame)), 600))
         for place in places:

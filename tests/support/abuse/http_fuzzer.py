@@ -1,4 +1,4 @@
-"""Sends a running server one mutated request after the other, and looks at each answer and at the canary."""
+"""Sends a running server one mutated request after another and checks each answer and the canary."""
 
 import json
 from collections import Counter
@@ -9,13 +9,13 @@ import httpx
 from abuse import SLOWEST_S, AbusedServer, check_error
 from http_mutations import Case, make_case
 
-# An answer of a few tokens, of a machine that has other things to do, too.
+# An answer of a few tokens, on a machine that also does other work.
 SLOWEST_ANSWER_S = 30.0
 
 
 @dataclass
 class Counts:
-    """What was sent, and what came back."""
+    """A request and its answer."""
 
     requests: int = 0
     bytes_sent: int = 0
@@ -41,14 +41,14 @@ class Counts:
 
 
 class BadAnswer(AssertionError):
-    """The server did what it must not; names the case's seed, from which ``make_case`` makes it again."""
+    """The server did something that it must not do; names the case's seed, from which ``make_case`` makes it again."""
 
 
 def fuzz(server: AbusedServer, seeds: Iterable[str]) -> Counts:
-    """One case per seed.
+    """Run one case per seed.
 
     Raises:
-        BadAnswer: an answer, or the canary after it, was not as it must be.
+        BadAnswer: an answer, or the canary after it, was wrong.
     """
     counts = Counts()
     for seed in seeds:
@@ -65,9 +65,9 @@ def fuzz(server: AbusedServer, seeds: Iterable[str]) -> Counts:
 
 
 def check_answer(response: httpx.Response, own_seconds: float = 0.0) -> None:
-    """Raise AssertionError or ValueError unless it is a whole answer, or an error that is the client's.
+    """Raise AssertionError or ValueError unless it is a complete answer or a client error.
 
-    ``own_seconds``: how long it took the server, as a Watch counts it.
+    ``own_seconds``: the server's own time for it, as a Watch counts it.
     """
     status = response.status_code
     if status != 200:

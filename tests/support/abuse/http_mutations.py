@@ -1,4 +1,4 @@
-"""Bodies of requests, made wrong in seeded ways: in their structure, and byte by byte."""
+"""Request bodies with seeded mutations of their structure and of their bytes."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ SCHEMA = {
 }
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count from 1 to 3."}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-# A body of each kind that is right as it stands.
+# A correct body of each kind.
 RIGHT: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"model": "quire-demo", "prompt": "Once upon", "max_tokens": 4, "temperature": 0.5, "seed": 3}),
     (COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 2, "echo": True, "prompt_logprobs": 1}),
@@ -94,7 +94,7 @@ TEXTS = (
     *("auto", "none", "required", "function", "text", "json_schema", "json_object", "user", "assistant", "tool"),
     "system",
 )
-# What stands nowhere in JSON, or is easily misread there.
+# Text that is not valid JSON, or that is easily misread.
 TOKENS = (
     *(b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-", b"+1", b".5", b"01", b"0x1", b"1" * 5000, b"1e" + b"9" * 300),
     *(b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\\ud800", b"\\udc00\\ud800", b"\\u0000", b"\x00", b"\xef\xbb\xbf", b"'"),
@@ -105,7 +105,7 @@ TOKENS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One request. ``how``: the kinds of mutation it went through."""
+    """One request. ``how``: the kinds of mutation that were applied."""
 
     path: str
     content: bytes
@@ -113,7 +113,7 @@ class Case:
 
 
 def make_case(seed: str) -> Case:
-    """The case of a seed: a right body with one to four things done to it; one in four is also cut up as bytes."""
+    """Return the case of a seed: a correct body with one to four mutations; one in four also has its bytes changed."""
     chance = random.Random(seed)
     path, right = chance.choice(RIGHT)
     body = copy.deepcopy(right)
@@ -135,7 +135,7 @@ def make_case(seed: str) -> Case:
 
 
 def _bound(body: dict[str, Any], path: str) -> None:
-    """What would be taken and then take long is made short, so that many cases are tried."""
+    """Shorten values that would be accepted and then take long, so that many cases are tried."""
     if path not in (COMPLETIONS, CHAT):
         return
     most = body.get("max_tokens")
@@ -149,7 +149,7 @@ def _bound(body: dict[str, Any], path: str) -> None:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key or index) within a JSON value."""
+    """Yield every (container, key or index) within a JSON value."""
     found: list[tuple[Any, Any]] = []
     for key in [*value] if isinstance(value, dict) else range(len(value)):
         found.append((value, key))
@@ -186,7 +186,7 @@ def _some_value(chance: random.Random, depth: int = 0) -> Any:
 
 def _nested(chance: random.Random) -> Any:
     value: Any = chance.choice((None, 1, "x", {}))
-    for _ in range(chance.choice((5, 50, 150))):  # four of them, one in the other, can still be written
+    for _ in range(chance.choice((5, 50, 150))):  # four of them, one inside the other, can still be written
         value = [value] if chance.random() < 0.5 else {"items": value}
     return value
 
@@ -221,7 +221,7 @@ def _add_field(body: dict[str, Any], chance: random.Random) -> None:
 
 
 def _merge(body: dict[str, Any], chance: random.Random) -> None:
-    """Fields of another right body: each is fine, and all of them may not be."""
+    """Add fields of another correct body: each is valid alone, but the combination may not be."""
     _, other = chance.choice(RIGHT)
     for name in other:
         if chance.random() < 0.6:
@@ -254,7 +254,7 @@ STRUCTURAL: tuple[Callable[[dict[str, Any], random.Random], None], ...] = (
 
 
 def _twice(content: bytes, chance: random.Random) -> bytes:
-    """A field a second time, with another value."""
+    """Repeat a field with another value."""
     name, value = chance.choice(FIELDS), json.dumps(_some_value(chance)).encode("utf-8", "surrogatepass")
     at = content.rfind(b"}")
     return content[:at] + b', "%b": %b' % (name.encode(), value) + content[at:]

@@ -1,8 +1,8 @@
-"""A worker without a model, built from the protocol page alone: it applies diffs, and distrusts each of them.
+"""A worker without a model, built from the protocol page alone: it applies diffs and checks each of them.
 
 Every KV slot remembers what was written to it: a tag of the group, the cache salt and the *context*, a running number
-over all tokens up to a position, so that a slot of another request, of other tokens, or never written is seen at once.
-A token is a function of the context and of nothing else: what a client gets can be worked out without any scheduler.
+over all tokens up to a position. A slot of another request, of other tokens, or never written is therefore seen at
+once. A token is a function of the context alone, so that a client's tokens can be computed without a scheduler.
 """
 
 import random
@@ -20,26 +20,26 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestDat
 
 _MASK = (1 << 64) - 1
 _NOTHING = -1
-"""The tag of a slot that was never written, or holds a rejected draft."""
+"""The tag of a slot that was never written, or that holds a rejected draft."""
 
 
 def extend_context(context: int, token: int) -> int:
-    """The context one token further."""
+    """Return the context one token further."""
     return ((context ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
 
 
 def next_token(context: int, vocab_size: int) -> int:
-    """What the pretended model says after ``context``."""
+    """Return the token that the fake model samples after ``context``."""
     return (context >> 40) % vocab_size
 
 
 def prompt_logprob(context: int) -> float:
-    """The log probability of the prompt token with which the context is this one."""
+    """Return the log probability of the prompt token with which the context becomes this one."""
     return -float(context % 97)
 
 
 def first_read(group: KVGroup, position: int) -> int:
-    """The first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
+    """Return the first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
     if group.kind == "sliding_window":
         return max(0, position - group.window + 1)
     return 0
@@ -49,8 +49,8 @@ def first_read(group: KVGroup, position: int) -> int:
 class Row:
     """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``.
 
-    ``tables``: block ids per group; entries that no later position reads may belong to others by now.
-    ``prompt_width``: log probabilities per token of its prompt; 0 for none.
+    ``tables``: block ids per group; entries that no later position reads may belong to other requests by now.
+    ``prompt_width``: log probabilities per prompt token; 0 for none.
     """
 
     handle: int
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def blocks(self) -> list[int]:
-        """Of group 0."""
+        """The block ids of group 0."""
         return self.tables[0]
 
     def know(self, token: int) -> None:
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass
 class Chunk:
-    """What one row computes in a step: ``drafts`` are the last tokens of it, ``num_accepted`` of them right."""
+    """What one row computes in a step: ``drafts`` are its last tokens, of which ``num_accepted`` are correct."""
 
     row: Row
     start: int
@@ -96,19 +96,19 @@ class Chunk:
 
 
 class FakeWorker:
-    """Rows by handle, and the slots. Raises AssertionError at whatever no right scheduler would send.
+    """Rows by handle, and the slots. Raises AssertionError on any diff that no correct scheduler would send.
 
     Attributes:
-        groups: what the layout says; one of full attention when not given.
+        groups: the groups of the layout; by default one of full attention.
         forced: (request id, index of the output token) → the token, instead of the function's.
         bad_from: request id → index of the output token from which its logits are not finite.
-        bad_once: (request id, output tokens with this one) that are not finite when first sampled.
-        salt_of: request id → cache salt, which no slot may cross.
-        first_of_epoch: step whose result tells its handles in any case.
+        bad_once: (request id, output tokens including this one) whose logits are not finite when first sampled.
+        salt_of: request id → cache salt; requests with different salts may not share slots.
+        first_of_epoch: step whose result always lists its handles.
         failed_at: request id → index of the output token from which it fails for a reason of its own.
         num_speculative_tokens: most drafts per row and step; 0 for no proposer.
-        draft_rng, draft_quality: how many drafts there are, of those that may be, is drawn; and so often one is right.
-        step_seconds: (tokens, drafts) → what the step is said to have taken; 0: not measured.
+        draft_rng, draft_quality: random number of drafts up to the allowed one; probability that a draft is right.
+        step_seconds: (tokens, drafts) → the reported duration of the step; 0: not measured.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FakeWorker:
         self._last_handles: list[int] = []
 
     def forget_everything(self, last_step: int) -> None:
-        """It is another process now; the next step is the one after ``last_step``."""
+        """Become a new process; the next step is the one after ``last_step``."""
         self.rows.clear()
         self.holders.clear()
         self.slots = [[_NOTHING] * len(self.slots[0]) for _ in range(self.num_blocks)]
@@ -155,18 +155,18 @@ class FakeWorker:
     # ---- the diff
 
     def execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
-        """Apply, write all rows' slots, read them all back, sample."""
+        """Apply the diff, write all rows' slots, read them all back, sample."""
         return self.finish(self.launch(diff))
 
     def launch(self, diff: SchedulerOutput) -> list[Chunk]:
-        """Up to the step's sampling: apply, and make drafts."""
+        """Run the part before sampling: apply the diff and propose drafts."""
         assert diff.step == self.step + 1, f"step {diff.step} after step {self.step}"
         self.step = diff.step
         self._apply(diff)
         return self._chunks(diff)
 
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
-        """The rest of the newest step that was launched."""
+        """Run the rest of the newest launched step."""
         self._write(chunks)
         for chunk in chunks:
             self._read(chunk)
@@ -174,7 +174,7 @@ class FakeWorker:
         return msgspec.structs.replace(self._sample(chunks), prompt_logprobs=prompts)
 
     def _prompt_logprobs(self, chunks: list[Chunk]) -> PromptLogprobs | None:
-        """A part for each chunk that has successors in its prompt: see ``prompt_logprob``."""
+        """Return a part for each chunk that has a successor in its prompt: see ``prompt_logprob``."""
         parts: list[tuple[Row, int, int]] = []
         for chunk in chunks:
             row, end = chunk.row, min(chunk.start + chunk.num_known + 1, chunk.row.num_prompt_tokens)
@@ -194,7 +194,7 @@ class FakeWorker:
 
     def _apply(self, diff: SchedulerOutput) -> None:
         if diff.removed or diff.new_requests:
-            self._last_handles = [-1]  # to be told again
+            self._last_handles = [-1]  # the next result has to send its handles
         for handle in diff.removed:
             self._let_go(self.rows.pop(handle))
         for handle in diff.parked:
@@ -251,7 +251,7 @@ class FakeWorker:
             return
         assert NULL_BLOCK_ID < block < self.num_blocks, f"block {block} cannot be given to a request"
         holders = self._readers(block)
-        # Requests that come in this very step may share already what this step is going to write.
+        # Requests that are added in this step may already share blocks that it writes.
         earlier = [h for h in holders if self.rows[h].added_in < self.step]
         assert shared or not earlier, f"block {block} is given to {row.handle} while {earlier} hold it"
         assert row.handle not in holders, f"block {block} stands twice in the tables of {row.request_id}"
@@ -259,7 +259,7 @@ class FakeWorker:
         holders[row.handle] = (group, index)
 
     def _readers(self, block: int) -> dict[int, tuple[int, int]]:
-        """Who may still read ``block``: holders that are past it are forgotten (protocol law 7)."""
+        """Return the requests that may still read ``block``; holders that are past it are removed (protocol law 7)."""
         holders = self.holders.setdefault(block, {})
         for handle, (group, index) in list(holders.items()):
             if (index + 1) * self.sizes[group] <= first_read(self.groups[group], self.rows[handle].num_computed):
@@ -267,7 +267,7 @@ class FakeWorker:
         return holders
 
     def _chunks(self, diff: SchedulerOutput) -> list[Chunk]:
-        """What each row computes in this step."""
+        """Return what each row computes in this step."""
         counts = {handle: 1 for handle, row in self.rows.items() if row.active}
         for handle, count in diff.counts:
             assert handle in counts and count > 1, f"count {count} for handle {handle}"
@@ -278,7 +278,7 @@ class FakeWorker:
         return [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
 
     def _chunk(self, row: Row, count: int, most_drafts: int) -> Chunk:
-        """The proposer makes its drafts now: as many as may be, or fewer."""
+        """Propose drafts: as many as allowed, or fewer."""
         start, num_known = row.num_computed, count - most_drafts
         num_drafts = self.draft_rng.randint(0, most_drafts) if most_drafts else 0
         assert start + num_known <= len(row.tokens), f"{row.request_id} computes tokens that nobody knows"
@@ -300,7 +300,7 @@ class FakeWorker:
         return chunk
 
     def _check_blocks(self, row: Row, end: int) -> None:
-        """There is room for as many drafts as may be, however many there are."""
+        """The blocks have room for all allowed drafts, even if fewer are proposed."""
         for group, size in enumerate(self.sizes):
             assert len(row.tables[group]) * size >= end, f"{row.request_id}: no block for {end} in group {group}"
 
@@ -310,7 +310,7 @@ class FakeWorker:
         return context ^ (row.salt << 8) ^ group
 
     def _entry(self, row: Row, group: int, position: int) -> int:
-        """The block of a position that is read or written."""
+        """Return the block of a position that is read or written."""
         index = position // self.sizes[group]
         assert index < len(row.tables[group]), f"position {position} of {row.request_id} has no block in group {group}"
         block = row.tables[group][index]
@@ -320,10 +320,10 @@ class FakeWorker:
         return block
 
     def _own(self, row: Row, group: int, position: int) -> list[int]:
-        """The slots of the block of ``position``, to be written to."""
+        """Return the slots of the block of ``position`` for writing."""
         block = self._entry(row, group, position)
         others = self._readers(block).keys() - {row.handle}
-        # Who came in this very step may share what this step writes; who came earlier reads it already.
+        # A request that was added in this step may share what the step writes; an older one already reads it.
         assert all(self.rows[o].added_in == self.step for o in others), f"block {block} is shared, not writable"
         return self.slots[block]
 
@@ -343,7 +343,7 @@ class FakeWorker:
                     slots[position % size] = self._tag(row, group, context)
 
     def _read(self, chunk: Chunk) -> None:
-        """Every position that the chunk's tokens see holds what was computed of exactly these tokens."""
+        """Check that every position that the chunk sees holds the content of exactly these tokens."""
         row = chunk.row
         known = chunk.start + chunk.num_known
         for group, spec in enumerate(self.groups):
@@ -357,15 +357,16 @@ class FakeWorker:
                 assert found == want, f"{row.request_id} reads what is not its own in {position}..{end}, group {group}"
                 position = end
 
-    # ---- what comes of it
+    # ---- results
 
     def _answer(self, row: Row, index: int, context: int) -> int:
-        """The token at ``index`` of all the row's tokens, the one after ``context``."""
+        """Return the token at ``index`` of the row, the one after ``context``."""
         told = self.forced.get((row.request_id, index - row.num_prompt_tokens))
         return next_token(context, self.vocab_size) if told is None else told
 
     def _settle(self, chunk: Chunk) -> list[int]:
-        """Advance the row by what it computed and accepted; its new tokens. Rejected drafts leave garbage."""
+        """Advance the row by its computed and accepted tokens and return the new ones. Rejected drafts leave
+        garbage."""
         row = chunk.row
         row.num_computed = chunk.kept_end
         for group, size in enumerate(self.sizes):

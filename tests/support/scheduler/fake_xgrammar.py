@@ -1,4 +1,4 @@
-"""A module that behaves as xgrammar's documentation says, for regular languages of single letters: ``[ab]{2}``."""
+"""A module that behaves as xgrammar's documentation describes, for regular languages of single letters: ``[ab]{2}``."""
 
 import re
 import types
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class _Tensor:
-    """What of torch's tensors is used."""
+    """The part of torch's tensors that is used."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -51,7 +51,7 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """Accepts so many of the letters, then a stop token; refuses to be asked after that, as the real one."""
+    """Accepts that number of letters, then a stop token; refuses calls after that, as the real one does."""
 
     def __init__(self, compiled: Compiled, *, override_stop_tokens: list[int], max_rollback_tokens: int) -> None:
         self._compiled, self._stops = compiled, override_stop_tokens

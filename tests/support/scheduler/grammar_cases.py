@@ -1,4 +1,4 @@
-"""The demo model's vocabulary, and texts walked through grammars by hand."""
+"""The demo model's vocabulary, and texts stepped through grammars by hand."""
 
 from functools import cache
 from typing import Any
@@ -42,14 +42,14 @@ def text_of(tokens: list[int]) -> str:
 
 
 def allowed(backend: Any, matcher: Any) -> set[int]:
-    """Tokens that may come next."""
+    """Return the allowed next tokens."""
     masks = np.full((1, VOCAB_SIZE // 32), -1, np.int32)
     backend.fill([(matcher, 0)], masks)
     return set(np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist())
 
 
 def fits(text: str, **wanted: Any) -> bool:
-    """Whether the answer may be exactly ``text``, by the masks: each token is allowed, and then the end."""
+    """Return whether the masks allow exactly ``text``: each of its tokens, and then the end."""
     backend = demo_backend()
     matcher = backend.compile(StructuredOutputs(**wanted)).matcher()
     for token in tokens_of(text):

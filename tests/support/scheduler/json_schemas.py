@@ -1,4 +1,4 @@
-"""Schemas of many kinds whose answers are short whatever a model says, and a validator that shares nothing with us."""
+"""Schemas of many kinds whose values are short for any model, and an independent validator."""
 
 import re
 from typing import Any
@@ -30,7 +30,7 @@ TREE = {
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """``count`` different ones: kinds in turn, each time with other numbers and names."""
+    """Return ``count`` different schemas: kinds in turn, each time with other numbers and names."""
     return [_kind(index % 12, index) for index in range(count)]
 
 
@@ -67,7 +67,7 @@ def _kind(kind: int, i: int) -> dict[str, Any]:
 
 
 def validates(value: Any, schema: Any, root: Any = None) -> bool:
-    """Whether ``value`` satisfies ``schema``, of the keywords used here."""
+    """Return whether ``value`` satisfies ``schema``, for the keywords used here."""
     root = schema if root is None else root
     if "$ref" in schema:
         target = root

@@ -1,4 +1,4 @@
-"""Runs of a Scheduler whose log has keyframes."""
+"""Runs of a Scheduler whose event log has keyframes."""
 
 import random
 from pathlib import Path
@@ -18,7 +18,7 @@ def keyframe_of(driver: Driver) -> IdleState:
 
 
 def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
-    """Its log is a small ring. Goes idle after each burst but the last, in which it stops."""
+    """A run with a small event log. It becomes idle after each burst except the last, in which it stops."""
     rng = random.Random(5)
     driver = Driver(num_blocks=24, async_scheduling=True, max_num_seqs=4)
     driver.log = EventLog(max_bytes)

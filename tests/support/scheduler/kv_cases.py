@@ -1,4 +1,4 @@
-"""Requests and layouts for tests of the KV ladder, without a scheduler."""
+"""Requests and layouts for tests of the KV cache, without a scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def layout_of(*groups: KVGroup) -> KVLayout:
 
 
 def hashes_of(tokens: Sequence[int], size: int, salt: str = "") -> list[bytes]:
-    """Names of all full units of ``size`` tokens, each of everything up to its end: any such names will do."""
+    """Return hashes of all full units of ``size`` tokens, each over all tokens up to its end."""
     running = sha256(repr(salt).encode())
     found: list[bytes] = []
     for end in range(size, len(tokens) + 1, size):
@@ -54,12 +54,13 @@ class CacheCase:
 
 
 def case(handle: int, num_tokens: int, size: int = 4) -> CacheCase:
-    """A request of tokens 0, 1, 2, ...: all of them share prefixes."""
+    """Return a request of tokens 0, 1, 2, ...: all such requests share prefixes."""
     return CacheCase(handle, list(range(num_tokens)), size)
 
 
 def step(kv: KVCacheManager, request: CacheCase, num_tokens: int, *, answered: bool = True) -> GroupBlocks | None:
-    """Compute ``num_tokens`` more, hits first if the request holds nothing; None when the pool has too few."""
+    """Compute ``num_tokens`` more, cached ones first if the request has no blocks; None when the pool has too few
+    blocks."""
     hits, num_hits = None, 0
     if request.num_computed_tokens == 0:
         hits, num_hits = kv.get_computed_blocks(request)
@@ -73,12 +74,12 @@ def step(kv: KVCacheManager, request: CacheCase, num_tokens: int, *, answered: b
 
 
 def shape(kv: KVCacheManager, request: CacheCase, group: int = 0) -> str:
-    """The request's entries in a group: ``.`` for null, ``#`` for a block."""
+    """Return the request's entries in a group: ``.`` for the null block, ``#`` for any other."""
     return "".join(".#"[block_id > 0] for block_id in kv.block_ids(request)[group])
 
 
 def picture(kv: KVCacheManager) -> object:
-    """Everything that could change."""
+    """Return all state that can change."""
     managers = kv.coordinator.managers
     return (
         [(b.block_id, b.ref_cnt, b.block_hash) for b in kv.pool.blocks],

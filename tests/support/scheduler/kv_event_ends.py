@@ -1,4 +1,4 @@
-"""Both ends of cache events: a pool that random things happen to, and a consumer that follows docs/kv_events.md."""
+"""Both ends of cache events: a pool with random operations, and a consumer that follows docs/kv_events.md."""
 
 import os
 import random
@@ -36,12 +36,12 @@ def layout_of(*block_sizes: int) -> KVLayout:
 
 
 def key_of(hash_: bytes, group: int) -> bytes:
-    """By the page: the events say hash and group."""
+    """The key of a block as the page defines it: hash and group."""
     return group_key(hash_, group)
 
 
 class Mirror:
-    """A consumer's set."""
+    """The set of blocks that a consumer knows."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
@@ -62,14 +62,14 @@ def keys_of(pool: BlockPool) -> set[bytes]:
 
 
 class Holder:
-    """Does to a pool what requests do, one thing at a time."""
+    """Applies random operations to a pool, as requests would."""
 
     def __init__(self, pool: BlockPool, keys: list[bytes]) -> None:
         self.pool, self.keys = pool, keys
         self.held: list[KVCacheBlock] = []
 
     def act(self, action: int, number: int) -> None:
-        """``number`` picks the block, the key or the count."""
+        """``number`` selects the block, the key or the count."""
         pool, held = self.pool, self.held
         key = self.keys[number % len(self.keys)]
         match action:
@@ -96,7 +96,7 @@ class Holder:
 
 
 class Engine:
-    """A pool that random things happen to, and its publisher; ``step`` publishes once."""
+    """A pool with random operations, and its publisher; ``step`` publishes once."""
 
     def __init__(self, context: "zmq.Context[Any]", folder: Path, incarnation: int = 1, **kept: int) -> None:
         self.events, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
@@ -125,7 +125,7 @@ class Engine:
 
 
 class Subscriber:
-    """Follows the page."""
+    """A consumer that follows the page."""
 
     def __init__(self, context: "zmq.Context[Any]", engine: Engine) -> None:
         self.mirror = Mirror()
@@ -141,7 +141,7 @@ class Subscriber:
         self.dealer.connect(engine.replay)
 
     def read(self, loses: Callable[[int], bool] = lambda sequence: False, timeout_ms: int = 50) -> int:
-        """Take what was published, as long as something comes; returns how often something was missed."""
+        """Receive published batches while any arrive; return how often a batch was missed."""
         missed = 0
         while self.sub.poll(timeout_ms):
             topic, number, payload = self.sub.recv_multipart()
@@ -153,12 +153,12 @@ class Subscriber:
         return missed
 
     def ask(self) -> None:
-        """From the next one wanted until there is no more."""
+        """Request the batches from the next one wanted until there are no more."""
         while self.ask_once() != END:
             pass
 
     def ask_once(self) -> bytes:
-        """The answer's last kind; MORE also when what came was of another life."""
+        """Return the kind of the last answer; MORE as well if a batch is of another incarnation."""
         self.dealer.send(self.next.to_bytes(8, "big"))
         self._engine.answer()
         whole = True
@@ -185,7 +185,7 @@ class Subscriber:
         self.dealer.close()
 
     def _take(self, sequence: int, payload: bytes) -> bool:
-        """False: something is missing before this batch."""
+        """Return whether no batch is missing before this one."""
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
         if self._is_of_this_life(batch.incarnation) and sequence == self.next:
             self.mirror.apply(batch.events)

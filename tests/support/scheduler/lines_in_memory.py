@@ -1,4 +1,4 @@
-"""The lines of a trace without its file: of a log in memory, and as a reader gives them."""
+"""The lines of a trace without its file: from an event log in memory, and in the form of a reader."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,13 +10,13 @@ from quire.scheduler_proc.trace.translate import make_header
 
 
 def record_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> list[Line]:
-    """The lines of a log: what a recorder would have made of the run, header included."""
+    """Return the lines that a recorder would have made of the run, with the header."""
     log = list(records)
     first = make_header(header, prompts=prompts, complete=not begins_at_keyframe(log))
     return [first, *lines_of_log(header, log, prompts=prompts)]
 
 
 def numbered(told: Iterable[AnyLine], file: str = "") -> Iterator[TraceLine]:
-    """As a reader gives them."""
+    """Return the lines as a reader gives them."""
     for number, line in enumerate(told, 1):
         yield TraceLine(line, number, file)

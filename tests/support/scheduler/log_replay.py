@@ -1,4 +1,4 @@
-"""An event log with its tokens, through a fresh Scheduler: what the replay of a trace's lines is held against."""
+"""Replays an event log, which has the tokens, through a new Scheduler: the reference for the replay of trace lines."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from quire.scheduler_proc.trace.keyframe import decode_state, idle_state, restor
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first step whose decision was not the recorded one."""
+    """The first step whose decision differs from the recorded one."""
 
     record: int
     step: int
@@ -23,9 +23,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
-    """Feed a fresh Scheduler what the recorded one consumed; None when every decision is the same.
+    """Feed a new Scheduler what the recorded one consumed; return None when every decision is the same.
 
-    A first record that is a keyframe is where it begins; a later one must be what the Scheduler is like then.
+    A keyframe as the first record is the starting state; a later one must equal the Scheduler's state.
 
     Args:
         check: call the Scheduler's ``check()`` after every record.
@@ -75,7 +75,7 @@ def _replay_record(
 
 
 def appended_blocks(diff: SchedulerOutput) -> Iterator[tuple[int, int, int]]:
-    """(handle, group, block id) of each block given to a held request."""
+    """Return (handle, group, block id) of each block that was appended to a held request."""
     if diff.appended_handles is not None and diff.appended_block_ids is not None:
         groups = diff.appended_groups
         for i, (handle, block) in enumerate(zip(diff.appended_handles, diff.appended_block_ids, strict=True)):
@@ -83,7 +83,7 @@ def appended_blocks(diff: SchedulerOutput) -> Iterator[tuple[int, int, int]]:
 
 
 def describe(diff: SchedulerOutput) -> str:
-    """All of a decision but the tokens themselves, which an opaque replay does not know."""
+    """Return the decision without token ids, which an opaque replay does not know."""
     blocks = None if diff.block_ids is None else diff.block_ids.tolist()
     appended = list(appended_blocks(diff))
     new = [(n.handle, n.request_id, n.num_tokens, n.num_computed_tokens, n.num_blocks) for n in diff.new_requests]

@@ -1,4 +1,4 @@
-"""The real scheduler loop in a thread, over real sockets: the test is its worker and its front ends."""
+"""The real scheduler loop in a thread, over real sockets: the test acts as its worker and its front ends."""
 
 import os
 import select
@@ -43,10 +43,10 @@ class LoopUnderTest:
 
     Attributes:
         spoil: may change a result before it is sent.
-        propose: the drafts of a step that awaits its masks and is to have some.
-        inputs: masks that steps were sampled by, in order; None for a step that never got its own.
+        propose: the drafts of a step that awaits masks, for rows that may have some.
+        inputs: masks by which steps were sampled, in order; None for a step that never received its own.
         fake: the worker behind it.
-        failure: what ended the loop, if anything did.
+        failure: the exception that ended the loop, or None.
     """
 
     def __init__(self, context: "zmq.Context[Any]", folder: Path, config: EngineConfig) -> None:
@@ -73,7 +73,7 @@ class LoopUnderTest:
 
     @property
     def log(self) -> EventLog:
-        """Of the loop: to be looked at while it is idle."""
+        """The Scheduler of the loop; read it only while the loop is idle."""
         return self._loop._journal.log
 
     def _connect(self) -> ZmqChannel:
@@ -116,7 +116,7 @@ class LoopUnderTest:
         return [msgspec.json.decode(line, type=Report) for line in lines]
 
     def renew_worker(self, reason: str = "it was killed") -> None:
-        """As the supervisor does when a worker is gone: another one, under the next epoch."""
+        """Replace the worker under the next worker epoch, as the supervisor does when a worker exits."""
         self.worker_epoch += 1
         self.child.put(Command("worker_epoch", worker_epoch=self.worker_epoch, text=reason))
         self.worker.close()
@@ -127,7 +127,7 @@ class LoopUnderTest:
         self._introduce_worker()
 
     def another_client(self, index: int | None = None) -> ZmqChannel:
-        """One more front end, which has said hello; the first one again with ``index`` 0."""
+        """Connect one more front end; ``index`` 0 reconnects the first one."""
         client = ZmqChannel(
             self._context, zmq.DEALER, frontend_address(self._folder), Link(SchedulerToFrontEnd), bind=False
         )
@@ -136,7 +136,7 @@ class LoopUnderTest:
         return client
 
     def until(self, wanted: Callable[[Any], bool], client: ZmqChannel | None = None) -> None:
-        """Work until a front end, the first one if not told, hears what is wanted."""
+        """Work until a front end, the first one by default, has received the wanted message."""
         deadline = time.monotonic() + 6 * WAIT_MS / 1000
         while True:
             assert time.monotonic() < deadline, "nothing that is wanted comes"
@@ -151,7 +151,7 @@ class LoopUnderTest:
                 return
 
     def _work(self, step: SchedulerOutput) -> None:
-        """One step, and those that came where the masks of one should have."""
+        """Return one step, and those that arrived instead of its masks."""
         following: SchedulerOutput | None = step
         while following is not None:
             step, following = following, None
@@ -167,7 +167,7 @@ class LoopUnderTest:
             self.worker.send(self.spoil(self.fake.execute(step)))
 
     def _masks(self) -> Any:
-        """What follows a step that awaits masks; None where the loop gives up this worker instead."""
+        """Return the message after a step that awaits masks; None if the loop gives up this worker instead."""
         for _ in range(WAIT_MS):
             received = self.worker.receive(0.001)
             if received is not None:
@@ -184,12 +184,12 @@ class LoopUnderTest:
         self.close()
 
     def join(self) -> None:
-        """The loop is about to end."""
+        """Whether the loop is about to end."""
         self._thread.join(WAIT_MS / 1000)
         assert not self._thread.is_alive()
 
     def close(self) -> None:
-        """The loop has ended, or is about to."""
+        """Whether the loop has ended or is about to."""
         self.join()
         for socket in self._sockets:
             socket.close()

@@ -1,7 +1,7 @@
 """The real Scheduler against ``fake_worker.FakeWorker``, step by step or at random, over the real codec.
 
-A test says when a step is decided, when the worker runs it and when its result arrives; every client's stream is
-kept, and each message to a client is checked for what must never be (a token after the end, a second end).
+A test says when a step is decided, when the worker runs it and when its result arrives. Every client's stream is kept,
+and each message to a client is checked against what must never happen (a token after the end, a second end).
 """
 
 import random
@@ -48,7 +48,8 @@ VOCAB_SIZE = 1000
 
 
 def make_config(**settings: Any) -> EngineConfig:
-    """Small settings; ``num_blocks`` is given to ``Driver``, not here. ``adaptive``: how drafts are counted out."""
+    """Return a small configuration; ``num_blocks`` is an argument of ``Driver``. ``adaptive``: adapt the number of
+    drafts."""
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=settings.pop("vocab_size", VOCAB_SIZE),
@@ -79,7 +80,7 @@ def make_layout(config: EngineConfig) -> KVLayout:
 
 
 def make_request(request_id: str, prompt: list[int], output: list[int] | None = None, **extra: Any) -> AddRequest:
-    """An arrival; keyword arguments that AddRequest does not have are sampling parameters."""
+    """Return an arrival; keyword arguments that are not fields of AddRequest are sampling parameters."""
     own = {k: extra.pop(k) for k in list(extra) if k in AddRequest.__struct_fields__}
     delivered = None if output is None else np.array(output, np.int32)
     seed = own.pop("seed", 0)
@@ -88,7 +89,7 @@ def make_request(request_id: str, prompt: list[int], output: list[int] | None = 
 
 
 def expected_tokens(prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """What the pretended model says after ``prompt``, worked out alone."""
+    """Return the tokens that the fake model generates after ``prompt``, computed alone."""
     context = 0
     for token in prompt:
         context = extend_context(context, token)
@@ -101,7 +102,7 @@ def expected_tokens(prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE) -> 
 
 @dataclass
 class Answer:
-    """What one client saw of one request."""
+    """The messages of one request, as its client received them."""
 
     tokens: list[int] = field(default_factory=list)
     ended: Ended | None = None
@@ -119,8 +120,8 @@ class Driver:
     """Owns the scheduler, the fake worker, and the two queues between them.
 
     Attributes:
-        heard: (client, message) of what the last event or result brought.
-        num_cruising: requests that cruised, summed over the steps decided.
+        heard: (client, message) of the outputs of the last event or result.
+        num_cruising: number of requests in steady decode, summed over all decided steps.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Driver:
         policies: Policies = QUIRE,
         **settings: Any,
     ) -> None:
-        """``num_blocks`` counts the null block, as everywhere. Without ``layout``: one group of full attention."""
+        """``num_blocks`` includes the null block. Without ``layout``: one group of full attention."""
         self.config = config = make_config(**settings)
         layout = layout or make_layout(config)
         self.header = TraceHeader(config, layout, num_blocks)
@@ -169,14 +170,14 @@ class Driver:
     # ---- events
 
     def consume(self, event: Any, client: int = 0) -> None:
-        """An event of a front end, by way of the codec."""
+        """Send an event of a front end through the codec."""
         frames = [bytes(f) for f in self._events.encode(0, 0, event)]
         self.log.consumed(0.0, client, frames)
         self.scheduler.consume(self._events.decode(frames).message, client)
         self._collect()
 
     def add(self, request_id: str, prompt: list[int], output: list[int] | None = None, **extra: Any) -> None:
-        """Extra keywords: ``client``, fields of AddRequest, or sampling parameters."""
+        """Add a request; extra keywords: ``client``, fields of AddRequest, or sampling parameters."""
         client = extra.pop("client", 0)
         self.salts[request_id] = extra.get("cache_salt", "")
         self.answers.setdefault(request_id, Answer())
@@ -205,7 +206,7 @@ class Driver:
         self.consume(Fail(request_id, "grammar_failed: no memory"), client)
 
     def begin_worker_epoch(self) -> None:
-        """The scheduler starts afresh; the worker keeps its rows, and results on their way still arrive."""
+        """Begin a worker epoch in the scheduler; the worker keeps its rows, and results in flight still arrive."""
         self._num_stale = len(self.diffs)
         self.worker.first_of_epoch = self._num_stale + 1
         self.log.worker_epoch_began(0.0)
@@ -214,7 +215,7 @@ class Driver:
         self._collect()
 
     def restart_worker(self) -> None:
-        """The worker dies with all that was on its way, both ways; another one comes, which holds nothing."""
+        """Replace the worker by one without state; all messages in flight, both ways, are lost."""
         self._to_run.clear()
         self._held_back.clear()
         while self.down.receive() is not None:
@@ -234,7 +235,7 @@ class Driver:
     # ---- steps
 
     def schedule(self) -> SchedulerOutput | None:
-        """Ask for one step and send it. None: there was nothing to send."""
+        """Ask for one step and send it. Return None if there was none."""
         if not self.scheduler.can_schedule:
             return None
         diff = self.scheduler.schedule()
@@ -253,7 +254,7 @@ class Driver:
         return diff
 
     def execute(self) -> bool:
-        """The worker runs the oldest step that it has not run."""
+        """Let the worker run its oldest step."""
         if not self._to_run:
             return False
         self._up.send(self.worker.execute(self._to_run.popleft().message))
@@ -262,7 +263,7 @@ class Driver:
         return True
 
     def deliver(self) -> ModelRunnerOutput | None:
-        """The oldest result that is ready arrives."""
+        """Deliver the oldest ready result."""
         received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None:
             return None
@@ -276,9 +277,9 @@ class Driver:
         return received.message
 
     def deliver_damaged(self, damage: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> bool:
-        """Another result arrives than the oldest that is ready, and must be refused; the right one is still to come.
+        """Deliver a result other than the oldest ready one; it must be refused, and the right one is still to arrive.
 
-        False when there is none, and nothing happened.
+        Return False, without any effect, if no result is ready.
         """
         received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None or received.message.step <= self._num_stale:
@@ -293,7 +294,7 @@ class Driver:
         raise AssertionError("a result that cannot be was accepted")
 
     def answer(self) -> ModelRunnerOutput | None:
-        """The worker runs the oldest step that it has not run, and the oldest result arrives."""
+        """Let the worker run its oldest step, and deliver the oldest result."""
         self.execute()
         return self.deliver()
 
@@ -303,18 +304,18 @@ class Driver:
             pass
 
     def settle(self) -> None:
-        """Run and answer all that was sent."""
+        """Run and answer all steps that were sent."""
         while self.execute() or self.deliver() is not None:
             pass
 
     def step(self, times: int = 1) -> None:
-        """Fill the pipeline; then one step is run and answered."""
+        """Fill the pipeline, then run and answer one step."""
         for _ in range(times):
             self.fill()
             self.answer()
 
     def until_preemption(self) -> SchedulerOutput:
-        """Run up to the step that takes a request away, and return its diff, of which nothing was executed."""
+        """Run up to the step that removes a request, and return its diff, which has not been executed."""
         for _ in range(300):
             diff = self.schedule()
             if diff is not None and self.scheduler.statistics().num_preemptions:
@@ -324,7 +325,7 @@ class Driver:
         raise AssertionError("no request was preempted")
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
-        """Step until every request ended and nothing is in flight."""
+        """Step until every request has ended and no step is in flight."""
         for _ in range(max_steps):
             if not self.scheduler.table.requests and not self.scheduler.in_flight:
                 return self.answers
@@ -332,37 +333,37 @@ class Driver:
         raise AssertionError(f"still there: {list(self.scheduler.table.requests.values())}")
 
     def finish(self) -> None:
-        """Run until every request ended, and nothing of any is left."""
+        """Run until every request has ended, and check that no state of any is left."""
         self.run()
         self.check_drained()
 
     def random_step(self, rng: random.Random) -> None:
-        """Any one thing that may happen next: results come as late as the pipeline allows."""
+        """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
         action = rng.choice((self.schedule, self.execute, self.deliver))
         action()
 
-    # ---- looking in
+    # ---- inspection
 
     def lines(self) -> list[AnyLine]:
-        """What the log is as a trace, as a file would hold it: without tokens."""
+        """Return the event log as trace lines, without tokens, as a file would hold them."""
         return [decode_line(encode_line(line)) for line in record_log(self.header, self.log)]
 
     def replay_lines(self) -> Difference | None:
-        """Where a replay of ``lines`` decides something else."""
+        """Return where a replay of ``lines`` decides otherwise, or None."""
         return replay_lines(numbered(self.lines()), check=True)
 
     def request(self, request_id: str, client: int = 0) -> Request:
         return self.scheduler.table.requests[client, request_id]
 
     def counts(self, diff: SchedulerOutput | None) -> dict[str, int]:
-        """Request id → tokens of the step ``diff`` for every request that runs in it, which was the last one sent."""
+        """Return request id → tokens for every request that ``diff``, which is the last one sent, schedules."""
         assert diff is not None
         told = dict(diff.counts)
         running = [r for r in self.scheduler.table.running.values() if r.on_worker and not r.parked]
         return {r.request_id: told.get(r.handle, 1) for r in running}
 
     def check_drained(self) -> None:
-        """Nothing of any request is left (I13)."""
+        """Check that no state of any request is left (I13)."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         scheduler.check()
         table = scheduler.table
@@ -375,7 +376,7 @@ class Driver:
             assert (answer.ended is None) != (answer.rejected is None), f"{request_id} did not end exactly once"
 
     def _compare_mirror(self) -> None:
-        """The worker has run all that was sent: then it holds what the scheduler thinks it holds (I6)."""
+        """Once the worker has run all steps: check that it holds what the scheduler assumes (I6)."""
         compare_mirror(self.scheduler, self.worker)
 
     def _collect(self) -> None:
@@ -390,7 +391,7 @@ class Driver:
                         assert answer.ended is None and answer.rejected is None
                         answer.rejected = message
                     else:
-                        self.refused.append(message)  # a duplicate: the first one lives on
+                        self.refused.append(message)  # a duplicate: the first request continues
                 case Statistics():
                     self.statistics_seen.append(message)
 
@@ -426,21 +427,21 @@ class Driver:
 
 
 def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
-    """``worker`` has run all that was sent: raise AssertionError unless it holds what ``scheduler`` thinks it holds."""
+    """Once ``worker`` has run all steps: raise AssertionError unless it holds what ``scheduler`` assumes."""
     for request in scheduler.table.running.values():
         row = worker.rows.get(request.handle)
         assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
         if row is None:
             continue
         assert row.request_id == request.request_id and row.active == (not request.parked)
-        rejected = request.num_computed_tokens - row.num_computed  # of the drafts whose result is on its way
+        rejected = request.num_computed_tokens - row.num_computed  # of the drafts whose result is in flight
         assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
         assert len(row.tokens) == request.num_tokens + request.num_output_placeholders - rejected
         _compare_tables(scheduler, request, worker, row)
 
 
 def _compare_tables(scheduler: Scheduler, request: Request, worker: FakeWorker, row: Row) -> None:
-    """The same entries; null ones only where the row does not read any more."""
+    """Compare entries; null ones are allowed only where the row no longer reads."""
     for group, held in enumerate(scheduler.kv.block_ids(request)):
         assert len(held) == len(row.tables[group]), f"{request!r}: other blocks in group {group}"
         unread = first_read(worker.groups[group], row.num_computed) // worker.sizes[group]
@@ -449,17 +450,17 @@ def _compare_tables(scheduler: Scheduler, request: Request, worker: FakeWorker, 
 
 
 def end_of(driver: Driver, request_id: str) -> tuple[EndReason | None, list[int]]:
-    """How a request ended and what was delivered."""
+    """How a request ended, and its delivered tokens."""
     answer = driver.answers[request_id]
     return answer.reason, answer.tokens
 
 
 def scheduler_of(num_blocks: int = 33, **settings: Any) -> Scheduler:
-    """A bare Scheduler."""
+    """Return a Scheduler without a worker."""
     config = make_config(**settings)
     return Scheduler(config, make_layout(config), num_blocks)
 
 
 def change(struct: Any, **fields: Any) -> Any:
-    """A copy of a message with other values."""
+    """Return a copy of a message with other values."""
     return msgspec.structs.replace(struct, **fields)

@@ -1,7 +1,7 @@
-"""Nasty loads for a Driver: whatever clients, front ends and workers may do, one random thing at a time.
+"""Hostile loads for a Driver: any action of clients, front ends and workers, one random action at a time.
 
 The same actions serve the state machine, the long run and the comparison of two schedulers: each is drawn from a
-``random.Random``, and asks only what a client could know or what is the same in both schedulers.
+``random.Random`` and uses only what a client could know, or what is equal in both schedulers.
 """
 
 import random
@@ -26,8 +26,11 @@ NUM_CLIENTS = 3
 
 @dataclass
 class Asked:
-    """A request as its client sent it. ``gone``: it may have ended before its time. ``bad``: from which output token
-    on its logits are not finite, or it fails for a reason of its own."""
+    """A request as its client sent it.
+
+    ``gone``: it may have ended before its time. ``bad``: output token from which its logits are not finite, or from
+    which it fails for a reason of its own.
+    """
 
     client: int
     prompt: list[int]
@@ -42,7 +45,7 @@ class Asked:
 
 
 def random_layout(rng: random.Random) -> KVLayout:
-    """One to three groups; block sizes are multiples of the smallest."""
+    """Return one to three groups; block sizes are multiples of the smallest."""
     smallest = rng.choice((1, 2, 4))
     kinds = ["full_attention", "sliding_window"]
     groups = [KVGroup(rng.choice(kinds), smallest, [0], rng.randrange(1, 12))]
@@ -53,7 +56,7 @@ def random_layout(rng: random.Random) -> KVLayout:
 
 
 def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = True) -> dict[str, Any]:
-    """Tiny pools, odd chunk sizes, all switches. Arguments of a Driver."""
+    """Return arguments of a Driver with tiny pools, odd chunk sizes and any combination of switches."""
     layout = random_layout(rng) if hybrid and rng.random() < 0.6 else None
     num_drafts = rng.choice((0, 0, 1, 3)) if drafts else 0
     asynchronous = rng.random() < 0.7
@@ -98,18 +101,18 @@ EVENTS = {
     "begin_worker_epoch": 1,
     "damaged_result": 3,
 }
-"""Methods of Load, and how often each comes in a run without hypothesis."""
+"""Methods of Load, with their weights in a run without hypothesis."""
 
 
 FLOOD = (0, 0, 0, 1, 0, 2, 0, 1)
-"""Whose requests come, in turn, where there are several tenants."""
+"""The clients of the requests, in turn, where there are several tenants."""
 
 
 class Load:
     """One Driver, or two that must not differ, under the same events.
 
-    ``drivers[0]`` is looked at where an event depends on the state; ``rng`` may be replaced between events.
-    ``fixed_budget``: for runs that are replayed, since a log does not tell that the budget was changed.
+    ``drivers[0]`` is inspected where an event depends on the state; ``rng`` may be replaced between events.
+    ``fixed_budget``: for runs that are replayed, because an event log does not record changes of the budget.
     """
 
     def __init__(self, rng: random.Random, *drivers: Driver) -> None:
@@ -131,7 +134,7 @@ class Load:
     # ---- events
 
     def arrive(self) -> None:
-        """A request, perhaps with a beginning that others share, perhaps sent again after a crash."""
+        """Add a request, perhaps with a shared prefix, perhaps resubmitted after a crash."""
         rng = self.rng
         if len(self.driver.scheduler.table.requests) >= 14:
             return
@@ -187,7 +190,7 @@ class Load:
                 driver.abort(victim, "nobody", client=self.asked[victim].client)
 
     def stop(self) -> None:
-        """As a front end does: the stop string was in what had come so far."""
+        """Stop a request as a front end does: the stop string was in the tokens received so far."""
         victim = self._anyone()
         if victim is not None and (known := len(self.driver.answers[victim].tokens)):
             self.asked[victim].gone = True
@@ -204,7 +207,7 @@ class Load:
             driver.drop_client(client)
 
     def hold(self) -> None:
-        """Of anyone: who does not wait, is not held, and nothing comes of it."""
+        """Release any request; a request that is not held is not affected."""
         if (victim := self._anyone()) is not None:
             client, reason = self.asked[victim].client, self.rng.choice(("grammar", "remote_kv", "streaming"))
             self.held[victim] = client
@@ -219,7 +222,7 @@ class Load:
                 driver.release(request_id, client)
 
     def refuse(self) -> None:
-        """Of somebody held, or of nobody any more."""
+        """Hold or release a request that is held, or one that has ended."""
         if self.held:
             request_id = self.rng.choice(list(self.held))
             client = self.held.pop(request_id)
@@ -247,7 +250,7 @@ class Load:
         assert all(t == told[0] for t in told), f"statistics differ: {told}"
 
     def change_budget(self) -> None:
-        """A batch made smaller or larger again: the one way in which requests that decode get no share."""
+        """Make the batch limit smaller or larger: the only way in which decoding requests get no scheduled tokens."""
         config = self.driver.config
         if config.enable_chunked_prefill and not self.fixed_budget:
             most = config.max_num_batched_tokens
@@ -261,7 +264,8 @@ class Load:
             driver.begin_worker_epoch()
 
     def damaged_result(self) -> None:
-        """A result that cannot be: nothing of it is applied. Then the right one comes after all, or a new epoch."""
+        """Deliver an impossible result, of which nothing is applied. Then the right one arrives, or a new worker epoch
+        begins."""
         kind, afresh = self.rng.randrange(4), self.rng.random() < 0.5
         done = [driver.deliver_damaged(lambda result: damaged(result, kind)) for driver in self.drivers]
         self.num_damaged += done[0]
@@ -269,7 +273,7 @@ class Load:
             self.begin_worker_epoch()
 
     def random_event(self) -> None:
-        """Any of EVENTS, then a few steps."""
+        """Apply any of EVENTS, then a few steps."""
         (name,) = self.rng.choices(list(EVENTS), list(EVENTS.values()))
         getattr(self, name)()
         for _ in range(self.rng.randrange(1, 10)):
@@ -282,7 +286,7 @@ class Load:
     # ---- steps
 
     def advance(self) -> None:
-        """Any one thing that may happen next: results come as late as the pipeline allows."""
+        """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
         action = self.rng.choice(("schedule", "schedule", "execute", "deliver"))
         if action == "schedule":
             diffs = [driver.schedule() for driver in self.drivers]
@@ -302,7 +306,8 @@ class Load:
             assert all(each == counters[0] for each in counters), "other counters, in steady decode or out of it"
 
     def check_step(self, diff: SchedulerOutput) -> None:
-        """I14: nobody is admitted before somebody who came earlier (or is worth more) and could have been."""
+        """I14: no request is admitted before one that arrived earlier (or has priority) and could have been
+        admitted."""
         table, suspects = self.driver.scheduler.table, self.driver.scheduler.suspects
         if suspects.alone is not None:
             assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
@@ -319,7 +324,7 @@ class Load:
     # ---- the end
 
     def drain(self, patience: int = 64) -> None:
-        """Everything that stands in the way is lifted; then each request ends, and something happens all the time."""
+        """Remove all obstacles; each request must then end, and each round must make progress."""
         self.control("resume")
         while self.held:
             self.release()
@@ -342,7 +347,7 @@ class Load:
                 self._check_answer(driver, request_id, asked)
 
     def _check_answer(self, driver: Driver, request_id: str, asked: Asked) -> None:
-        """The stream is what the prompt alone gives, up to where this request had to end."""
+        """Check that the stream equals the tokens that the prompt alone gives, up to where this request had to end."""
         answer = driver.answers[request_id]
         if answer.rejected is not None:
             assert answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar") and not answer.tokens
@@ -355,14 +360,14 @@ class Load:
         reason = EndReason.STOPPED if ends else EndReason.LENGTH
         if (repeated := first_repetition([*asked.output, *want], asked)) is not None:
             reached = max(repeated - len(asked.output), 0)
-            if reached < len(want):  # where it ends otherwise anyway, that counts
+            if reached < len(want):  # another ending at the same token takes precedence
                 want, reason = want[:reached], EndReason.REPETITION
         bad = None if asked.bad is None else max(asked.bad - len(asked.output), 0)
         assert answer.tokens == want[: len(answer.tokens)], f"{request_id}: another stream than alone"
         assert answer.ended is not None
         if asked.gone:
             return
-        # Drafts that were accepted together with a stop token, and come after it, may be what is bad.
+        # Drafts that were accepted together with a stop token, and follow it, may be the bad ones.
         beyond = len(want) + driver.config.num_speculative_tokens
         if bad is not None and (bad < len(want) or (answer.reason is EndReason.ERROR and bad < beyond)):
             assert answer.reason is EndReason.ERROR and len(answer.tokens) <= bad, f"{request_id}: bad logits passed"
@@ -375,7 +380,7 @@ class Load:
 
 
 def first_repetition(answer: list[int], asked: Asked) -> int | None:
-    """After how many tokens it has repeated itself often enough, by the definition."""
+    """Return after how many tokens the output has repeated itself often enough, by the definition."""
     limits = asked.repetition
     if limits is None:
         return None
@@ -388,7 +393,7 @@ def first_repetition(answer: list[int], asked: Asked) -> int | None:
 
 
 def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
-    """What the fake worker says of the tokens of a prompt, but the first."""
+    """Return the fake worker's log probabilities of the tokens of a prompt, without the first."""
     contexts = [0]
     for token in prompt:
         contexts.append(extend_context(contexts[-1], token))
@@ -396,7 +401,7 @@ def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
 
 
 def counters_of(driver: Driver) -> dict[tuple[int, str], tuple[int, ...]]:
-    """The progress of each live request."""
+    """Return the progress of each live request."""
     return {
         key: (
             request.num_tokens,
@@ -411,14 +416,14 @@ def counters_of(driver: Driver) -> dict[tuple[int, str], tuple[int, ...]]:
 
 
 def told_to_clients(driver: Driver) -> str:
-    """What was heard last; in which order clients are served, and requests introduced, means nothing."""
+    """Return the last messages; the order of clients and of new handles has no meaning."""
     steps = [(client, m) for client, m in driver.heard if isinstance(m, StepOutputs)]
     steps.sort(key=itemgetter(0))
     return repr([(client, change(m, introduced=sorted(m.introduced, key=repr))) for client, m in steps])
 
 
 def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
-    """What no worker that follows the protocol would answer."""
+    """Return results that no worker that follows the protocol would send."""
     if kind == 1 and result.tokens is not None:
         return change(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
     if kind == 2 and result.tokens is not None:

@@ -1,9 +1,9 @@
-"""Random runs of the scheduler for as long as one likes.
+"""Random runs of the scheduler of any length.
 
 ``python -P tests/support/scheduler/scheduler_long_run.py --seed 1 --steps 1000000``
 
-The actions are those of the state machine's test, drawn from one seed; every invariant is checked after every step.
-Ends with one line of JSON, also when something was found: then it names the episode, which ``--episode`` runs alone.
+The actions are those of the state machine's test, drawn from one seed; every invariant is checked after every step. The
+last line is JSON, also after a failure: it then names the episode, which ``--episode`` runs alone.
 """
 
 import argparse
@@ -22,11 +22,11 @@ STEPS_PER_EPISODE = 400
 
 
 def run_episode(seed: int, episode: int) -> Load:
-    """One scheduler from its first request to the last, all of it checked."""
+    """One scheduler from its first request to its last, fully checked."""
     rng = random.Random(f"{seed} {episode}")
     load = Load(rng, Driver(**random_settings(rng)))
     load.driver.worker.draft_rng = random.Random(episode)
-    for _ in range(40 * STEPS_PER_EPISODE):  # where nothing can run, few steps come of many events
+    for _ in range(40 * STEPS_PER_EPISODE):  # where few requests can run, few steps follow many events
         if len(load.driver.diffs) >= STEPS_PER_EPISODE:
             break
         load.random_event()
@@ -36,7 +36,7 @@ def run_episode(seed: int, episode: int) -> Load:
 
 
 def long_run(seed: int, steps: int) -> dict[str, object]:
-    """Episodes until ``steps`` steps were decided. What was reached, or what was found."""
+    """Run episodes until ``steps`` steps were decided. Return the reached coverage, or the failure."""
     began = time.perf_counter()
     names = ("steps", "episodes", "requests", "preemptions", "epochs", "damaged", "accepted_drafts", "hit_tokens")
     totals = dict.fromkeys(names, 0)
@@ -44,7 +44,7 @@ def long_run(seed: int, steps: int) -> dict[str, object]:
     while totals["steps"] < steps and not found:
         try:
             load = run_episode(seed, totals["episodes"])
-        except Exception as error:  # whatever it is, the line at the end must tell it
+        except Exception as error:  # the last line must report any failure
             found = f"episode {totals['episodes']}: {type(error).__name__}: {error}"
             break
         statistics = load.driver.scheduler.statistics()

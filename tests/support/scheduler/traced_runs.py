@@ -1,4 +1,4 @@
-"""Random runs of a Scheduler that hold all that a trace can, and their traces as bytes."""
+"""Random runs of a Scheduler that contain everything a trace can record, and their traces as bytes."""
 
 import random
 from collections.abc import Iterable
@@ -16,7 +16,8 @@ STEP_SECONDS = 0.001
 
 
 def random_run(seed: int, events: int = 40) -> Driver:
-    """Several clients, small pools, priorities, drafts, grammars, aborts, failures, new epochs with halved steps."""
+    """Run with several clients, small pools, priorities, drafts, grammars, aborts, failures, and new worker epochs with
+    half the token budget."""
     rng = random.Random(seed)
     driver = Driver(**_settings(rng))
     driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.1 * tokens
@@ -70,7 +71,7 @@ def _arrive(driver: Driver, rng: random.Random, name: str, prefix: list[int]) ->
 
 
 def _something(driver: Driver, rng: random.Random) -> None:
-    """Anything but an arrival that can happen, or nothing."""
+    """Do any possible event except an arrival, or none."""
     live = list(driver.scheduler.table.requests)
     draw = rng.random()
     if draw < 0.06:
@@ -97,14 +98,14 @@ def _something(driver: Driver, rng: random.Random) -> None:
 
 
 def traced(driver: Driver) -> list[Line]:
-    """The lines of its run, one millisecond apart: the driver has no clock."""
+    """Return the lines of the run, one millisecond apart: the driver has no clock."""
     lines: list[Line] = []
     for number, line in enumerate(record_log(driver.header, driver.log)):
         fields: dict[str, float] = {}
         if "now" in line.__struct_fields__:
             fields["now"] = 100.0 + number * STEP_SECONDS
         if "seconds" in line.__struct_fields__ and not driver.config.num_speculative_tokens:
-            fields["seconds"] = STEP_SECONDS  # else it decides how many drafts there are
+            fields["seconds"] = STEP_SECONDS  # otherwise it decides the number of drafts
         lines.append(msgspec.structs.replace(line, **fields))
     return lines
 

@@ -1,6 +1,7 @@
-"""Guards of the engine that keep out what came back in other engines, each taken out while its context lasts.
+"""Guards of the engine against bugs that recurred in other engines, each removed within a context.
 
-``tests/test_guards.py`` and ``tests/simulation/mutations.py`` say for which bug each of them is, and who notices.
+``tests/test_guards.py`` and ``tests/simulation/mutations.py`` name the bug behind each guard and the test that fails
+without it.
 """
 
 import contextlib
@@ -30,18 +31,18 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def waiting_for_the_result_in_flight() -> Patch:
-    """Who was put out is let in again although its token is on its way."""
+    """A preempted request is admitted again although its token is in flight."""
     return mock.patch.object(Request, "awaits_result", False)
 
 
 def waiting_for_the_workers_to_let_go() -> Patch:
-    """A handle is given to the next request before the workers have let go of it."""
+    """A handle is reused before the workers have removed it."""
     return mock.patch.object(request_table.RequestTable, "retire", lambda self, handle: self.handles.free(handle))
 
 
 @contextlib.contextmanager
 def knowing_who_samples() -> Iterator[None]:
-    """A chunk that ends before the last known token counts a sample that never comes."""
+    """A chunk that ends before the last known token counts a sample that never arrives."""
     real = Request.sent
 
     def sent(self: Any, num_tokens: int, num_drafts: int) -> bool:
@@ -55,18 +56,18 @@ def knowing_who_samples() -> Iterator[None]:
 
 
 def settling_of_drafts() -> Patch:
-    """Drafts that were not there, or not right, stay counted as computed."""
+    """Drafts that were missing or wrong stay counted as computed."""
     return mock.patch.object(results.Results, "apply_draft_results", nothing)
 
 
 def taking_back_of_shares() -> Patch:
-    """Who is put out keeps what it had got of the step."""
+    """A preempted request keeps the blocks that it was given in the same step."""
     return mock.patch.object(step.StepPlan, "withdraw", nothing)
 
 
 @contextlib.contextmanager
 def taking_back_of_blocks() -> Iterator[None]:
-    """Who is put out is still told of the block that it had got in this step."""
+    """A preempted request is still sent the block that it was given in the same step."""
     real = step.StepPlan.withdraw
 
     def withdraw(self: Any, request: Any) -> None:
@@ -80,12 +81,12 @@ def taking_back_of_blocks() -> Iterator[None]:
 
 
 def making_way_for_a_row() -> Patch:
-    """The better one waits until the worse one is done."""
+    """A request of higher priority waits until the lower one has finished."""
     return mock.patch.object(Preemption, "for_a_row", lambda self, plan, request: False)
 
 
 def mercy_on_the_oldest() -> Patch:
-    """Where blocks are short the first admitted is put out."""
+    """When blocks run out, the request that was admitted first is preempted."""
 
     def victim(self: Any) -> Any:
         return next(iter(self._table.running.values())), PreemptReason.YOUNGEST
@@ -94,13 +95,13 @@ def mercy_on_the_oldest() -> Patch:
 
 
 def room_for_whole_prompts() -> Patch:
-    """A prompt is let in as soon as its first chunk has room, at once after it was put out."""
+    """A prompt is admitted as soon as its first chunk fits, even right after its preemption."""
     return mock.patch.object(manager.KVCacheManager, "can_fit_full_sequence", lambda *args, **kwargs: True)
 
 
 @contextlib.contextmanager
 def places_of_logprobs() -> Iterator[None]:
-    """Log probabilities go to the tokens in the order of the positions, rejected ones included."""
+    """Log probabilities are assigned to tokens in the order of positions, including rejected ones."""
     real = pending_result.SampledResult.sent_logprobs
 
     def fields(self: Any, kept: Any) -> Any:
@@ -112,7 +113,7 @@ def places_of_logprobs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipping_of_the_cache() -> Iterator[None]:
-    """Who wants log probabilities of its prompt gets hits like anybody."""
+    """A request that wants log probabilities of its prompt gets prefix cache hits as well."""
     real = manager.KVCacheManager.get_computed_blocks
 
     def computed(self: Any, request: Any) -> Any:
@@ -127,7 +128,7 @@ def skipping_of_the_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def judging_of_each_draft() -> Iterator[None]:
-    """Whether the grammar holds is asked once in a step, before its drafts."""
+    """The grammar is checked once per step, before the drafts."""
     real = grammars.GrammarManager.fill_masks
 
     def fill(self: Any, found: Any, masks: Any) -> None:
@@ -147,7 +148,7 @@ def undoing_of_drafts() -> Patch:
 
 @contextlib.contextmanager
 def nobody_holds_the_null_block() -> Iterator[None]:
-    """The null block is counted like any other."""
+    """The null block is reference-counted as any other."""
     real = block_pool.BlockPool.touch
 
     def touch(self: Any, blocks: Any) -> None:
@@ -161,7 +162,7 @@ def nobody_holds_the_null_block() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting_of_holders() -> Iterator[None]:
-    """The first who lets go of a shared block lets go of it for all."""
+    """The first request that releases a shared block frees it for all."""
     real = block_pool.BlockPool.free_blocks
 
     def free_blocks(self: Any, blocks: Any) -> None:
@@ -176,7 +177,7 @@ def counting_of_holders() -> Iterator[None]:
 
 @contextlib.contextmanager
 def clearing_of_unwritten_slots() -> Iterator[None]:
-    """What an earlier holder left behind a row's last token is read, at a weight of zero."""
+    """Content of an earlier owner after a row's last token is read, with a weight of zero."""
     real = cpu_plan.decode_tile
 
     def tile(*args: Any) -> Any:
@@ -188,7 +189,7 @@ def clearing_of_unwritten_slots() -> Iterator[None]:
 
 
 def chaining_of_hashes() -> Patch:
-    """A block is named by its own tokens alone."""
+    """The hash of a block covers its own tokens alone."""
 
     def append_blocks(self: Any, raw: bytes, size: int) -> None:
         for at in range(0, len(raw) - size + 1, size):
@@ -203,18 +204,18 @@ def chaining_of_hashes() -> Patch:
 
 
 def forgetting_of_bad_contents() -> Patch:
-    """What was written on the way to logits that are no numbers is found again."""
+    """Blocks written on the way to logits that are not finite are found again."""
     return mock.patch.object(manager.KVCacheManager, "invalidate", nothing)
 
 
 def draining_of_removals() -> Patch:
-    """What was told to the workers once is kept, and told again."""
+    """Data that was already sent to the workers is sent once more."""
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.ended_handles[0])
 
 
 @contextlib.contextmanager
 def counting_at_admission() -> Iterator[None]:
-    """What a try saw in the cache is told to the client, whether it succeeded or not."""
+    """Prefix cache hits of an attempt are reported to the client even if the attempt failed."""
     real = manager.KVCacheManager.get_computed_blocks
 
     def computed(self: Any, request: Any) -> Any:
@@ -229,7 +230,7 @@ def counting_at_admission() -> Iterator[None]:
 
 @contextlib.contextmanager
 def queueing_of_the_released() -> Iterator[None]:
-    """What was held runs as soon as it is released, whether there are blocks or not."""
+    """A held request runs as soon as it is released, even without free blocks."""
     real = request_table.RequestTable.release
 
     def release(self: Any, request: Any) -> None:
@@ -242,7 +243,7 @@ def queueing_of_the_released() -> Iterator[None]:
 
 @contextlib.contextmanager
 def moving_of_processors() -> Iterator[None]:
-    """The state of a row's processors stays where it was when the row moves."""
+    """The state of a row's processors does not move when the row moves."""
     real = base.apply_update
 
     def apply_update(states: Any, update: Any, make: Any) -> Any:
@@ -254,7 +255,7 @@ def moving_of_processors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_before_holding() -> Iterator[None]:
-    """Hits are held before it is known whether the rest has room."""
+    """Cached blocks are taken before it is known whether the other tokens fit."""
     real = manager.KVCacheManager.allocate_slots
 
     def allocate(self: Any, request: Any, num_tokens: int, computed: Any = None, *args: Any, **own: Any) -> Any:
