@@ -7,7 +7,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
 class FifoBlockPool(BlockPool):
-    """Queues freed blocks without cached content last, so that cached blocks may be evicted before them."""
+    """Queues freed blocks in order, with or without cached content: a cached block may be evicted before a free one."""
 
-    def _line_up(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
+    def _queue_freed(self, freed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         self.free_block_queue.append_n(freed)

@@ -96,7 +96,7 @@ class ReplayScheduler(Scheduler):
 
     @property
     def num_quiet_steps(self) -> int:
-        """The number of next steps without a decision: all requests are in steady decode and none is due."""
+        """Number of the next steps that need no decision: every request is in steady decode and none is due."""
         config, batch, table = self.config, self.steady_decode.batch, self.table
         if table.unsteady or table.waiting or table.leaving or any(table.ended_handles):
             return 0

@@ -30,7 +30,7 @@ def extends(longer: Content, shorter: Content) -> bool:
 
 
 def set_answers(turns: Sequence[Call]) -> None:
-    """Set ``answer`` of each turn whose prompt, as the next turn's prompt begins with it.
+    """Set ``answer`` of each turn to the content of the next turn, if that begins with this turn's prompt.
 
     Prompts are compared by tokens if known, otherwise by ids; a prompt shorter than one unit has no id to compare.
     """

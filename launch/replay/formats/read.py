@@ -64,7 +64,7 @@ class Faults:
             notes.append(f"{lines} skipped; the first: {self._first}")
         for what, count in self.empty.items():
             if count:
-                notes.append(f"{count} empty {what}{'s are' if count > 1 else ' is'} taken as one token")
+                notes.append(f"{count} empty {what}{'s are' if count > 1 else ' is'} counted as one token")
         if self.num_earlier:
             lines = f"{self.num_earlier} line{'s are' if self.num_earlier > 1 else ' is'}"
             notes.append(f"{lines} earlier than the previous one: all were sorted by time")

@@ -9,7 +9,7 @@ from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.trace.lines import AnyLine, NewRow, Reason, StepDecision
 
 NOTHING = "nothing"
-ALTERED = "another: the line was changed after it was written"
+ALTERED = "a different checksum: the line was altered after it was written"
 
 
 class Difference(msgspec.Struct, frozen=True):

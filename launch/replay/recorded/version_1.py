@@ -1,4 +1,4 @@
-"""Lines of trace format version 1, brought to version 2: the names of some fields are all that changed."""
+"""Upgrades lines of trace format version 1 to version 2, which renames some fields."""
 
 from typing import Any
 from zlib import crc32
@@ -14,10 +14,10 @@ RENAMED_FIELDS = {
 
 
 def upgrade(raw: bytes) -> bytes:
-    """Return the line ``raw`` as version 2 has it.
+    """Return the line ``raw`` in version 2.
 
-    An intact line gets the checksum of its new form; the checksum of an altered one stays wrong. Text that is not a
-    JSON object is returned as it is, for the reader to report.
+    The checksum of an intact line is recomputed; that of an altered line stays wrong. Text that is not a JSON object is
+    returned unchanged, for the reader to report.
     """
     if not any(word in raw for word in (b'"header"', b'"epoch"', b'"again"')):
         return raw

@@ -145,7 +145,7 @@ def _slices(timeline: _Timeline) -> Iterator[Event]:
     run = timeline.run
     if not timeline.stretches:
         why = {"request": run.request_id, "why": run.finish_detail}
-        yield _instant(timeline.lane, run.finish or "nothing happened", run.arrival, why)
+        yield _instant(timeline.lane, run.finish or "unfinished", run.arrival, why)
         return
     args: dict[str, Any] = {
         "prompt tokens": run.num_prompt_tokens,

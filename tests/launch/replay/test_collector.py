@@ -94,9 +94,9 @@ def test_failed_request_gets_no_token_from_its_last_result() -> None:
     bench.step()
     handle = bench.scheduler.table.requests[0, "fails"].handle
     assert bench.step(bad=(handle,)) == [fails]
-    bench.scheduler.consume(Fail("never", "told so"))
+    bench.scheduler.consume(Fail("never", "a reason"))
     assert bench.collector.changed(2.0) == [never]
-    assert (fails.finish, never.finish, never.finish_detail) == ("error", "error", "told so")
+    assert (fails.finish, never.finish, never.finish_detail) == ("error", "error", "a reason")
     assert (fails.num_output_tokens, never.num_output_tokens) == (1, 2)
     assert bench.finish() == {1000.0: 1}
 

@@ -103,10 +103,10 @@ def read_json(text: str) -> Any:
     """Parse one line of JSON without NaN."""
     assert text.count("\n") == 1
 
-    def refuse(word: str) -> Any:
+    def check_error(word: str) -> Any:
         raise AssertionError(word)
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=check_error)
 
 
 class TestWhatIf:
@@ -159,7 +159,7 @@ class TestWhatIf:
 class TestBadInput:
     """Every error is one line without a traceback."""
 
-    def refuse(self, replay: Replay, reason: str, *words: object, status: int = 78) -> None:
+    def check_error(self, replay: Replay, reason: str, *words: object, status: int = 78) -> None:
         got, out, err = replay(*words)
         assert (got, out) == (status, ""), err
         assert err.startswith("quire: error: ") and err.count("\n") == 1
@@ -178,12 +178,12 @@ class TestBadInput:
     def test_rejects_bad_files(self, replay: Replay, tmp_path: Path, content: bytes, reason: str) -> None:
         path = tmp_path / "file"
         path.write_bytes(content)
-        self.refuse(replay, reason, path)
-        self.refuse(replay, reason, path, "--cost", "constant:1")
+        self.check_error(replay, reason, path)
+        self.check_error(replay, reason, path, "--cost", "constant:1")
 
     def test_rejects_bad_output_paths(self, replay: Replay, tmp_path: Path) -> None:
-        self.refuse(replay, "file or folder not found", tmp_path / "none")
-        self.refuse(replay, "contains no trace file", tmp_path)
+        self.check_error(replay, "file or folder not found", tmp_path / "none")
+        self.check_error(replay, "contains no trace file", tmp_path)
 
     @pytest.mark.parametrize(
         ("words", "reason"),
@@ -197,15 +197,15 @@ class TestBadInput:
         ],
     )
     def test_rejects_bad_settings(self, replay: Replay, mooncake: Path, words: list[str], reason: str) -> None:
-        self.refuse(replay, reason, mooncake, *words)
+        self.check_error(replay, reason, mooncake, *words)
 
     def test_rejects_missing_server(self, replay: Replay, mooncake: Path) -> None:
-        self.refuse(replay, "cannot reach the server", mooncake, "--against", "http://127.0.0.1:9")
-        self.refuse(replay, "must start with http://", mooncake, "--against", "localhost:9")
+        self.check_error(replay, "cannot reach the server", mooncake, "--against", "http://127.0.0.1:9")
+        self.check_error(replay, "must start with http://", mooncake, "--against", "localhost:9")
 
     def test_lenient_skips_bad_line(self, replay: Replay, mooncake: Path) -> None:
         mooncake.write_text(mooncake.read_text().replace('"input_length": 703', '"input_length": -703'))
-        self.refuse(replay, ":4: ", mooncake, "--cost", "constant:1")
+        self.check_error(replay, ":4: ", mooncake, "--cost", "constant:1")
         found = read_json(replay(mooncake, "--cost", "constant:1", "--lenient", "--json", "-")[1])
         assert found["requests"] == 7 and any("1 bad line was skipped" in note for note in found["notes"])
 
@@ -241,14 +241,14 @@ class TestExact:
         status, out, err = replay(trace, "--json", "-")
         found = read_json(out)
         assert (status, found["decisions_equal"]) == (1, False)
-        told = found["first_difference"]
-        assert (told["file"], told["line"], told["step"], told["kind"]) == (
+        difference = found["first_difference"]
+        assert (difference["file"], difference["line"], difference["step"], difference["kind"]) == (
             trace.name,
             at + 1,
             line.step,
             "step_decision",
         )
-        assert told["recorded"] == told["decided"] + 1 and told["field"].startswith("appended")
+        assert difference["recorded"] == difference["decided"] + 1 and difference["field"].startswith("appended")
         assert found["steps"] < line.step and "end at the first difference" in found["notes"][0]
         assert f"decisions differ first at step {line.step}: step_decision appended" in err and err.count("\n") == 1
 
@@ -266,7 +266,7 @@ class TestExact:
         assert status == 0 and "note: " in out
 
 
-class Busy(EndlessEngine):
+class BusyEngine(EndlessEngine):
     """A stub server that rejects prompts of 703 tokens."""
 
     async def add(self, request_id: str, prompt_token_ids: Any, *rest: Any, **more: Any) -> EndlessSequence:
@@ -278,7 +278,7 @@ class Busy(EndlessEngine):
 class TestLive:
     @pytest.fixture
     def url(self) -> Iterator[str]:
-        front_end = FrontEnd(Busy(max_model_len=709, vocab_size=1024))
+        front_end = FrontEnd(BusyEngine(max_model_len=709, vocab_size=1024))
         yield f"http://127.0.0.1:{front_end.port}"
         front_end.close()
 

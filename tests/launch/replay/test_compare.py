@@ -92,11 +92,11 @@ def test_slower_requests_have_a_reason() -> None:
     for words in ("kv_blocks +3,500 ms", "behind late, a", "preempted +1 times (for a)", "-64 cached tokens"):
         assert words in worst.why
     assert (found.only_first, found.only_second) == (["gone"], ["late"])
-    told = found.as_dict()
-    assert (told["slower"], told["faster"], told["requests"]) == (1, 0, 2)
-    assert told["settings"] == {"block_size": [16, 32]}
-    assert told["seconds_by_reason"]["kv_blocks"] == [0.0, 3.5]
-    assert json.loads(json.dumps(told)) == told
+    as_json = found.as_dict()
+    assert (as_json["slower"], as_json["faster"], as_json["requests"]) == (1, 0, 2)
+    assert as_json["settings"] == {"block_size": [16, 32]}
+    assert as_json["seconds_by_reason"]["kv_blocks"] == [0.0, 3.5]
+    assert json.loads(json.dumps(as_json)) == as_json
     assert "block_size: 16 -> 32" in found.text() and "behind late, a" in found.text()
     assert found.deltas[1].why == "nothing changed"
 

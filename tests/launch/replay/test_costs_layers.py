@@ -153,8 +153,8 @@ class TestFolder:
 
     def test_reads_skew_and_largest_batch(self, tmp_path: Path) -> None:
         folder = copy(tmp_path)
-        told = "{engine_effective: {max_num_seqs: 10}, skew_fit: {per_tp: {1: {alpha_default: 0.5}}}}"
-        (folder / "profile_meta.yaml").write_text(told)
+        meta = "{engine_effective: {max_num_seqs: 10}, skew_fit: {per_tp: {1: {alpha_default: 0.5}}}}"
+        (folder / "profile_meta.yaml").write_text(meta)
         wanted = machine(skew=0.5, captured=captured_sizes(20))
         for step in (decodes(13, 1000, longest=3000), decodes(60, 1000, longest=3000)):
             assert load_layer_profile(folder, LLAMA, 1).seconds(step) == wanted.seconds(step)

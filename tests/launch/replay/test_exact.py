@@ -94,9 +94,9 @@ class TestRecord:
         driver = Driver(num_blocks=80, block_size=16, max_model_len=4096, max_num_batched_tokens=64)
         driver.add("a", [1], max_tokens=1100)
         driver.run()
-        told: list[tuple[float, int]] = []
-        replay_trace(write_trace(tmp_path / "trace", traced(driver)), progress=lambda *each: told.append(each))
-        assert len(told) == 1 and told[0][0] > 1.0 and told[0][1] == 0
+        reports: list[tuple[float, int]] = []
+        replay_trace(write_trace(tmp_path / "trace", traced(driver)), progress=lambda *each: reports.append(each))
+        assert len(reports) == 1 and reports[0][0] > 1.0 and reports[0][1] == 0
 
     @pytest.mark.parametrize("seed", range(8))
     def test_any_run_has_reports_and_loads_as_workload(self, tmp_path: Path, seed: int) -> None:

@@ -45,8 +45,8 @@ def record(path: Path, law: Law) -> None:
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
     decision_log = DecisionLog()
     scheduler = Scheduler(config, make_layout(config), 3000, hooks=decision_log)
-    told: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
-    recorder = TraceRecorder(scheduler, decision_log, at_once(told.append))
+    lines: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
+    recorder = TraceRecorder(scheduler, decision_log, at_once(lines.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150
@@ -71,8 +71,8 @@ def record(path: Path, law: Law) -> None:
             scheduler.consume(result)
             recorder.consumed(now, 0, result)
         scheduler.take_messages()
-    told.append(End(now=now, reason="stopped"))
-    path.write_bytes(b"".join(encode_line(line) + b"\n" for line in told))
+    lines.append(End(now=now, reason="stopped"))
+    path.write_bytes(b"".join(encode_line(line) + b"\n" for line in lines))
 
 
 def shapes(num: int, most_tokens: int = 512) -> list[StepShape]:

@@ -68,8 +68,8 @@ class TestEveryExcerpt:
         (tmp_path / "a.xz").write_bytes(lzma.compress(plain))
         expected = load(DATA / name)
         for end in ("gz", "xz"):
-            told = load(tmp_path / f"a.{end}")
-            assert [repr(call) for call in told.calls] == [repr(call) for call in expected.calls]
+            loaded = load(tmp_path / f"a.{end}")
+            assert [repr(call) for call in loaded.calls] == [repr(call) for call in expected.calls]
 
     def test_applies_limit_and_rate(self, format: str, name: str, tmp_path: Path) -> None:
         every = load(DATA / name)
@@ -118,7 +118,7 @@ class TestMooncake:
         path = write(tmp_path / "a", {"timestamp": 0, "input_length": 1, "output_length": 0, "hash_ids": [0]})
         workload = load(path)
         assert workload.calls[0].num_output_tokens == 1
-        assert workload.notes == ["1 empty answer is taken as one token"]
+        assert workload.notes == ["1 empty answer is counted as one token"]
 
 
 def agent_request(t: float, n_in: int, ids: list[int], **more: Any) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def conversation(*requests: dict[str, Any], name: str = "c") -> dict[str, Any]:
 
 class TestAgentic:
     def test_excerpt(self) -> None:
-        told = json.loads((DATA / EXCERPTS["agentic"]).read_text())
+        loaded = json.loads((DATA / EXCERPTS["agentic"]).read_text())
         calls = load(DATA / EXCERPTS["agentic"]).calls
-        for place, (call, request) in enumerate(zip(calls, told["requests"], strict=True)):
+        for place, (call, request) in enumerate(zip(calls, loaded["requests"], strict=True)):
             assert call.content is not None
             assert call.arrival == request["t"]
             assert (call.num_prompt_tokens, call.num_output_tokens) == (request["in"], request["out"])
@@ -221,8 +221,8 @@ class TestAgentic:
         assert load(path, join_subagents=True, limit=2).calls[1].after is None
 
     def test_reads_object_over_several_lines(self, tmp_path: Path) -> None:
-        told = json.loads((DATA / EXCERPTS["agentic"]).read_text())
-        (tmp_path / "trace_1.json").write_text(json.dumps(told, indent=1))
+        loaded = json.loads((DATA / EXCERPTS["agentic"]).read_text())
+        (tmp_path / "trace_1.json").write_text(json.dumps(loaded, indent=1))
         assert [repr(call) for call in load(tmp_path).calls] == [
             repr(c) for c in load(DATA / EXCERPTS["agentic"]).calls
         ]
@@ -281,5 +281,5 @@ class TestTables:
     def test_azure_columns_in_another_order_with_time_zone(self, tmp_path: Path) -> None:
         rows = ["GeneratedTokens,TIMESTAMP,ContextTokens", "5,2024-05-10 23:59:59.5+00:00,7", "6,2024-05-11 00:00:01,8"]
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + "\n".join(rows).encode())
-        told = [(c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in load(tmp_path / "a").calls]
-        assert told == [(0, 7, 5), (1.5, 8, 6)]
+        loaded = [(c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in load(tmp_path / "a").calls]
+        assert loaded == [(0, 7, 5), (1.5, 8, 6)]

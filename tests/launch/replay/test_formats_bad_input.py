@@ -143,8 +143,8 @@ class TestTimes:
         assert [call.num_output_tokens for call in workload.calls] == [3, 1, 2, 4], (
             "equal times keep the order of the file"
         )
-        for told in (workload, load(azure, lenient=True)):
-            assert "1 line is earlier than the previous one: all were sorted by time" in told.notes
+        for each in (workload, load(azure, lenient=True)):
+            assert "1 line is earlier than the previous one: all were sorted by time" in each.notes
 
 
 class TestCompressed:
@@ -262,7 +262,7 @@ class TestNoise:
         for _ in range(data.draw(st.integers(0, 3))):
             start = data.draw(st.integers(0, len(noisy)))
             noisy[start : start + data.draw(st.integers(0, 6))] = data.draw(st.binary(max_size=6))
-        self.load_or_refuse(tmp_path, bytes(noisy), data)
+        self.load_or_config_error(tmp_path, bytes(noisy), data)
 
     @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(case=st.sampled_from([*CASES, *SCHED_CASES]), value=VALUES, data=st.data())
@@ -273,13 +273,13 @@ class TestNoise:
         if good.startswith("{"):
             record = json.loads(good)
             record[data.draw(st.sampled_from(sorted(record)))] = value
-            self.load_or_refuse(tmp_path, json.dumps(record).encode(), data)
+            self.load_or_config_error(tmp_path, json.dumps(record).encode(), data)
         else:
             fields = good.split(",")
             fields[data.draw(st.integers(0, len(fields) - 1))] = str(value)
-            self.load_or_refuse(tmp_path, f"{case[1]}\n{','.join(fields)}".encode(), data)
+            self.load_or_config_error(tmp_path, f"{case[1]}\n{','.join(fields)}".encode(), data)
 
-    def load_or_refuse(self, tmp_path: Path, content: bytes, data: st.DataObject) -> None:
+    def load_or_config_error(self, tmp_path: Path, content: bytes, data: st.DataObject) -> None:
         path = tmp_path / "a"
         path.write_bytes(content)
         format = data.draw(st.sampled_from(("auto", "mooncake", "agentic", "azure", "sched-trace")))

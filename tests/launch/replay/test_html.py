@@ -163,10 +163,10 @@ def test_counts_omitted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(page_data, "MAX_MOMENTS", 240)
     _, data = written(tmp_path / "run.html", made_up_run(60, 10))
     run = data["runs"][0]
-    told = [run["words"][what] for flat in run["requests"]["moments"] for what in flat[1::4]]
+    kinds = [run["words"][what] for flat in run["requests"]["moments"] for what in flat[1::4]]
     assert len(run["requests"]["id"]) == 50
     assert run["left_out"] == {"requests": 10, "moments": 60}
-    assert (told.count("preempt"), told.count("resume"), told.count("wait")) == (100, 100, 40)
+    assert (kinds.count("preempt"), kinds.count("resume"), kinds.count("wait")) == (100, 100, 40)
     assert run["facts"]["requests"] == 60
 
 

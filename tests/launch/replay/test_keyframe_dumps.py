@@ -24,7 +24,7 @@ def dump(tmp_path: Path) -> Path:
 
 
 def test_dump_replays_exactly(dump: Path) -> None:
-    lines = [told.line for told in TraceReader(dump)]
+    lines = [entry.line for entry in TraceReader(dump)]
     record = replay_trace(dump)
     assert record.decisions_equal
     assert len(record.requests) == sum(isinstance(line, Arrival) for line in lines) > 20
@@ -33,7 +33,7 @@ def test_dump_replays_exactly(dump: Path) -> None:
 
 
 def test_altered_keyframe_is_a_difference(dump: Path) -> None:
-    header, keyframe, *lines = [told.line for told in TraceReader(dump)]
+    header, keyframe, *lines = [entry.line for entry in TraceReader(dump)]
     assert isinstance(keyframe, Keyframe)
     state = msgspec.structs.replace(keyframe.state, free_blocks=keyframe.state.free_blocks[::-1])
     write_trace(dump, [header, msgspec.structs.replace(keyframe, state=state), *lines])
@@ -47,7 +47,7 @@ def test_workload_notes_missing_state(dump: Path) -> None:
 
 
 def test_rejects_keyframe_elsewhere(dump: Path) -> None:
-    header, keyframe, *lines = [told.line for told in TraceReader(dump)]
+    header, keyframe, *lines = [entry.line for entry in TraceReader(dump)]
     write_trace(dump, [header, keyframe, *lines[:9], keyframe, *lines[9:]])
     for use in (lambda: load(dump, LoadOptions()), lambda: replay_trace(dump)):
         with pytest.raises(ConfigError, match=r":12: unexpected keyframe"):
@@ -56,7 +56,7 @@ def test_rejects_keyframe_elsewhere(dump: Path) -> None:
 
 def test_fits_cost_to_dump(dump: Path) -> None:
     """The dump's first step removes a row from before its beginning."""
-    lines = [told.line for told in TraceReader(dump)]
+    lines = [entry.line for entry in TraceReader(dump)]
     first = next(line for line in lines if isinstance(line, StepDecision))
     assert first.removed and isinstance(lines[1], Keyframe) and lines[1].state.removed == first.removed
     assert len(fit(dump).errors) >= 50

@@ -185,9 +185,9 @@ class TestResults:
         assert len(record.requests) < 5 and any(note.startswith("interrupted: ") for note in record.notes)
 
     def test_progress_counts_all(self) -> None:
-        told: list[int] = []
-        Stub(context=24).run(workload(call(0), call(1, prompt=99)), progress=lambda _, ended: told.append(ended))
-        assert sorted(told) == [1, 2]
+        counts: list[int] = []
+        Stub(context=24).run(workload(call(0), call(1, prompt=99)), progress=lambda _, ended: counts.append(ended))
+        assert sorted(counts) == [1, 2]
 
 
 @pytest.mark.parametrize(

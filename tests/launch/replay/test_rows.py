@@ -18,17 +18,17 @@ from quire.protocol.wire.worker_messages import SchedulerOutput
 
 
 @dataclass
-class PlainRow:
+class SimpleRow:
     known: int
     computed: int
     active: bool = True
 
 
-class PlainRows:
+class SimpleRows:
     """The rules of the protocol: an active row without an entry in the diff computes one token."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, PlainRow] = {}
+        self.rows: dict[int, SimpleRow] = {}
 
     def apply(self, diff: SchedulerOutput) -> tuple[StepShape, set[int]]:
         for handle in diff.removed:
@@ -36,7 +36,7 @@ class PlainRows:
         for handle in diff.parked:
             self.rows[handle].active = False
         for new in diff.new_requests:
-            self.rows[new.handle] = PlainRow(new.num_tokens, new.num_computed_tokens)
+            self.rows[new.handle] = SimpleRow(new.num_tokens, new.num_computed_tokens)
         for handle in diff.unparked:
             self.rows[handle].active = True
         counts = dict(diff.counts)
@@ -61,15 +61,15 @@ class PlainRows:
 def test_shapes_and_sampling_rows_equal_full_recomputation(seed: int) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 14), span=1.0), random_config(rng)
-    plain, steps = PlainRows(), 0
+    plain, steps = SimpleRows(), 0
     apply = SimulatedRows.apply
 
     def compared(self: SimulatedRows, diff: SchedulerOutput) -> StepShape:
         nonlocal steps
         expected, sampling = plain.apply(diff)
         shape = apply(self, diff)
-        told = (shape.prefills, shape.num_decodes, shape.decode_context, shape.num_samples)
-        assert told == (expected.prefills, expected.num_decodes, expected.decode_context, expected.num_samples)
+        found = (shape.prefills, shape.num_decodes, shape.decode_context, shape.num_samples)
+        assert found == (expected.prefills, expected.num_decodes, expected.decode_context, expected.num_samples)
         assert set(self.handles) == sampling
         steps += 1
         return shape

@@ -66,8 +66,8 @@ class TestRequests:
     def test_infers_lengths_times_and_settings(self, tmp_path: Path) -> None:
         workload = load(tmp_path / "a", *TRACE)
         assert workload.format == "sched-trace"
-        told = [(c.request_id, c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls]
-        assert told == [("a", 0, 100, 4), ("b", 0.1, 20, 4), ("c", 0.9, 128, 1)]
+        calls = [(c.request_id, c.arrival, c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls]
+        assert calls == [("a", 0, 100, 4), ("b", 0.1, 20, 4), ("c", 0.9, 128, 1)]
         expected = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_usable_blocks": 100, "block_size": 16}
         assert workload.settings == expected
         assert any("2 requests were running in the last step" in note for note in workload.notes)
@@ -91,7 +91,7 @@ class TestRequests:
         assert any("1 requests are skipped" in note for note in workload.notes)
 
 
-def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def write_recorded_engine(rng: random.Random, lengths: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """Write a trace with chunked prefill, hits, preemptions, and lookups of requests that were not admitted."""
     records: list[dict[str, Any]] = []
     computed = dict.fromkeys(lengths, 0)
@@ -131,7 +131,7 @@ def write_of_a_small_engine(rng: random.Random, lengths: dict[str, tuple[int, in
 def test_recovers_lengths_of_a_recorded_engine(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     lengths = {f"r{i}": (rng.randrange(1, 150), rng.randrange(1, 30)) for i in range(12)}
-    workload = load(tmp_path / "a", *write_of_a_small_engine(rng, lengths))
+    workload = load(tmp_path / "a", *write_recorded_engine(rng, lengths))
     assert {c.request_id: (c.num_prompt_tokens, c.num_output_tokens) for c in workload.calls} == lengths
 
 

@@ -19,7 +19,7 @@ from quire.protocol.errors import ConfigError
 CALLS = [Call(0, "a", 0.0, 300, 20), Call(1, "b", 1.0, 90, 10)]
 
 
-class MachineOf(ConstantCost):
+class MachineWithMemory(ConstantCost):
     def __init__(self, kv_bytes: int) -> None:
         super().__init__(1)
         self._kv_bytes = kv_bytes
@@ -33,7 +33,7 @@ def setup_of(settings: dict[str, Any] | None = None, cost: ConstantCost | None =
     return make_setup(workload(CALLS, settings=settings or {}), given, cost)
 
 
-def refused(**given: str) -> str:
+def error_of(**given: str) -> str:
     with pytest.raises(ConfigError) as caught:
         setup_of(**given)
     return str(caught.value)
@@ -88,25 +88,25 @@ def test_parses_settings_to_the_types_of_their_fields() -> None:
     ],
 )
 def test_rejects_invalid_settings_with_a_hint(given: dict[str, str], words: str) -> None:
-    assert words in refused(**given)
+    assert words in error_of(**given)
 
 
 def test_rejects_flags_without_effect() -> None:
     assert set(INERT) <= set(EngineOptions.__struct_fields__)
     for name in sorted(INERT):
-        assert INERT[name] in refused(**{name: "1"})
+        assert INERT[name] in error_of(**{name: "1"})
 
 
 def test_user_settings_override_preset_then_trace_then_defaults() -> None:
-    told = {"block_size": 8, "num_usable_blocks": 500, "max_num_seqs": 4, "seed": 3, "max_prefill_share": 0.25}
-    assert setup_of(told).config.block_size == 8
-    assert setup_of(told).num_usable_blocks == 500
-    assert setup_of(told, block_size="32").config.block_size == 32
-    assert setup_of(told, num_gpu_blocks_override="77").num_usable_blocks == 77
-    assert setup_of(told).config.max_prefill_share == 0.25
-    assert setup_of(told, like="vllm-0.19").config.max_prefill_share == 1.0
-    assert setup_of(told, like="vllm-0.19", max_prefill_share="0.75").config.max_prefill_share == 0.75
-    assert setup_of({"like": "vllm-0.19"} | told).config.max_prefill_share == 0.25
+    recorded = {"block_size": 8, "num_usable_blocks": 500, "max_num_seqs": 4, "seed": 3, "max_prefill_share": 0.25}
+    assert setup_of(recorded).config.block_size == 8
+    assert setup_of(recorded).num_usable_blocks == 500
+    assert setup_of(recorded, block_size="32").config.block_size == 32
+    assert setup_of(recorded, num_gpu_blocks_override="77").num_usable_blocks == 77
+    assert setup_of(recorded).config.max_prefill_share == 0.25
+    assert setup_of(recorded, like="vllm-0.19").config.max_prefill_share == 1.0
+    assert setup_of(recorded, like="vllm-0.19", max_prefill_share="0.75").config.max_prefill_share == 0.75
+    assert setup_of({"like": "vllm-0.19"} | recorded).config.max_prefill_share == 0.25
     with pytest.raises(ConfigError, match="nowhere: unknown setting 'blok_size'"):
         setup_of({"blok_size": 8})
 
@@ -121,13 +121,13 @@ def test_sets_policies_singly_or_by_preset() -> None:
 
 def test_pool_size_follows_the_machine_memory() -> None:
     block_bytes = setup_of().layout.block_bytes
-    assert setup_of(cost=MachineOf(block_bytes * 101)).num_usable_blocks == 100
+    assert setup_of(cost=MachineWithMemory(block_bytes * 101)).num_usable_blocks == 100
     assert setup_of(kv_cache_memory_bytes=f"{block_bytes * 51}").num_usable_blocks == 50
-    assert setup_of(cost=MachineOf(block_bytes * 101), num_usable_blocks="7").num_usable_blocks == 7
-    half = setup_of(cost=MachineOf(block_bytes * 101), kv_cache_dtype="fp8")
+    assert setup_of(cost=MachineWithMemory(block_bytes * 101), num_usable_blocks="7").num_usable_blocks == 7
+    half = setup_of(cost=MachineWithMemory(block_bytes * 101), kv_cache_dtype="fp8")
     assert half.num_usable_blocks == 201
     assert not [note for note in half.notes if "usable" in note]
-    more_ranks_than_heads = setup_of(cost=MachineOf(block_bytes * 102), tensor_parallel_size="16")
+    more_ranks_than_heads = setup_of(cost=MachineWithMemory(block_bytes * 102), tensor_parallel_size="16")
     assert more_ranks_than_heads.num_usable_blocks == 50
 
 

@@ -29,14 +29,14 @@ def simulate(
     return simulator.run(), simulator
 
 
-def as_told(record: RunRecord) -> dict[str, Any]:
+def comparable(record: RunRecord) -> dict[str, Any]:
     """Return a record's content without the duration of the simulation."""
-    told: dict[str, Any] = msgspec.to_builtins(
+    content: dict[str, Any] = msgspec.to_builtins(
         {name: getattr(record, name) for name in ("itl", "virtual_s", "preemptions_by_reason", "num_evicted_blocks")}
     )
-    told["requests"] = [[getattr(run, name) for name in type(run).__slots__] for run in record.requests]
-    told["steps"] = {name: list(getattr(record.steps, name)) for name in type(record.steps).__slots__}
-    return told
+    content["requests"] = [[getattr(run, name) for name in type(run).__slots__] for run in record.requests]
+    content["steps"] = {name: list(getattr(record.steps, name)) for name in type(record.steps).__slots__}
+    return content
 
 
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 3)}
@@ -64,7 +64,7 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
         num_stretches = len(stretches)
         slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), fast_forward=False)
     assert len(stretches) == num_stretches
-    assert as_told(fast) == as_told(slow)
+    assert comparable(fast) == comparable(slow)
     assert one.scheduler.statistics() == other.scheduler.statistics()
     one.scheduler.check()
     assert [run.request_id for run in fast.requests] == [run.request_id for run in slow.requests]
@@ -98,7 +98,7 @@ def test_arrival_ends_a_fast_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- one call at a time, computed without a scheduler
 
 
-class PlainEngine:
+class SimpleEngine:
     """A model of one call at a time in a pool of blocks: its hits and the times of its steps."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, *, uncached_first: bool) -> None:
@@ -153,7 +153,7 @@ def test_single_request_takes_the_sum_of_its_steps(seed: int) -> None:
     num_blocks = -(-120 // config.block_size) + rng.randrange(30)
     policies = Policies(uncached_blocks_first=rng.random() < 0.7)
     record, _ = simulate(calls, config, num_blocks, Concurrency(calls, 1), policies=policies)
-    plain = PlainEngine(config, num_blocks, uncached_first=policies.uncached_blocks_first)
+    plain = SimpleEngine(config, num_blocks, uncached_first=policies.uncached_blocks_first)
     for call, run in zip(calls, record.requests, strict=True):
         cached, first, end = plain.run(call)
         assert (run.request_id, run.finish, run.num_output_tokens) == (
@@ -164,8 +164,8 @@ def test_single_request_takes_the_sum_of_its_steps(seed: int) -> None:
         assert run.num_cached_tokens == cached
         assert run.first_token == pytest.approx(first, abs=1e-9)
         assert run.end == pytest.approx(end, abs=1e-9)
-    told = sum(count for _, count in record.itl)
-    assert told == sum(call.num_output_tokens - 1 for call in calls)
+    content = sum(count for _, count in record.itl)
+    assert content == sum(call.num_output_tokens - 1 for call in calls)
 
 
 # ---- rejections and gaps between tokens

@@ -14,7 +14,7 @@ from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call
 
 
-class Seen:
+class ShapeRecorder:
     """A cost of one second per step that stores the shapes."""
 
     kv_bytes = 0
@@ -30,7 +30,9 @@ class Seen:
         return "a second per step"
 
 
-def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: int = 400, **options: bool) -> RunRecord:
+def run(
+    calls: list[Call], cost: ShapeRecorder, *, policies: Policies = QUIRE, blocks: int = 400, **options: bool
+) -> RunRecord:
     config = make_config(max_model_len=400, max_num_batched_tokens=64, max_num_seqs=8)
     source, record = OpenLoop(calls), RunRecord()
     return Simulator(config, make_layout(config), blocks, cost, source, record, policies=policies, **options).run()
@@ -38,7 +40,7 @@ def run(calls: list[Call], cost: Seen, *, policies: Policies = QUIRE, blocks: in
 
 class TestLongest:
     def test_longest_decode_grows_and_ends_with_its_request(self) -> None:
-        cost = Seen()
+        cost = ShapeRecorder()
         run([Call(0, "0", 0.0, 20, 4), Call(1, "1", 0.0, 10, 8)], cost, fast_forward=False)
         assert [shape.longest_decode for shape in cost.shapes] == [0, 21, 22, 23, 14, 15, 16, 17]
 
@@ -48,7 +50,7 @@ class TestLongest:
         """Includes requests that are preempted and resume."""
         rng = random.Random(3)
         calls = [Call(n, str(n), 2.0 * n, rng.randint(1, 90), rng.randint(1, 60)) for n in range(30)]
-        cost = Seen()
+        cost = ShapeRecorder()
         record = run(calls, cost, blocks=blocks, fast_forward=fast_forward)
         assert bool(sum(r.num_preemptions for r in record.requests)) == (blocks == 60)
         for shape in cost.shapes:
@@ -58,12 +60,12 @@ class TestLongest:
 
     def test_fast_forward_gives_same_shapes(self) -> None:
         calls = [Call(n, str(n), 7.0 * n, 30 - n, 40 + n) for n in range(6)]
-        told = []
+        shapes = []
         for fast_forward in (True, False):
-            cost = Seen()
+            cost = ShapeRecorder()
             run(calls, cost, fast_forward=fast_forward)
-            told.append([(s.num_decodes, s.decode_context, s.longest_decode) for s in cost.shapes])
-        assert told[0] == told[1]
+            shapes.append([(s.num_decodes, s.decode_context, s.longest_decode) for s in cost.shapes])
+        assert shapes[0] == shapes[1]
 
 
 class TestArrivals:
@@ -71,15 +73,15 @@ class TestArrivals:
 
     @pytest.mark.parametrize("fast_forward", [True, False])
     def test_receives_requests_at_arrival(self, fast_forward: bool) -> None:
-        record = run(list(self.calls), Seen(), fast_forward=fast_forward)
+        record = run(list(self.calls), ShapeRecorder(), fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 2.25, 2.5, 30.5]
 
     @pytest.mark.parametrize("fast_forward", [True, False])
     def test_receives_requests_between_steps_only(self, fast_forward: bool) -> None:
         """Requests that arrive during a step are received after it, and their latencies start then."""
         policies = Policies(takes_between_steps=True)
-        record = run(list(self.calls), Seen(), policies=policies, fast_forward=fast_forward)
+        record = run(list(self.calls), ShapeRecorder(), policies=policies, fast_forward=fast_forward)
         assert [r.arrival for r in record.requests] == [0.0, 3.0, 3.0, 30.5]
-        others = run(list(self.calls), Seen(), fast_forward=fast_forward).requests
+        others = run(list(self.calls), ShapeRecorder(), fast_forward=fast_forward).requests
         assert [r.first_token for r in record.requests] == [r.first_token for r in others]
         assert [r.end for r in record.requests] == [r.end for r in others]

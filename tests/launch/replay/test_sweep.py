@@ -19,8 +19,8 @@ def test_point_merges_common_and_own_settings() -> None:
     row = run_point(task(max_num_seqs="3", num_usable_blocks="900"), {"block_size": "128"})
     assert row.error == "" and row.figures is not None
     assert row.figures["requests"] == 12
-    told = row.figures["settings"]
-    assert (told["max_num_seqs"], told["block_size"], told["num_usable_blocks"]) == (3, 128, 900)
+    settings = row.figures["settings"]
+    assert (settings["max_num_seqs"], settings["block_size"], settings["num_usable_blocks"]) == (3, 128, 900)
     assert row.figures["title"].endswith("concurrency 2")
 
 

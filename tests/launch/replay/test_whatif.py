@@ -13,9 +13,9 @@ SMALL = {"block_size": "16", "num_usable_blocks": "64", "max_model_len": "256"}
 
 
 def run(calls: list[Call], given: dict[str, str] | None = None, **options: object) -> RunRecord:
-    told = workload(calls, notes=["a note of the trace"])
-    setup = make_setup(told, SMALL | (given or {}), None)
-    return run_workload(told, setup, AffineCost(), **options)  # type: ignore[arg-type]
+    noted = workload(calls, notes=["a note of the trace"])
+    setup = make_setup(noted, SMALL | (given or {}), None)
+    return run_workload(noted, setup, AffineCost(), **options)  # type: ignore[arg-type]
 
 
 def turns() -> list[Call]:

@@ -47,7 +47,7 @@ class Script(Channel):
         sent: (time, message) of the worker's messages.
     """
 
-    told: list[tuple[float, Any]]
+    script: list[tuple[float, Any]]
     sent: list[tuple[float, Any]] = field(default_factory=list)
     time: float = 0.0
 
@@ -62,10 +62,10 @@ class Script(Channel):
         return []
 
     def receive(self, timeout: float | None = 0.0) -> Any:
-        if timeout is not None and self.told[0][0] > self.time + timeout:
+        if timeout is not None and self.script[0][0] > self.time + timeout:
             self.time += timeout
             return None
-        when, message = self.told.pop(0)
+        when, message = self.script.pop(0)
         self.time = max(self.time, when)
         self._far.send(message)
         return self._near.receive()
@@ -90,10 +90,10 @@ class PerToken:
         return "1 ms per token"
 
 
-def run(*told: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[float, Any]]:
+def run(*script: tuple[float, Any], config: EngineConfig = CONFIG) -> list[tuple[float, Any]]:
     """Run a worker until a Shutdown at 100 s; return its messages after Ready with their times."""
     script = Script(
-        [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *told, (100.0, Shutdown())]
+        [(0.0, Welcome(1, "")), (0.0, Configure(1, make_layout(config), config)), *script, (100.0, Shutdown())]
     )
     with no_calls() as calls:
         SimulatedWorker(script, PerToken(), script, 1, calls).run()
@@ -172,7 +172,7 @@ class TestPool:
     @pytest.mark.parametrize(
         ("cost_blocks", "flag_blocks", "num_blocks"),
         [(100, None, 100), (2**40, None, MAX_BLOCKS), (0, 50, 50), (0, None, 8 * 128 // 4 + 1)],
-        ids=["the cost's memory", "more than is shown", "bytes by flag", "a full batch"],
+        ids=["memory of the cost model", "limited to MAX_BLOCKS", "kv_cache_memory_bytes", "full batch"],
     )
     def test_pool_size(self, cost_blocks: int, flag_blocks: int | None, num_blocks: int) -> None:
         block = make_layout(make_config()).block_bytes
@@ -204,14 +204,14 @@ class TestTokens:
 
     def test_resubmitted_request_continues_with_the_same_tokens(self) -> None:
         runner = SimulatedRunner(CONFIG)
-        told = [_tokens(runner, adding(1, 4, 5)), *(_tokens(runner, SchedulerOutput(s)) for s in (2, 3))]
+        script = [_tokens(runner, adding(1, 4, 5)), *(_tokens(runner, SchedulerOutput(s)) for s in (2, 3))]
         again = SimulatedRunner(CONFIG)
-        assert _tokens(again, adding(1, 4, 7)) == told[2]
+        assert _tokens(again, adding(1, 4, 7)) == script[2]
 
     def test_samples_only_allowed_tokens(self) -> None:
         runner = SimulatedRunner(CONFIG)
-        told = [_tokens(runner, adding(1, 0, 5, allowed_token_ids=[3, 5])), _tokens(runner, SchedulerOutput(2))]
-        assert {token for [token] in told} <= {3, 5}
+        script = [_tokens(runner, adding(1, 0, 5, allowed_token_ids=[3, 5])), _tokens(runner, SchedulerOutput(2))]
+        assert {token for [token] in script} <= {3, 5}
 
     def test_respects_mask_and_ends_as_soon_as_allowed(self) -> None:
         assert _masked(20, 21, 22) in (20, 21, 22)
@@ -264,8 +264,8 @@ class Engine:
         for _, message in self.scheduler.take_messages():
             assert isinstance(message, StepOutputs)
             self.ended += message.ended
-            if (told := message.prompt_logprobs) is not None:
-                for handle, start, count in zip(told.handles, told.starts, told.counts, strict=True):
+            if (parts := message.prompt_logprobs) is not None:
+                for handle, start, count in zip(parts.handles, parts.starts, parts.counts, strict=True):
                     self.prompts.setdefault(handle, []).extend(range(start, start + count))
         return True
 

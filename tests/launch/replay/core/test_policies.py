@@ -18,10 +18,10 @@ def prompt_of(n: int, first: int = 0) -> list[int]:
 
 def one_step(driver: Driver) -> dict[str, int]:
     """Schedule and finish one step; return its tokens per request."""
-    told = driver.counts(driver.schedule())
+    counts = driver.counts(driver.schedule())
     driver.execute()
     driver.deliver()
-    return told
+    return counts
 
 
 @pytest.mark.parametrize("steady_decode", [True, False])

@@ -54,8 +54,8 @@ def altered(lines: list[Line], at: int, **fields: Any) -> list[Any]:
     return [*lines[:at], msgspec.structs.replace(lines[at], **fields), *lines[at + 1 :]]
 
 
-def where(lines: list[Line], kind: type, meets: Any = lambda line: True) -> int:
-    return next(at for at, line in enumerate(lines) if isinstance(line, kind) and meets(line))
+def find_line(lines: list[Line], kind: type, matches: Any = lambda line: True) -> int:
+    return next(at for at, line in enumerate(lines) if isinstance(line, kind) and matches(line))
 
 
 @pytest.mark.parametrize("seed", thinned(SEEDS, keep=2))
@@ -186,7 +186,7 @@ def small(**extra: Any) -> list[Any]:
 
 def test_difference_names_step_field_and_request() -> None:
     lines = small()
-    at = where(lines, StepDecision, lambda line: line.counts)
+    at = find_line(lines, StepDecision, lambda line: line.counts)
     (handle, count), *rest = lines[at].counts
     found = replayed(altered(lines, at, counts=[(handle, count + 1), *rest]))
     assert found is not None and found.line == at + 1 and found.kind == "step_decision"
@@ -200,7 +200,7 @@ def ending(**fields: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "has", "fields", "told"),
+    ("kind", "has", "fields", "expected"),
     [
         (StepDecision, "block_ids", lambda line: {"block_ids": [*line.block_ids[:-1], 99]}, {"recorded": 99}),
         (StepDecision, "removed", lambda line: {"removed": []}, {"field": "removed[0]", "recorded": "nothing"}),
@@ -216,17 +216,17 @@ def ending(**fields: Any) -> Callable[[Any], dict[str, Any]]:
         (Result, "ended", lambda line: {"ended": []}, {"field": "ended[0]", "recorded": "nothing"}),
     ],
 )
-def test_altered_line_is_a_difference(kind: type, has: str, fields: Any, told: dict[str, Any]) -> None:
+def test_altered_line_is_a_difference(kind: type, has: str, fields: Any, expected: dict[str, Any]) -> None:
     lines = small()
-    at = where(lines, kind, lambda line: getattr(line, has))
+    at = find_line(lines, kind, lambda line: getattr(line, has))
     found = replayed(altered(lines, at, **fields(lines[at])))
     assert found is not None and found.line == at + 1
-    assert {name: getattr(found, name) for name in told} == told
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_detects_changed_priority_at_admission() -> None:
     lines = small()
-    at = where(lines, Arrival, lambda line: line.req_id == "r2")
+    at = find_line(lines, Arrival, lambda line: line.req_id == "r2")
     found = replayed(altered(lines, at, priority=-5))
     assert found is not None and found.line > at + 1 and found.req_id == "r2"
 
@@ -234,7 +234,7 @@ def test_detects_changed_priority_at_admission() -> None:
 @pytest.mark.parametrize("by", [1, -1])
 def test_detects_changed_count_of_a_result(by: int) -> None:
     lines = small(num_speculative_tokens=3)
-    at = where(lines, Result, lambda line: line.counts and 2 in line.counts and max(line.drafts) >= 2)
+    at = find_line(lines, Result, lambda line: line.counts and 2 in line.counts and max(line.drafts) >= 2)
     changed = list(lines[at].counts)
     changed[changed.index(2)] += by
     found = replayed(altered(lines, at, counts=changed))
@@ -243,18 +243,18 @@ def test_detects_changed_count_of_a_result(by: int) -> None:
 
 def test_ending_by_length_before_the_length_is_a_difference() -> None:
     lines = small()
-    (ended,) = lines[where(lines, Result, lambda line: line.ended)].ended
+    (ended,) = lines[find_line(lines, Result, lambda line: line.ended)].ended
     assert ended.reason == EndReason.LENGTH
-    at = where(lines, Result, lambda line: not line.ended and line.step > 3)
-    handle = lines[where(lines, Result, lambda line: line.handles)].handles[0]
-    told = msgspec.structs.replace(ended, handle=handle, num_output_tokens=3)
-    found = replayed(altered(lines, at, ended=[told]))
+    at = find_line(lines, Result, lambda line: not line.ended and line.step > 3)
+    handle = lines[find_line(lines, Result, lambda line: line.handles)].handles[0]
+    early = msgspec.structs.replace(ended, handle=handle, num_output_tokens=3)
+    found = replayed(altered(lines, at, ended=[early]))
     assert found is not None and found.line == at + 1
 
 
 def test_missing_or_additional_decision_is_a_difference() -> None:
     lines = small()
-    at = where(lines, StepDecision)
+    at = find_line(lines, StepDecision)
     tick = [*lines[:at], Tick(now=0.0), *lines[at + 1 :]]
     found = replayed([line for line in tick if not isinstance(line, PrefixCacheEvent | StepSnapshot)])
     assert found is not None and (found.kind, found.recorded, found.decided) == ("tick", "nothing", 1)
@@ -265,7 +265,7 @@ def test_missing_or_additional_decision_is_a_difference() -> None:
 
 def test_rejected_arrival_is_a_difference() -> None:
     lines = small()
-    at = where(lines, Arrival)
+    at = find_line(lines, Arrival)
     found = replayed(altered(lines, at, num_prompt_tokens=10**6))
     assert found is not None and found.line == at + 1 and "maximum context length" in found.decided
     again = [*lines[: at + 1], lines[at], *lines[at + 1 :]]
@@ -275,7 +275,7 @@ def test_rejected_arrival_is_a_difference() -> None:
 
 def test_detects_inserted_events() -> None:
     lines = small()
-    at = where(lines, Result, lambda line: line.step == 3)
+    at = find_line(lines, Result, lambda line: line.step == 3)
     for event in (Abort(["r1"]), Stop("r1", 1)):
         more = [*lines[: at + 1], Event(now=0.0, event=event), *lines[at + 1 :]]
         found = replayed(more)
@@ -289,7 +289,7 @@ def test_worker_epoch_cannot_halve_the_smallest_budget() -> None:
     driver.run()
     lines = driver.lines()
     assert replayed(lines) is None
-    at = where(lines, WorkerEpoch)
+    at = find_line(lines, WorkerEpoch)
     found = replayed(altered(lines, at, budget_halved=True))
     assert found is not None and (found.line, found.field) == (at + 1, "halved")
 

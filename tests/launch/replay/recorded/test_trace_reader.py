@@ -53,12 +53,14 @@ def parts(tmp_path: Path, cuts: tuple[int, ...] = (10, 25)) -> Path:
 def test_reads_compressed_file_of_any_name(tmp_path: Path, pack: Any) -> None:
     raw = raw_lines()
     reader = TraceReader(written(tmp_path, pack(joined(raw)), "noname"))
-    told = list(reader)
-    assert [line.number for line in told] == list(range(1, len(raw) + 1)) and {line.file for line in told} == {"noname"}
-    assert [msgspec.structs.replace(line.line, crc=None) for line in told] == [
+    entries = list(reader)
+    assert [line.number for line in entries] == list(range(1, len(raw) + 1)) and {line.file for line in entries} == {
+        "noname"
+    }
+    assert [msgspec.structs.replace(line.line, crc=None) for line in entries] == [
         msgspec.structs.replace(line, crc=None) for line in some_lines()
     ]
-    assert all(line.is_intact for line in told)
+    assert all(line.is_intact for line in entries)
 
 
 def test_reads_all_frames_of_a_zstd_file(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_reads_rotated_files_as_one_trace(tmp_path: Path, folder: bool) -> None:
     reader = TraceReader(tmp_path if folder else path)
     assert replay_lines(reader) is None and not reader.notes
     assert [file.name for file in reader.files] == ["trace", "trace.1", "trace.2"]
-    assert sum(isinstance(told.line, StepDecision) for told in reader) == sum(
+    assert sum(isinstance(entry.line, StepDecision) for entry in reader) == sum(
         isinstance(line, StepDecision) for line in some_lines()
     )
 
@@ -185,8 +187,8 @@ def test_damaged_line_raises_or_is_skipped(tmp_path: Path, damage: Any, text: st
     with pytest.raises(ConfigError, match=f":{at + 1}: {text}"):
         list(TraceReader(path))
     reader = TraceReader(path, lenient=True)
-    told = list(reader)
-    assert len(told) == len(raw) and told[at].line == Lost(lines=1)
+    entries = list(reader)
+    assert len(entries) == len(raw) and entries[at].line == Lost(lines=1)
     assert reader.num_left_out == 1 and f":{at + 1}: the line" in reader.notes[0]
 
 
@@ -199,8 +201,8 @@ def test_handles_truncation_at_every_byte(tmp_path: Path) -> None:
         path = written(tmp_path, data[:end])
         count = sum(length <= end for length in whole)
         reader = TraceReader(path, lenient=True)
-        told = list(reader)
-        assert len(told) == count + (end not in whole) and reader.notes
+        entries = list(reader)
+        assert len(entries) == count + (end not in whole) and reader.notes
         if end not in whole and data[end] not in b"\n":
             with pytest.raises(ConfigError, match=f":{count + 1}: the line is cut short"):
                 list(TraceReader(path))
