@@ -110,7 +110,7 @@ def _assert_same(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", [*LLAMAS, *thinned(VARIANTS, keep=9)])
-def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoint_factory: Factory) -> None:
+def test_logits_equal_transformers_with_any_prefill_chunks(variant: str, checkpoint_factory: Factory) -> None:
     family, overrides = (LLAMAS | VARIANTS)[variant]
     folder, reference = checkpoint_factory(family, **overrides)
     model = _load(folder)
@@ -125,7 +125,7 @@ def test_logits_equal_transformers_however_steps_are_cut(variant: str, checkpoin
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, keep=5))
-def test_greedy_tokens_equal_transformers_alone_and_on_two_ranks(family: str, checkpoint_factory: Factory) -> None:
+def test_greedy_tokens_equal_transformers_on_one_and_two_ranks(family: str, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(family)
     prompts = _prompts([11, 20, 4], seed=3)
     num_tokens = 12
