@@ -42,7 +42,7 @@ class Native:
 
     Attributes:
         path: the shared object.
-        vector_floats: float32 lanes of a register (16 with AVX-512, 8 with AVX, else 4).
+        vector_floats: float32 lanes of a register (16 with AVX-512, 8 with AVX, otherwise 4).
         has_float16: whether this CPU converts float16 in hardware.
     """
 

@@ -2,7 +2,7 @@
 
 A token's *count* is an int32: bit 30 is set if the token is in the prompt, the lower bits count it in the output.
 Drafts before a position in the same step count as output. First, the logit of a token in the prompt or output is
-divided by the repetition penalty if it is positive, else multiplied (Keskar et al., 2019,
+divided by the repetition penalty if it is positive, otherwise multiplied (Keskar et al., 2019,
 https://arxiv.org/abs/1909.05858). Then ``frequency * count + presence`` is subtracted for tokens in the output.
 
 Each operation is rounded to float32 once, so that all implementations give the same bits.

@@ -8,7 +8,7 @@ which is found without fixing the order of summation. Tokens with a weight below
 **Order.** Tokens are ordered by scaled logit, highest first, and of equal ones by the lower index. The cuts keep a
 prefix of this order: the first ``top_k`` tokens; of these the tokens that have less than ``top_p`` of the mass before
 them; and of these the tokens whose scaled logit is at least ``log(min_p)``. The drawn token is the one with unit
-``floor(noise * kept mass)``: counted in this order if the row has top-k or top-p, else in the vocabulary's order.
+``floor(noise * kept mass)``: counted in this order if the row has top-k or top-p, otherwise in the vocabulary's order.
 
 The reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``) all follow this definition: the same seed gives the same
 token. Their exponentials may differ in the last bits of a float32. So the token may differ if a cumulative mass is

@@ -1,4 +1,4 @@
-"""Log probabilities of the sampled token and of the best tokens, without computing those of all tokens."""
+"""Log probabilities of the sampled token and of the best tokens, without a pass that computes all of them."""
 
 from typing import Any
 

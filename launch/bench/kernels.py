@@ -146,7 +146,7 @@ def _report(args: argparse.Namespace, found: Found) -> Report:
             report.notes.append(f"{name}: {section['error']}")
         for row in section["rows"]:
             if row["error"]:
-                report.notes.append(f"{name}, {row['case']}, {row['way']}: {row['error']}")
+                report.notes.append(f"{name}, {row['case']}, {row['implementation']}: {row['error']}")
     if args.dry_run:
         report.notes.append("dry run with tiny sizes and interpreted GPU kernels: figures are meaningless")
     return report
@@ -154,19 +154,19 @@ def _report(args: argparse.Namespace, found: Found) -> Report:
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row per case: time of each implementation, then the other figures of Quire's own."""
-    ways = sorted(dict.fromkeys(row["way"] for row in rows), key=lambda way: way != "ours")
-    first = ways[0]
-    extras = list(dict.fromkeys(key for row in rows if row["way"] == first for key in row["figures"]))
-    columns = [f"{way}, µs" for way in ways] + [extra.replace("_", " ") for extra in extras]
+    names = sorted(dict.fromkeys(row["implementation"] for row in rows), key=lambda name: name != "quire")
+    first = names[0]
+    extras = list(dict.fromkeys(key for row in rows if row["implementation"] == first for key in row["figures"]))
+    columns = [f"{name}, µs" for name in names] + [extra.replace("_", " ") for extra in extras]
     lines: list[tuple[str, list[float | str | None]]] = []
     for case in dict.fromkeys(row["case"] for row in rows):
-        by_way = {row["way"]: row for row in rows if row["case"] == case}
-        figures = by_way.get(first, {}).get("figures", {})
-        lines.append((case, [*_times(ways, by_way), *(figures.get(extra) for extra in extras)]))
+        by_name = {row["implementation"]: row for row in rows if row["case"] == case}
+        figures = by_name.get(first, {}).get("figures", {})
+        lines.append((case, [*_times(names, by_name), *(figures.get(extra) for extra in extras)]))
     return Table(title, columns, lines)
 
 
-def _times(ways: Sequence[str], by_way: dict[str, dict[str, Any]]) -> Iterator[float | str | None]:
-    for way in ways:
-        row = by_way.get(way)
+def _times(names: Sequence[str], by_name: dict[str, dict[str, Any]]) -> Iterator[float | str | None]:
+    for name in names:
+        row = by_name.get(name)
         yield None if row is None else "failed" if row["error"] else row["us"]

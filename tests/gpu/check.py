@@ -229,7 +229,7 @@ def bench_job(place: Place, seconds: float, dry_run: bool, quick: bool) -> Job:
         job.found = json.loads(target.read_text(encoding="utf-8"))
         sections = job.found["results"]["sections"].values()
         # Another library that fails is not our failure.
-        ours = [row for section in sections for row in section["rows"] if row["way"].startswith("ours")]
+        ours = [row for section in sections for row in section["rows"] if row["implementation"].startswith("quire")]
         job.failed = sum(bool(row["error"]) for row in ours) + sum(bool(section["error"]) for section in sections)
         job.passed = len(ours) - sum(bool(row["error"]) for row in ours)
         job.notes = [note for note in job.found["notes"] if not dry_run]

@@ -1,1 +1,1 @@
-"""Measures kernels and whole steps on this machine's device. Run by ``quire bench kernels`` as a process of its own."""
+"""Benchmarks of kernels and whole steps on this machine's device, run by ``quire bench kernels`` in a subprocess."""

@@ -1,7 +1,8 @@
-"""``python -P -m quire.worker_proc.bench``: measures, and says what it found in lines of JSON on stdout.
+"""``python -P -m quire.worker_proc.bench``: measures, and writes results as lines of JSON to stdout.
 
-Stdin has the models' shapes, as JSON. The first line out is the plan; each section's result follows as it is ready, so
-that what ends this process takes no more than one with it. A device that fails for good ends it with status 3.
+Reads the models' shapes from stdin, as JSON. The first line of output is the plan. Each section's result follows as
+soon as it is complete, so that a crash loses at most one section. After a permanent device error it exits with
+status 3.
 """
 
 import argparse
@@ -26,14 +27,14 @@ from quire.worker_proc.bench.timing import Clock
 DEVICE_LOST = 3
 _FIGURE_S = {"full": 0.2, "quick": 0.1, "dry": 0.0}
 _GRACE_S = 60.0
-"""After the time limit, until whatever hangs is ended."""
+"""Seconds after the time limit until a process that hangs is killed."""
 
 
 def main() -> None:
     args = _arguments()
     models = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, ModelConfig])
     out = _own_stdout()
-    begun = time.monotonic()
+    started = time.monotonic()
     if args.time_limit:
         faulthandler.dump_traceback_later(args.time_limit + _GRACE_S, exit=True)
     size: Size = "dry" if args.dry_run else "quick" if args.quick else "full"
@@ -41,47 +42,47 @@ def main() -> None:
         device = pick_device(args.device, size)
         sections = choose(args.sections.split(",") if args.sections else [], devices_of(device, size))
     except ValueError as error:
-        _say(out, {"refused": str(error)})
+        _write(out, {"refused": str(error)})
         return
     with torch.inference_mode():
         clock = Clock(device, _FIGURE_S[size])
         limits, rows = measure_limits(device, clock, size)
-        _say(out, {"plan": [section.name for section in sections], "device": facts(device), "limits": _dicts(rows)})
+        _write(out, {"plan": [section.name for section in sections], "device": facts(device), "limits": _dicts(rows)})
         rivals = load_rivals(args.rivals) if args.rivals else {}
-        deadline = begun + args.time_limit if args.time_limit else float("inf")
+        deadline = started + args.time_limit if args.time_limit else float("inf")
         for section in sections:
             bench = Bench(device, clock, size, models, limits, deadline, rivals)
-            _say(out, {"section": section.name, "title": section.title, **run_section(section, bench)})
+            _write(out, {"section": section.name, "title": section.title, **run_section(section, bench)})
             if _lost(device):
                 sys.exit(DEVICE_LOST)
 
 
 def run_section(section: Section, bench: Bench) -> dict[str, Any]:
-    """Its rows, and what ended it before its time."""
-    begun = time.monotonic()
+    """Run a section; return its rows, and the error that ended it early."""
+    started = time.monotonic()
     error = ""
     try:
         section.run(bench)
     except OutOfTime:
-        error = "cut short by the time limit"
+        error = "stopped by the time limit"
     except Exception as failure:
         error = describe(failure)
     free_memory(bench.device)
-    return {"rows": _dicts(bench.rows), "error": error, "seconds": time.monotonic() - begun}
+    return {"rows": _dicts(bench.rows), "error": error, "seconds": time.monotonic() - started}
 
 
 def pick_device(wanted: str, size: Size) -> torch.device:
-    """Raises ValueError where it is not there."""
+    """Return the device to measure. Raises ValueError if it is unavailable."""
     there = torch.cuda.is_available()
     if size == "dry" or wanted == "cpu" or (wanted == "auto" and not there):
         return torch.device("cpu")
     if not there:
-        raise ValueError("--device cuda: this torch finds no CUDA device")
+        raise ValueError("--device cuda: torch finds no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def load_rivals(path: str) -> Rivals:
-    """What ``rivals()`` of this file returns."""
+    """Return the result of ``rivals()`` of this file."""
     spec = importlib.util.spec_from_file_location("rivals", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -91,12 +92,12 @@ def load_rivals(path: str) -> Rivals:
 
 
 def devices_of(device: torch.device, size: Size) -> set[str]:
-    """Whose sections run: in a trial all, the GPU's in Triton's interpreter."""
+    """Return the devices whose sections run: all in a dry run, with GPU sections in Triton's interpreter."""
     return {"cpu", "cuda"} if size == "dry" else {device.type}
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What figures depend on besides the host."""
+    """Describe the device and the libraries, on which the results depend."""
     found: dict[str, Any] = {"type": device.type, "torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -120,13 +121,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _own_stdout() -> TextIO:
-    """Stdout for us alone; what libraries print goes to stderr."""
-    mine = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Return a private copy of stdout, and redirect prints of libraries to stderr."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return mine
+    return out
 
 
-def _say(out: TextIO, message: dict[str, Any]) -> None:
+def _write(out: TextIO, message: dict[str, Any]) -> None:
     print(json.dumps(message, allow_nan=False), file=out, flush=True)
 
 
@@ -135,7 +136,7 @@ def _dicts(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _lost(device: torch.device) -> bool:
-    """Whether an error on the device stays, so that nothing more can be measured by this process."""
+    """Whether the device has a permanent error, so that this process can measure nothing more."""
     if device.type != "cuda":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: our C++, our way by torch's operators, and the loop that anyone would write first."""
+"""Paged attention on a CPU: Quire's C++, Quire's implementation with torch's operators, and a simple loop."""
 
 from functools import partial
 
@@ -14,11 +14,11 @@ from quire.worker_proc.bench.timing import Call
 
 SMOLLM, SMALL = Heads(9, 3, 64), Heads(16, 8, 64)
 CACHES = (torch.float32, torch.bfloat16)
-"""Of the cache; queries are float32, as the worker's activations are."""
+"""Dtypes of the KV cache; queries are float32, like the worker's activations."""
 
 
 def cpu_attention(bench: Bench) -> None:
-    """Decoding: each key is read once, which is all the work there is."""
+    """Measure decoding, whose work is one read of each key and value."""
     for rows, length in bench.pick(full=((32, 1024), (1, 32768)), quick=((32, 1024),), dry=((2, 40),)):
         for heads in bench.pick(full=(SMOLLM, SMALL), quick=(SMOLLM,), dry=(SMOLLM,)):
             for dtype in CACHES:
@@ -34,42 +34,42 @@ def cpu_attention(bench: Bench) -> None:
                     head_major=True,
                 )
                 name = f"{rows} x {length:,}, {heads}, {_name(dtype)}"
-                for way, calls in _ways(case, spec_of(heads)).items():
-                    bench.measure(name, way, partial(list, calls), read=num_bytes)
+                for implementation, calls in _implementations(case, spec_of(heads)).items():
+                    bench.measure(name, implementation, partial(list, calls), read=num_bytes)
 
 
 def cpu_prefill(bench: Bench) -> None:
-    """A prompt of which nothing is cached."""
+    """Measure the prefill of a prompt without cached blocks."""
     length = bench.pick(full=512, quick=512, dry=20)
     for heads in bench.pick(full=(SMOLLM, SMALL), quick=(SMOLLM,), dry=(SMOLLM,)):
         case = make_case([length], [length], heads, torch.float32, bench.device, 1, head_major=True)
         flops = prefill_flops(1, length, length, heads)
         name = f"1 x {length:,}, {heads}, float32"
-        for way, calls in _ways(case, spec_of(heads)).items():
-            bench.measure(name, way, partial(list, calls), flops=flops, dtype=torch.float32)
+        for implementation, calls in _implementations(case, spec_of(heads)).items():
+            bench.measure(name, implementation, partial(list, calls), flops=flops, dtype=torch.float32)
 
 
 def spec_of(heads: Heads) -> AttentionSpec:
     return AttentionSpec(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim**-0.5)
 
 
-def _ways(case: PagedCase, spec: AttentionSpec) -> dict[str, list[Call]]:
+def _implementations(case: PagedCase, spec: AttentionSpec) -> dict[str, list[Call]]:
     native, plain = CpuBackend(), CpuBackend(native=False)
-    ways = {} if "native," not in native.describe() else {"ours": _backend(native, case, spec)}
-    return ways | {
-        "ours, by torch": _backend(plain, case, spec),
+    found = {} if "native," not in native.describe() else {"quire": _backend(native, case, spec)}
+    return found | {
+        "quire, torch": _backend(plain, case, spec),
         "gather and SDPA": [partial(gather_and_attend, case, table) for table in case.tables],
     }
 
 
 def _backend(backend: CpuBackend, case: PagedCase, spec: AttentionSpec) -> list[Call]:
-    """A layer's attention; the plan is made anew for each step, and here once."""
+    """Return a layer's attention calls. The plan is built here once; in the engine once per step."""
     plans = [backend.plan(case.batch(table)) for table in case.tables]
     return [partial(backend.forward, case.query, None, None, case.kv_cache, plan, spec) for plan in plans]
 
 
 def gather_and_attend(case: PagedCase, table: torch.Tensor) -> torch.Tensor:
-    """Request by request: its blocks side by side, then torch's attention. ``[num_tokens, num_heads, head_dim]``."""
+    """Gather each request's blocks and call torch's attention. Returns ``[num_tokens, num_heads, head_dim]``."""
     out = torch.empty_like(case.query)
     start = 0
     for row, (count, length) in enumerate(zip(case.query_lens_cpu.tolist(), case.seq_lens_cpu.tolist(), strict=True)):

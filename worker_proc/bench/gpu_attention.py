@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: decoding over a grid of shapes, an uneven batch, prompts."""
+"""Paged attention on a GPU: decoding over a grid of shapes, an uneven batch, and prefill."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ _LLAMA_LENGTHS = {
     128: (1024, 8192),
     256: (1024,),
 }
-# (rows, tokens of each, heads)
+# (rows, tokens per row, heads)
 DECODE = [(rows, length, LLAMA) for rows, lengths in _LLAMA_LENGTHS.items() for length in lengths] + [
     (32, 8192, Heads(32, 8, 128, 32)),
     (32, 8192, Heads(32, 8, 128, 64)),
@@ -35,19 +35,19 @@ DECODE = [(rows, length, LLAMA) for rows, lengths in _LLAMA_LENGTHS.items() for 
 ]
 QUICK_DECODE = [(1, 8192, LLAMA), (32, 1024, LLAMA), (64, 8192, LLAMA), (128, 8192, LLAMA), (256, 1024, LLAMA)]
 
-# (rows, tokens computed of each, tokens of each)
+# (rows, computed tokens per row, all tokens per row)
 PREFILL = [(1, 512, 512), (1, 2048, 2048), (4, 2048, 2048), (1, 8192, 8192), (1, 2048, 16384)]
 QUICK_PREFILL = [(1, 2048, 2048), (1, 2048, 16384)]
 
 
 def decode(case: PagedCase) -> list[Call]:
-    """The launches of one layer. The plan, which all layers share, is made here: as a captured step makes it."""
+    """Return the launches of one layer, with a plan as a captured step builds it once for all layers."""
     buffers = allocate_decode(_shape(case), len(case.seq_lens), case.query.device)
     return _attend(case, plan_decode(buffers, case.query_start_loc, case.seq_lens))
 
 
 def prefill(case: PagedCase) -> list[Call]:
-    """As ``decode``, with a plan from the host's lengths."""
+    """Return the launches of one layer, with a plan from the lengths on the host."""
     return _attend(case, plan_attention(case.query_lens_cpu, case.seq_lens_cpu, _shape(case), case.query.device))
 
 
@@ -62,7 +62,7 @@ def _shape(case: PagedCase) -> AttentionShape:
 
 
 def dense_decode(case: PagedCase) -> list[Call]:
-    """torch's attention over keys that lie one after the other; the heads of a group stand where queries usually do."""
+    """Return calls of torch's attention over contiguous keys, with a group's heads in the query dimension."""
     query = case.query.view(len(case.query), case.heads.num_kv_heads, -1, case.heads.head_dim)
     dense = [case.dense(copy).transpose(2, 3) for copy in range(len(case.tables))]
     return [partial(F.scaled_dot_product_attention, query, keys, values) for keys, values in dense]
@@ -74,14 +74,14 @@ def decode_attention(bench: Bench) -> None:
         num_bytes = heads.key_bytes(rows * length, bench.dtype)
         case = _decode_case(bench, [length] * rows, heads)
         name = f"{rows} x {length:,}, {heads}, blocks of {heads.block_size}"
-        for way, make in ({"ours": decode, "SDPA, dense": dense_decode} | bench.rivals).items():
-            bench.measure(name, way, partial(make, case), read=num_bytes)
+        for implementation, make in ({"quire": decode, "SDPA, dense": dense_decode} | bench.rivals).items():
+            bench.measure(name, implementation, partial(make, case), read=num_bytes)
         del case
         free_memory(bench.device)
 
 
 def uneven_attention(bench: Bench) -> None:
-    """One long row beside short ones, against as many rows of one length with as many keys in all."""
+    """Compare one long row beside short ones with the same number of equal rows and the same total of keys."""
     long, short, count = bench.pick(full=(131072, 4096, 31), quick=(131072, 4096, 31), dry=(32, 16, 1))
     heads = bench.pick(full=LLAMA, quick=LLAMA, dry=TINY)
     total = long + short * count
@@ -93,7 +93,7 @@ def uneven_attention(bench: Bench) -> None:
     for name, lens in batches.items():
         case = _decode_case(bench, lens, heads)
         num_bytes = heads.key_bytes(sum(lens), bench.dtype)
-        taken.append(bench.measure(name, "ours", partial(decode, case), read=num_bytes))
+        taken.append(bench.measure(name, "quire", partial(decode, case), read=num_bytes))
         del case
         free_memory(bench.device)
     uneven, even = taken
@@ -108,7 +108,7 @@ def prefill_attention(bench: Bench) -> None:
         case = make_case([query_len] * rows, [length] * rows, heads, bench.dtype, bench.device, 1)
         flops = prefill_flops(rows, query_len, length, heads)
         name = f"{rows} x {query_len:,} of {length:,}, {heads}"
-        bench.measure(name, "ours", partial(prefill, case), flops=flops, dtype=bench.dtype)
+        bench.measure(name, "quire", partial(prefill, case), flops=flops, dtype=bench.dtype)
         if query_len == length:
             bench.measure(name, "SDPA, dense", partial(dense_prefill, case), flops=flops, dtype=bench.dtype)
         del case
@@ -116,7 +116,7 @@ def prefill_attention(bench: Bench) -> None:
 
 
 def prefill_flops(rows: int, query_len: int, length: int, heads: Heads) -> float:
-    """Of both products, over what a query sees and no more."""
+    """Return the floating point operations of both products, over the keys visible to each query."""
     pairs = query_len * length - query_len * (query_len - 1) // 2
     return 4.0 * rows * pairs * heads.num_heads * heads.head_dim
 

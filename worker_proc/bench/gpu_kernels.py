@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 def cache_write(bench: Bench) -> None:
-    """Keys and values of a step's tokens into their slots; the fused kernel rotates queries and keys besides."""
+    """Measure writing a step's keys and values to their slots; the fused kernel also rotates queries and keys."""
     heads = bench.pick(full=Heads(32, 8, 128), quick=Heads(32, 8, 128), dry=Heads(4, 2, 32))
     for num_tokens in bench.pick(full=(8192, 256, 1), quick=(8192,), dry=(9,)):
         _cache_writes(bench, num_tokens, heads)
@@ -39,17 +39,17 @@ def _cache_writes(bench: Bench, num_tokens: int, heads: Heads) -> None:
     qkv = torch.randn(num_tokens, num_projected, heads.head_dim, device=device).to(dtype)
     key, value = qkv[:, heads.num_heads :].chunk(2, 1)
     name = f"{num_tokens:,} tokens, {heads}"
-    writers: dict[str, Callable[..., None]] = {"ours": write_cache, "torch": _torch_write}
-    for way, write in writers.items():
+    writers: dict[str, Callable[..., None]] = {"quire": write_cache, "torch": _torch_write}
+    for implementation, write in writers.items():
         calls = [partial(write, key, value, cache, slots) for cache in caches]
-        bench.measure(name, way, partial(list, calls), moved=2 * written)
+        bench.measure(name, implementation, partial(list, calls), moved=2 * written)
     table = torch.randn(2, num_tokens, heads.head_dim, device=device).to(dtype)
     positions = torch.arange(num_tokens, device=device)
 
     def fused(cache: torch.Tensor) -> torch.Tensor:
         return fused_cache_write(qkv, heads.num_heads, cache, slots, rotary_table=table, positions=positions)
 
-    bench.measure(f"{name}, rotated", "ours", lambda: _each(fused, caches), moved=2 * qkv.nbytes + table.nbytes)
+    bench.measure(f"{name}, rotated", "quire", lambda: _each(fused, caches), moved=2 * qkv.nbytes + table.nbytes)
 
 
 def _torch_write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def _each(run: Callable[[torch.Tensor], object], tensors: Sequence[torch.Tensor]
 
 
 def ops(bench: Bench) -> None:
-    """Norms and gates of a llama-3.1-8b layer."""
+    """Measure norms and gates of a llama-3.1-8b layer."""
     width, inner = bench.pick(full=(4096, 14336), quick=(4096, 14336), dry=(64, 96))
     for num_tokens in bench.pick(full=(1, 128, 8192), quick=(128,), dry=(3,)):
         _norms(bench, num_tokens, width)
@@ -72,7 +72,7 @@ def ops(bench: Bench) -> None:
 
 
 def _inputs(bench: Bench, *shape: int) -> list[torch.Tensor]:
-    """As many as outgrow the device's cache."""
+    """Return enough input tensors to exceed the device's cache."""
     copies = bench.clock.copies(torch.Size(shape).numel() * bench.dtype.itemsize)
     return [torch.randn(shape, device=bench.device).to(bench.dtype) for _ in range(copies)]
 
@@ -82,7 +82,7 @@ def _norms(bench: Bench, num_tokens: int, width: int) -> None:
     weight = torch.ones(width, dtype=bench.dtype, device=bench.device)
     residual = torch.zeros_like(xs[0])
     name, moved = f"rms_norm {num_tokens:,} x {width:,}", 2 * xs[0].nbytes
-    bench.measure(name, "ours", lambda: _each(lambda x: rms_norm(x, weight, 1e-5), xs), moved=moved)
+    bench.measure(name, "quire", lambda: _each(lambda x: rms_norm(x, weight, 1e-5), xs), moved=moved)
     bench.measure(name, "torch", lambda: _each(lambda x: F.rms_norm(x, (width,), weight, 1e-5), xs), moved=moved)
 
     def torch_add(x: torch.Tensor) -> None:
@@ -90,19 +90,19 @@ def _norms(bench: Bench, num_tokens: int, width: int) -> None:
         F.rms_norm(residual, (width,), weight, 1e-5)
 
     name, moved = f"add_rms_norm {num_tokens:,} x {width:,}", 4 * xs[0].nbytes
-    bench.measure(name, "ours", lambda: _each(lambda x: add_rms_norm(x, residual, weight, 1e-5), xs), moved=moved)
+    bench.measure(name, "quire", lambda: _each(lambda x: add_rms_norm(x, residual, weight, 1e-5), xs), moved=moved)
     bench.measure(name, "torch", lambda: _each(torch_add, xs), moved=moved)
 
 
 def _gates(bench: Bench, num_tokens: int, inner: int) -> None:
     xs = _inputs(bench, num_tokens, 2 * inner)
     name, moved = f"silu gate {num_tokens:,} x {inner:,}", xs[0].nbytes * 3 // 2
-    bench.measure(name, "ours", lambda: _each(lambda x: gate(x, "silu"), xs), moved=moved)
+    bench.measure(name, "quire", lambda: _each(lambda x: gate(x, "silu"), xs), moved=moved)
     bench.measure(name, "torch", lambda: _each(lambda x: F.silu(x[:, :inner]) * x[:, inner:], xs), moved=moved)
 
 
 def sampling(bench: Bench) -> None:
-    """From logits to tokens: greedy and by temperature; and with top-k and top-p, which torch does by a sort."""
+    """Measure sampling: greedy, by temperature, and with top-k and top-p, for which torch sorts."""
     vocab = bench.pick(full=128256, quick=128256, dry=300)
     for rows in bench.pick(full=(1, 128, 256), quick=(128,), dry=(1,)):
         logits = 3 * torch.randn(rows, vocab, device=bench.device)
@@ -117,7 +117,7 @@ def _sampling_rows(bench: Bench, logits: torch.Tensor) -> None:
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     none = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def ours(top_k: torch.Tensor, top_p: torch.Tensor, cut: bool) -> Call:
+    def quire_call(top_k: torch.Tensor, top_p: torch.Tensor, cut: bool) -> Call:
         def call() -> None:
             statistics = row_statistics(logits)
             noise = uniform(seeds, seeds)
@@ -126,18 +126,20 @@ def _sampling_rows(bench: Bench, logits: torch.Tensor) -> None:
         return call
 
     name, read = f"{rows} x {logits.shape[1]:,}", logits.nbytes
-    bench.measure(f"{name}, greedy", "ours", lambda: [lambda: row_statistics(logits)], read=read)
+    bench.measure(f"{name}, greedy", "quire", lambda: [lambda: row_statistics(logits)], read=read)
     bench.measure(f"{name}, greedy", "torch", lambda: [lambda: logits.argmax(-1)], read=read)
-    bench.measure(f"{name}, temperature", "ours", lambda: [ours(none, ones, False)], read=read)
+    bench.measure(f"{name}, temperature", "quire", lambda: [quire_call(none, ones, False)], read=read)
     bench.measure(f"{name}, temperature", "torch", lambda: [lambda: _torch_draw(logits.softmax(-1))], read=read)
-    bench.measure(f"{name}, top-k 50 and top-p 0.9", "ours", lambda: [ours(none + 50, ones * 0.9, True)], read=read)
+    bench.measure(
+        f"{name}, top-k 50 and top-p 0.9", "quire", lambda: [quire_call(none + 50, ones * 0.9, True)], read=read
+    )
     bench.measure(
         f"{name}, top-k 50 and top-p 0.9", "torch", lambda: [lambda: _torch_cut(logits)], read=read, graph=False
     )
 
 
 def _torch_draw(shares: torch.Tensor) -> torch.Tensor:
-    """By exponential noise, which needs no word from the host."""
+    """Draw by exponential noise, which needs no synchronisation with the host."""
     return (shares / torch.empty_like(shares).exponential_()).argmax(-1)
 
 

@@ -1,4 +1,4 @@
-"""Whole decode steps on a GPU: against their floor, launched one kernel at a time, and over a static cache."""
+"""Whole decode steps on a GPU: compared with a lower bound, with eager launches, and with a static cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from quire.worker_proc.bench.step_driver import BLOCK_SIZE, StepDriver, StepTime
 from quire.worker_proc.bench.timing import elapsed
 from quire.worker_proc.models.decoder import Decoder
 
-OURS, EAGER, STATIC = "ours", "ours, eager", "static cache, one graph"
+QUIRE, EAGER, STATIC = "quire", "quire, eager", "static cache, one graph"
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many are timed; rows have room for all of them."""
+    """Numbers of steps; rows have room for all of them."""
 
     warm_up: int
     timed: int
@@ -32,7 +32,7 @@ class Steps:
 
 
 def decode_step(bench: Bench) -> None:
-    """llama-3.1-8b at 1,024 tokens."""
+    """Measure decode steps of llama-3.1-8b at 1,024 tokens."""
     batches = bench.pick(full=(1, 32, 128), quick=(1, 128), dry=(2,))
     length, steps = bench.pick(full=(1024, Steps(8, 48, 32)), quick=(1024, Steps(4, 24, 16)), dry=(12, Steps(1, 1, 1)))
     model, driver = _make("llama-3.1-8b", bench, max(batches), length + steps.room)
@@ -42,13 +42,13 @@ def decode_step(bench: Bench) -> None:
     driver.runner.warm_up()
     for name, rows, times, floor in _timed(bench, model, driver, batches, length, steps):
         figures = {"of_floor": floor / times.wall, "floor_us": floor * 1e6, "cpu_us": times.cpu * 1e6}
-        bench.note(name, OURS, times.wall, **figures, **_device_figures(driver, rows, steps.replays))
+        bench.note(name, QUIRE, times.wall, **figures, **_device_figures(driver, rows, steps.replays))
     driver.empty()
     del driver
     free_memory(bench.device)
     for rows in batches:
         bench.require_time()
-        # As long as ours in the middle of its steps.
+        # The mean length of Quire's rows over the measured steps.
         make = partial(static_step, model, rows, length + steps.room // 2, bench.dtype, bench.device)
         bench.measure(f"{rows} x {length:,}", STATIC, make)
         free_memory(bench.device)
@@ -62,7 +62,7 @@ def _make(name: str, bench: Bench, max_rows: int, max_len: int) -> tuple[Decoder
 def _timed(
     bench: Bench, model: Decoder, driver: StepDriver, batches: tuple[int, ...], length: int, steps: Steps
 ) -> Iterator[tuple[str, int, StepTimes, float]]:
-    """(case, rows, a step's times, its floor in seconds) of each batch, which is left in the driver."""
+    """Yield (case, rows, a step's times, its floor in seconds) for each batch, while the driver holds the batch."""
     for rows in batches:
         bench.require_time()
         driver.fill(rows, length)
@@ -73,7 +73,7 @@ def _timed(
 
 
 def _device_figures(driver: StepDriver, rows: int, replays: int) -> dict[str, float]:
-    """What the graph alone takes; nothing where there is none. The runner's rows are stale afterwards."""
+    """Time the CUDA graph alone; empty without graphs. The runner's rows are stale afterwards."""
     steady = driver.runner.steady
     if steady is None or not driver.has_graphs:
         return {}
@@ -87,8 +87,11 @@ def _device_figures(driver: StepDriver, rows: int, replays: int) -> dict[str, fl
 
 
 def floor_s(model: ModelConfig, rows: int, length: int, dtype: torch.dtype, limits: Limits) -> float:
-    """What no step can beat: each weight read once, or multiplied at the matrix rate where that takes longer; and
-    each row's keys and values read once. The two are different kernels, and add."""
+    """Return a lower bound of a step's time.
+
+    Each weight is read once, or multiplied at the matrix rate if that takes longer. Each row's keys and values are read
+    once. These are separate kernels, so their times add.
+    """
     sizes = [outputs * inputs for outputs, inputs in layer_shapes(model)] * model.num_layers
     sizes.append(model.hidden_size * model.vocab_size)
     rate = max(limits.matmul.values())
@@ -99,7 +102,7 @@ def floor_s(model: ModelConfig, rows: int, length: int, dtype: torch.dtype, limi
 
 
 def steady_step(bench: Bench) -> None:
-    """The worker's CPU time per step, which a model's size does not change, and how much of the time the GPU works."""
+    """Measure the worker's CPU time per step, which is independent of the model's size, and the GPU's utilisation."""
     batches = bench.pick(full=(1, 64, 256), quick=(1, 256), dry=(2,))
     length, steps = bench.pick(full=(512, Steps(8, 96, 32)), quick=(512, Steps(4, 32, 16)), dry=(8, Steps(1, 1, 1)))
     model, driver = _make("qwen3-0.6b", bench, max(batches), length + steps.room)
@@ -109,11 +112,11 @@ def steady_step(bench: Bench) -> None:
         if bench.device.type == "cuda":
             figures |= _busy_figures(driver, steps)
         figures |= _device_figures(driver, rows, steps.replays)
-        bench.note(name, OURS, times.wall, **figures)
+        bench.note(name, QUIRE, times.wall, **figures)
 
 
 def _busy_figures(driver: StepDriver, steps: Steps) -> dict[str, float]:
-    """The share of a stretch of steady steps in which some kernel ran, by torch's profiler; nothing if that fails."""
+    """Return the share of time in which a kernel ran, over steady decode steps; empty if torch's profiler fails."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             driver.steady(steps.timed)
@@ -130,9 +133,12 @@ def _busy_figures(driver: StepDriver, steps: Steps) -> dict[str, float]:
 
 
 def covered_share(spans: list[tuple[float, float]]) -> float:
-    """How much of the time from the first begin to the last end lies in some span; ``spans`` by their begins."""
+    """Return the share of the time from the first start to the last end that lies in a span.
+
+    ``spans`` are sorted by start.
+    """
     covered, reached = 0.0, spans[0][0]
-    for begun, ended in spans:
-        covered += max(0.0, ended - max(begun, reached))
-        reached = max(reached, ended)
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return covered / max(reached - spans[0][0], 1e-9)

@@ -1,4 +1,4 @@
-"""What the device can do, by torch's own operators, in the run in which everything else is measured."""
+"""Limits of the device (memory bandwidth, matrix rate), measured with torch's operators in the same run."""
 
 import torch
 
@@ -11,7 +11,7 @@ _DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16)}
 
 
 def measure_limits(device: torch.device, clock: Clock, size: Size) -> tuple[Limits, list[Row]]:
-    """The limits, and the rows that say so."""
+    """Measure the limits; return them, and the rows that report them."""
     dry = size == "dry"
     num_bytes = 1 << 16 if dry else _BYTES[device.type]
     read_s, copy_s = _stream_seconds(clock, num_bytes)
@@ -31,7 +31,7 @@ def measure_limits(device: torch.device, clock: Clock, size: Size) -> tuple[Limi
 
 
 def _stream_seconds(clock: Clock, num_bytes: int) -> tuple[float, float]:
-    """To read so many bytes, by the faster of two reductions; and to copy them."""
+    """Return the seconds to read ``num_bytes``, by the faster of two reductions, and to copy them."""
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=clock.device)
     target = torch.empty_like(source)
     read_s = min(clock.best_seconds([source.sum]), clock.best_seconds([source.amax]))
@@ -39,6 +39,6 @@ def _stream_seconds(clock: Clock, num_bytes: int) -> tuple[float, float]:
 
 
 def _product_seconds(clock: Clock, edge: int, dtype: torch.dtype) -> float:
-    # Random: zeros need less power, and a GPU multiplies them faster.
+    # Random numbers: zeros need less power, so a GPU multiplies them faster.
     left, right = torch.randn(2, edge, edge, device=clock.device).to(dtype)
     return clock.best_seconds([lambda: left @ right])

@@ -1,4 +1,4 @@
-"""Rows in a paged cache full of random numbers, their blocks anywhere in it."""
+"""Test case for attention: rows with randomly placed blocks in a KV cache of random numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quire.worker_proc.attention.backend import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of an attention layer, and the block size of its cache."""
+    """Heads of an attention layer, and the block size of its KV cache."""
 
     num_heads: int
     num_kv_heads: int
@@ -23,17 +23,17 @@ class Heads:
         return f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}"
 
     def key_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Of keys and values."""
+        """Return the bytes of the tokens' keys and values."""
         return 2 * num_tokens * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """One step's rows; ``tables`` has as many block tables as the cache has copies of the rows' keys.
+    """One step's rows. ``tables`` has one block table for each copy of the rows' keys and values in the cache.
 
     Attributes:
         query: ``[num_tokens, num_heads, head_dim]``.
-        kv_cache: as ``shape_of`` said.
+        kv_cache: ``[2, num_blocks, block_size, num_kv_heads, head_dim]``, or head-major (see ``make_case``).
         tables: int32 ``[num_rows, max_blocks]`` each.
         query_start_loc, seq_lens: int32, on the device.
     """
@@ -48,7 +48,7 @@ class PagedCase:
     seq_lens_cpu: npt.NDArray[np.int32]
 
     def batch(self, table: torch.Tensor) -> StepBatch:
-        """As an attention backend takes it; nothing is written."""
+        """Return the step as an attention backend's argument, without slots to write."""
         return StepBatch(
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
@@ -60,9 +60,10 @@ class PagedCase:
         )
 
     def dense(self, copy: int) -> torch.Tensor:
-        """Rows of one length as if their keys lay one after the other: ``[2, num_rows, length, kv_heads, head_dim]``.
+        """View the cache as contiguous keys and values of equal rows: ``[2, num_rows, length, kv_heads, head_dim]``.
 
-        Only for a cache whose blocks are ``[block_size, num_kv_heads, head_dim]``; other numbers than the tables name.
+        Requires equal lengths and blocks of ``[block_size, num_kv_heads, head_dim]``. The numbers are not those that
+        the block tables address.
         """
         length, rows = int(self.seq_lens_cpu[0]), len(self.seq_lens_cpu)
         flat = self.kv_cache.flatten(1, 2)
@@ -81,9 +82,11 @@ def make_case(
     query_dtype: torch.dtype | None = None,
     head_major: bool = False,
 ) -> PagedCase:
-    """Args:
-    copies: of all rows' keys, each in blocks of its own.
-    head_major: a block is ``[num_kv_heads, block_size, head_dim]``.
+    """Build a case with random contents.
+
+    Args:
+        copies: number of copies of all rows' keys and values, each in separate blocks.
+        head_major: blocks are ``[num_kv_heads, block_size, head_dim]``.
     """
     needed = [-(-length // heads.block_size) for length in seq_lens]
     per_copy = sum(needed)

@@ -1,4 +1,4 @@
-"""What a section is given, and the rows that it leaves."""
+"""The arguments of a benchmark section, and the rows of its result."""
 
 import gc
 import time
@@ -18,22 +18,22 @@ Rivals = dict[str, Callable[[PagedCase], list[Call]]]
 
 
 class OutOfTime(Exception):
-    """The time limit is reached: what was measured so far stands."""
+    """The time limit is reached; results so far are kept."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One figure.
+    """The result of one implementation in one case.
 
     Attributes:
-        case: what was computed.
-        way: by whom; the first way of a section is ours.
-        us: microseconds of one call; None: it failed, and ``error`` says how.
-        figures: what follows from the time, and whatever else was found.
+        case: the computation and its shapes.
+        implementation: name of the implementation; a section's first is Quire's.
+        us: microseconds of one call, or None if it failed (see ``error``).
+        figures: derived and further results, by name.
     """
 
     case: str
-    way: str
+    implementation: str
     us: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -41,10 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the device did in this run, at its best.
+    """The device's best measured rates in this run.
 
     Attributes:
-        read: bytes per second of a reduction over memory that nothing is written to.
+        read: bytes per second of a reduction, which only reads memory.
         copy: bytes per second read and written, together.
         matmul: floating point operations per second of a large product, by dtype.
     """
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Bench:
-    """One section's surroundings; ``rows`` is what it found."""
+    """Arguments and helpers of one section; ``rows`` collects its results."""
 
     device: torch.device
     clock: Clock
@@ -65,16 +65,16 @@ class Bench:
     limits: Limits
     deadline: float
     rivals: Rivals = field(default_factory=dict)
-    """Attention of other libraries, by the name of its column."""
+    """Attention of other libraries, by column name."""
     rows: list[Row] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and caches on a GPU; Triton's interpreter computes bfloat16 wrongly."""
+        """Dtype of weights and KV caches on a GPU. Dry runs use float32: Triton's interpreter miscomputes bfloat16."""
         return torch.float32 if self.size == "dry" else torch.bfloat16
 
     def require_time(self) -> None:
-        """Raises OutOfTime."""
+        """Raise OutOfTime after the deadline."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
 
@@ -84,7 +84,7 @@ class Bench:
     def measure(
         self,
         case: str,
-        way: str,
+        implementation: str,
         make: Callable[[], Sequence[Call]],
         *,
         read: int = 0,
@@ -93,18 +93,18 @@ class Bench:
         dtype: torch.dtype | None = None,
         graph: bool = True,
     ) -> Row:
-        """Time what ``make`` returns. A failure is a row too: it does not end the section.
+        """Time the calls that ``make`` returns, and append a row. A failure gives a row with an error.
 
         Args:
-            read: bytes that must be read, to be compared with the limit of reading.
-            moved: bytes read and written, to be compared with the limit of copying.
-            flops: operations, to be compared with the matrix product's rate in ``dtype``.
+            read: bytes read, to compare with the read limit.
+            moved: bytes read and written, to compare with the copy limit.
+            flops: floating point operations, to compare with the matrix rate in ``dtype``.
 
         Raises:
-            OutOfTime: nothing was measured any more.
+            OutOfTime: the deadline has passed; no row is added.
         """
         self.require_time()
-        row = Row(case, way)
+        row = Row(case, implementation)
         self.rows.append(row)
         try:
             seconds = self.clock.seconds(make(), graph=graph)
@@ -122,18 +122,18 @@ class Bench:
                 row.figures["of_matmul"] = flops / seconds / self.limits.matmul[dtype]
         return row
 
-    def note(self, case: str, way: str, seconds: float | None, **figures: float) -> None:
-        """A row whose time was taken otherwise."""
-        self.rows.append(Row(case, way, None if seconds is None else seconds * 1e6, figures))
+    def note(self, case: str, implementation: str, seconds: float | None, **figures: float) -> None:
+        """Append a row with a time that the caller measured."""
+        self.rows.append(Row(case, implementation, None if seconds is None else seconds * 1e6, figures))
 
 
 def describe(error: BaseException) -> str:
-    """In one line."""
+    """Format an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def free_memory(device: torch.device) -> None:
-    """Give what is not referenced any more back to the device."""
+    """Free unreferenced memory of the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

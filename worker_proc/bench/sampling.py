@@ -1,6 +1,6 @@
-"""``python -P -m quire.worker_proc.bench.sampling``: what sampling costs the worker, in CPU time, as one line of JSON.
+"""``python -P -m quire.worker_proc.bench.sampling``: the worker's CPU time for sampling, as one line of JSON.
 
-Started by ``quire bench sampling``. Without a model: logits are random, and lie in memory as a model leaves them.
+Started by ``quire bench sampling``. It runs no model: logits are random, in the memory layout of a model's output.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DRAFTS = 4
 
 
 def everything(vocab: int) -> dict[str, Any]:
-    """Every feature that a request can ask for at once."""
+    """Return sampling parameters that use all features at the same time."""
     return {
         "temperature": 0.8,
         "top_k": 50,
@@ -50,7 +50,7 @@ def everything(vocab: int) -> dict[str, Any]:
 
 
 class Sampling:
-    """A batch of equal requests in mid-answer, and a sampler."""
+    """A batch of equal requests with partial outputs, and a sampler."""
 
     def __init__(self, config: EngineConfig, rows: int, params: dict[str, Any]) -> None:
         vocab = config.model.vocab_size
@@ -66,7 +66,7 @@ class Sampling:
         self._work = torch.empty_like(self._logits)
 
     def step(self) -> tuple[float, float]:
-        """One step's sampling; CPU and wall seconds."""
+        """Sample one step; return CPU and wall seconds."""
         self._work.copy_(self._logits)
         cpu, wall = time.process_time(), time.perf_counter()
         self.sampler.update_state(None)
@@ -78,25 +78,25 @@ class Sampling:
 
 
 def unused(config: EngineConfig, rows: int, repeats: int) -> float:
-    """Seconds of everything around the sampling itself, per step, where no request asks for a processor."""
+    """Return seconds per step around the sampling itself, when no request uses a logits processor."""
     made = Sampling(config, rows, PLAIN)
     processors, positions = made.sampler.processors, made.positions
     logits = torch.zeros(rows, 1)
     tokens = torch.zeros(rows, dtype=torch.int64)
     times = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         made.sampler.update_state(None)
         if made.sampler.needs_history:
-            raise AssertionError("nobody asked for a history")
+            raise AssertionError("needs_history is true, but no request uses a processor that reads outputs")
         processors.apply(logits, positions, None)
         processors.accepted(positions, tokens, None)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
 def proposing(config: EngineConfig, method: str, repeats: int) -> float:
-    """Seconds per request and step of a proposer over histories in which the last tokens stood before."""
+    """Return seconds per request and step of a proposer, over sequences with an earlier match of the last tokens."""
     config = msgspec.structs.replace(
         config, num_speculative_tokens=DRAFTS, speculative=SpeculativeConfig(method=method), max_model_len=4 * HISTORY
     )
@@ -113,9 +113,9 @@ def proposing(config: EngineConfig, method: str, repeats: int) -> float:
     wanted = dict.fromkeys(range(DRAFT_ROWS), DRAFTS)
     times = []
     for step in range(repeats + 1):
-        begun = time.process_time()
+        started = time.process_time()
         proposer.propose(wanted)
-        times.append(time.process_time() - begun)
+        times.append(time.process_time() - started)
         following = phrase[:, step % phrase.shape[1]]
         at = batch.tokens.length[:DRAFT_ROWS]
         batch.tokens.data[np.arange(DRAFT_ROWS), at] = following
@@ -133,7 +133,9 @@ def main() -> None:
     with torch.inference_mode():
         plain = Sampling(config, args.rows, PLAIN)
         full = Sampling(config, args.rows, everything(config.model.vocab_size))
-        turns = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][2:]  # by turns: the machine is noisy
+        turns = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][
+            2:
+        ]  # alternate, because the machine is noisy
         found: dict[str, Any] = {
             "native": int(load_native() is not None),
             "unused_us": {rows: unused(config, rows, 20 * args.repeats) * 1e6 for rows in (1, 16, 64, args.rows)},

@@ -1,4 +1,4 @@
-"""What there is to measure, by name and in the order in which it is worth the time."""
+"""The list of benchmark sections, in order of importance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from quire.worker_proc.bench.record import Bench
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """``device``: cpu, or cuda; ``title``: over its table."""
+    """A benchmark. ``device``: cpu or cuda; ``title``: heading of its table."""
 
     name: str
     device: str
@@ -34,15 +34,15 @@ SECTIONS = (
 
 
 def choose(names: list[str], devices: set[str]) -> list[Section]:
-    """Those of ``names`` in that order, or all of the devices'.
+    """Return the sections ``names`` in that order or, without names, all sections of the devices.
 
     Raises:
-        ValueError: a name that is not one, or of another device.
+        ValueError: a section does not exist, or is for another device.
     """
     known = {section.name: section for section in SECTIONS if section.device in devices}
     if not names:
         return list(known.values())
     wrong = [name for name in names if name not in known]
     if wrong:
-        raise ValueError(f"no section {wrong[0]!r} for this device; there are: {', '.join(known)}")
+        raise ValueError(f"no section {wrong[0]!r} for this device; available: {', '.join(known)}")
     return [known[name] for name in names]

@@ -1,7 +1,7 @@
-"""What a decode step is compared with: the same weights and kernels, but a static dense cache and torch's attention.
+"""The baseline of a decode step: the same weights and kernels with a static dense cache and torch's attention.
 
-No block tables, no scheduling, no lengths: one graph, replayed. What a paged and scheduled step takes longer than this
-is the price of pages and of scheduling.
+It has no block tables, scheduling or varying lengths, only one replayed graph. The additional time of a paged and
+scheduled step is the cost of paging and scheduling.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from quire.worker_proc.models.decoder import Decoder
 
 
 class StaticBackend(TritonBackend):
-    """Attends over a cache ``[2, num_rows, length, num_kv_heads, head_dim]``, all of it always read.
+    """Attention over a dense cache ``[2, num_rows, length, num_kv_heads, head_dim]``, which is always read completely.
 
-    A plan is the slots that the step's tokens are written to.
+    A plan is the slot mapping of the step's tokens.
     """
 
     name = "static"
@@ -44,7 +44,7 @@ class StaticBackend(TritonBackend):
 
 
 def static_step(model: Decoder, num_rows: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
-    """One greedy step of ``num_rows`` rows that have ``length`` tokens, its own included; ready to be captured."""
+    """Return a greedy step of ``num_rows`` rows with ``length`` tokens (including the step's), ready to be captured."""
     config = model.config
     backend = StaticBackend()
     shape = backend.kv_cache_shape(num_rows, length, model.num_kv_heads, config.head_dim)

@@ -1,4 +1,4 @@
-"""A ModelRunner with random weights, told by hand-written diffs that requests decode."""
+"""A ModelRunner with random weights that executes hand-written diffs of decoding requests."""
 
 import time
 from collections import deque
@@ -30,14 +30,14 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Per step, in seconds: of the wall, and of the worker's own CPU from a decoded diff to a result."""
+    """Seconds per step: wall time, and the worker's CPU time from a decoded diff to its result."""
 
     wall: float
     cpu: float
 
 
 def sized(model: ModelConfig, size: Size) -> ModelConfig:
-    """The model, or one of its kind that an interpreter gets through."""
+    """Return the model or, for a dry run, a tiny one of its family that Triton's interpreter can run."""
     if size != "dry":
         return model
     tiny = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61}
@@ -45,7 +45,7 @@ def sized(model: ModelConfig, size: Size) -> ModelConfig:
 
 
 def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int) -> Decoder:
-    """By our own kernels; random weights."""
+    """Build the model with Triton's kernels and random weights."""
     require_launchable(device.type)
     built = build_model(model, dtype, device, max_model_len, ops=TritonOps())
     init_dummy_weights(built, seed=0)
@@ -53,7 +53,7 @@ def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, ma
 
 
 class StepDriver:
-    """Owns the runner and counts its steps. Every row has blocks for ``max_len`` tokens from the start."""
+    """Owns the runner and counts its steps. Every row has blocks for ``max_len`` tokens from its first step."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, device: torch.device, max_rows: int, max_len: int) -> None:
         name = str(dtype).removeprefix("torch.")
@@ -77,19 +77,19 @@ class StepDriver:
         )
         self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(max_rows), device)
         for cache in self.runner._kv_caches:
-            cache.normal_()  # No step has computed it; and zeros would cost a device less power than any real keys.
+            cache.normal_()  # Not computed by a step; zeros would need less power than real keys, and be faster.
 
     @property
     def has_graphs(self) -> bool:
         return self.runner.steady is not None and not self.runner.steady.graphs.eager
 
     def fill(self, num_rows: int, length: int) -> None:
-        """Replace whoever is there by so many requests of ``length`` tokens, all but the last of them computed."""
-        fresh = range(self._step * 1000 + 1, self._step * 1000 + 1 + num_rows)
+        """Replace all requests by ``num_rows`` requests of ``length`` tokens, all but the last of them computed."""
+        handles = range(self._step * 1000 + 1, self._step * 1000 + 1 + num_rows)
         params = SamplingParams(temperature=0.0)
         blocks = [self._per_row] * self._num_groups
-        new = [NewRequestData(h, f"r{h}", length, length, length - 1, blocks, params, h) for h in fresh]
-        # In an order that is nobody's: as after hours of coming and going.
+        new = [NewRequestData(h, f"r{h}", length, length, length - 1, blocks, params, h) for h in handles]
+        # In random order, as after hours of allocation and freeing.
         ids = np.random.default_rng(0).permutation(num_rows * sum(blocks)) + NULL_BLOCK_ID + 1
         first = self._execute(
             removed=self._handles,
@@ -98,13 +98,13 @@ class StepDriver:
             block_ids=ids.astype(np.int32),
         )
         _require_tokens(first)
-        self._handles = list(fresh)
+        self._handles = list(handles)
 
     def steady(self, steps: int) -> StepTimes:
-        """Run steps in which nothing changes, two in flight, as the worker's loop does."""
+        """Run steady decode steps, two in flight, as the worker's loop does."""
         in_flight: deque[PendingResult] = deque()
         cpu = 0.0
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for index in range(steps + _IN_FLIGHT):
             if index < steps:
                 at = time.thread_time()
@@ -117,10 +117,10 @@ class StepDriver:
                 at = time.thread_time()
                 _require_tokens(oldest)
                 cpu += time.thread_time() - at
-        return StepTimes((time.perf_counter() - begun) / steps, cpu / steps)
+        return StepTimes((time.perf_counter() - started) / steps, cpu / steps)
 
     def empty(self) -> None:
-        """Nobody is left, as when a worker starts: graphs may be captured."""
+        """Remove all requests, so that graphs may be captured, as at a worker's start."""
         batch = self.runner.batch
         batch.change_rows(list(batch.row_of), [], None)
         self.runner.sampler.update_state(batch.builder.get_and_reset(0))
@@ -136,7 +136,7 @@ class StepDriver:
 
 
 def _require_tokens(pending: PendingResult) -> None:
-    """Raises RuntimeError: the step failed, and so would have those after it."""
+    """Raise RuntimeError if the step failed; all later steps would fail too."""
     failure = pending.result().failure
     if failure:
         raise RuntimeError(failure)

@@ -1,4 +1,4 @@
-"""Seconds per call: by CUDA events over replays of a graph, or by the host's clock. The median, but for limits."""
+"""Timing of calls: CUDA events over replays of a graph, or the host's clock. Results are medians, except for limits."""
 
 import statistics
 import time
@@ -10,23 +10,23 @@ Call = Callable[[], object]
 
 _WARM_UPS = 2
 _GRAPH_S = 0.01
-"""What a replay should take, so that its own launch does not count."""
+"""Target seconds of a replay, so that its launch time is negligible."""
 
 _MOST_CALLS = 128
 _LEAST_ROUNDS = 5
 
 _PATIENCE = 4
-"""A first call on a CPU that takes so many times what a figure may take is the figure: no second one is worth it."""
+"""If the first call on a CPU takes more than this many times the seconds per figure, its time is the result."""
 
 
 class Clock:
     """Times calls on one device.
 
-    ``calls`` do the same work on different memory: made in turn, none finds in a cache what it reads. How many that
-    takes, ``copies`` knows.
+    ``calls`` do the same work on different memory: when they alternate, no call finds its input in a cache. ``copies``
+    returns the number of calls for this.
 
     Args:
-        figure_s: seconds to spend on a figure, about; 0: every call is made once, for a trial of the script.
+        figure_s: approximate seconds per figure; 0 makes each call once, for dry runs.
     """
 
     def __init__(self, device: torch.device, figure_s: float) -> None:
@@ -37,10 +37,10 @@ class Clock:
             self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def copies(self, num_bytes: int) -> int:
-        """How many sets of memory of ``num_bytes`` each outgrow the device's cache fourfold."""
+        """Return the number of buffers of ``num_bytes`` that together are four times as large as the device's cache."""
         if self._figure_s == 0:
             return 1
-        # A CPU's caches are not told; 64 MiB is more than most cores share.
+        # torch does not report a CPU's cache size; few CPUs have more than 64 MiB.
         wanted = 4 * (self._cache_bytes or 1 << 26)
         return max(1, min(_MOST_CALLS, -(-wanted // max(num_bytes, 1))))
 
@@ -48,16 +48,16 @@ class Clock:
         """Median seconds of one call.
 
         Args:
-            graph: capture the calls, so that launching costs the host nothing; False for what cannot be captured.
+            graph: capture the calls, so that launch time on the host does not count; False if they cannot be captured.
         """
         return statistics.median(self._rounds(calls, graph))
 
     def best_seconds(self, calls: Sequence[Call]) -> float:
-        """Of the fastest round: what a device can do, whoever else uses it."""
+        """Return seconds per call of the fastest round, the device's limit without interference of other processes."""
         return min(self._rounds(calls, graph=True))
 
     def _rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
-        """Seconds of one call, round by round."""
+        """Return the seconds of one call in each round."""
         if self._figure_s == 0:
             return self._host_rounds(calls, 1)
         if self.device.type != "cuda":
@@ -65,17 +65,17 @@ class Clock:
         return self._device_rounds(calls, graph)
 
     def _host_rounds(self, calls: Sequence[Call], least: int) -> list[float]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         calls[0]()
-        first = time.perf_counter() - begun
+        first = time.perf_counter() - started
         if first > _PATIENCE * self._figure_s > 0:
             return [first]
         taken: list[float] = []
         end = time.perf_counter() + self._figure_s
         while len(taken) < least or time.perf_counter() < end:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             calls[len(taken) % len(calls)]()
-            taken.append(time.perf_counter() - begun)
+            taken.append(time.perf_counter() - started)
         return taken
 
     def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
@@ -103,11 +103,11 @@ class Clock:
 
 
 def elapsed(run: Call) -> float:
-    """Seconds on the device."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    """Return the seconds that ``run`` takes on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    begun.record()
+    start.record()
     run()
-    ended.record()
-    ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1000
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

@@ -19,10 +19,10 @@ _REDRAWS = np.uint64(0x14057B7EF767814F)
 class RejectionSampler:
     """Chooses the token at each position with a draft, such that its distribution is the model's.
 
-    A draft ``x`` is accepted with probability ``min(1, p(x) / q(x))``, else the token is drawn from ``max(p - q, 0)``,
-    where ``p`` is the model's distribution and ``q`` the draft model's. A rejected ``x`` has no mass in the latter, so
-    the token equals the draft if and only if the draft is accepted. That is how ``accept_drafts`` finds the accepted
-    drafts, as with shared noise.
+    A draft ``x`` is accepted with probability ``min(1, p(x) / q(x))``. Otherwise the token is drawn from
+    ``max(p - q, 0)``, where ``p`` is the model's distribution and ``q`` the draft model's. A rejected ``x`` has no mass
+    in the latter, so the token equals the draft if and only if the draft is accepted. That is how ``accept_drafts``
+    finds the accepted drafts, as with shared noise.
 
     Unlike with shared noise, a request's text depends on its number of drafts, but on nothing else: noise is a function
     of seed and position here too. Greedy rows are unchanged.

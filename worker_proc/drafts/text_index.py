@@ -39,7 +39,7 @@ class TextIndex:
         """
         Args:
             width: maximum number of tokens of a text.
-            shared: one table for all texts, so that a run is found in any of them; else one table per text.
+            shared: one table for all texts, so that a run is found in any of them; otherwise one table per text.
             most: maximum number of places of one run that ``find`` returns.
         """
         self.lengths = np.array(lengths, np.int64)

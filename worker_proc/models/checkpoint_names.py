@@ -106,7 +106,7 @@ def _sources_of(
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
 ) -> dict[str, TensorSource]:
-    """Return the slots that one stored tensor fills, which are none if it is not part of the model."""
+    """Return the slots that one stored tensor fills; empty if it is not part of the model."""
     if name in slots:
         _check_shape(tensor, slots[name].shape)
         return {name: TensorSource(tensor, slots[name])}

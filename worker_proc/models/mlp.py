@@ -95,7 +95,7 @@ class SparseMlp(torch.nn.Module):
         return True
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Slots of each expert's projections under separate names, whatever the checkpoint's layout."""
+        """Slots of each expert's projections under separate names, for every layout of the checkpoint."""
         hidden, width, count = self.build.config.hidden_size, self.moe.intermediate_size, self.moe.num_experts
         held = self.part.stop - self.part.start
         interleaved = self.moe.activation == "swiglu_oai"

@@ -18,7 +18,7 @@ log = event_logger("worker")
 
 @dataclass(slots=True, eq=False)
 class PluginRequest:
-    """A request as plugins see it. ``failed`` is the reason if a plugin failed to add it, else empty."""
+    """A request as plugins see it. ``failed`` is the reason if a plugin failed to add it, or empty."""
 
     params: SamplingParams
     prompt: list[int]
@@ -36,7 +36,7 @@ class InvalidResult(Exception):
 class IsolatedPlugin:
     """Owns the plugin instance of the batch, and replaces it after a failure.
 
-    The instance gets a copy of the logits. If it raises, or returns an unusable result, every row is computed again
+    The instance gets a copy of the logits. If it raises, or returns an unusable result, every row is recomputed
     by a new instance that has only this row: that finds the failing requests, and the others get their results. The
     instance that replaces the failed one loses all state except the requests' token lists.
     """
@@ -80,7 +80,7 @@ class IsolatedPlugin:
         Returns:
             The new logits, and the reason for each row that failed; a failed row's logits are unchanged.
         """
-        usable = logits.amax(-1) < torch.inf  # false if the model's logits are not finite, which is no plugin failure
+        usable = logits.amax(-1) < torch.inf  # false if the model's own logits are not finite
         if self.main is not None:
             try:
                 there = torch.from_numpy(sampled).to(logits.device)

@@ -53,7 +53,7 @@ def test_dry_run_of_all_sections(tmp_path: Path) -> None:
         assert section["rows"], name
         for row in section["rows"]:
             assert row["error"] == "" and row["us"] > 0, (name, row)
-        assert any(row["way"].startswith("ours") for row in section["rows"]), name
+        assert any(row["implementation"].startswith("quire") for row in section["rows"]), name
     assert {row["case"] for row in found["results"]["limits"]} >= {"read 0 MiB", "copy 0 MiB"}
 
 
@@ -61,7 +61,7 @@ def test_dry_run_of_all_sections(tmp_path: Path) -> None:
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "kernels", "--device", "cpu", "--sections", "cpu_magic"])
-    assert "no section 'cpu_magic' for this device; there are: cpu_attention" in capsys.readouterr().err
+    assert "no section 'cpu_magic' for this device; available: cpu_attention" in capsys.readouterr().err
 
 
 def test_time_limit_of_0_is_refused() -> None:
@@ -82,7 +82,7 @@ def test_failure_is_a_row_and_others_continue() -> None:
     def fail() -> None:
         raise RuntimeError("no such\nkernel")
 
-    bench.measure("case", "ours", lambda: [fail], read=8)
+    bench.measure("case", "quire", lambda: [fail], read=8)
     bench.measure("case", "torch", lambda: [lambda: None], read=8)
     bad, good = bench.rows
     assert bad.us is None and bad.error == "RuntimeError: no such kernel"
@@ -92,12 +92,12 @@ def test_failure_is_a_row_and_others_continue() -> None:
 def test_nothing_starts_after_the_deadline() -> None:
     bench = _bench(deadline=0.0)
     with pytest.raises(OutOfTime):
-        bench.measure("case", "ours", lambda: [lambda: None])
+        bench.measure("case", "quire", lambda: [lambda: None])
     assert bench.rows == []
 
 
 def test_figures_are_ratios_to_the_limits() -> None:
-    row = _bench().measure("case", "ours", lambda: [lambda: None], moved=2**20, flops=1e6, dtype=torch.bfloat16)
+    row = _bench().measure("case", "quire", lambda: [lambda: None], moved=2**20, flops=1e6, dtype=torch.bfloat16)
     assert row.us is not None
     seconds = row.us * 1e-6
     assert row.figures["of_copy"] == pytest.approx(2**20 / seconds / 2e9)
@@ -139,7 +139,7 @@ def test_gather_loop_equals_the_cpu_backend() -> None:
 def test_crashed_section_is_in_the_notes() -> None:
     found = Found(plan=["ops"], device={"type": "cpu"})
     found.sections["ops"] = {"title": "", "rows": [], "error": "process exited with status 3", "seconds": 0.0}
-    found.limits = [{"case": "read", "way": "torch", "us": 1.0, "figures": {}, "error": ""}]
+    found.limits = [{"case": "read", "implementation": "torch", "us": 1.0, "figures": {}, "error": ""}]
     args = argparse.Namespace(quick=False, dry_run=False, time_limit=None)
     assert _report(args, found).notes == ["ops: process exited with status 3"]
 
@@ -148,7 +148,7 @@ CRASHING = """#!{python} -P
 import json, os, sys
 sys.stdin.read()
 rest = sys.argv[sys.argv.index("--sections") + 1].split(",") if "--sections" in sys.argv else ["a", "b", "c", "d"]
-row = {{"case": "x", "way": "ours", "us": 1.0, "figures": {{}}, "error": ""}}
+row = {{"case": "x", "implementation": "quire", "us": 1.0, "figures": {{}}, "error": ""}}
 print(json.dumps({{"plan": rest, "device": {{"type": "cuda"}}, "limits": [row]}}), flush=True)
 for name in rest:
     if name == "b":

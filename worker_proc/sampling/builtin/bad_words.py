@@ -34,7 +34,7 @@ class Words:
 
 
 class BadWords(BanProcessor[Words]):
-    """Reads the output tokens of rows that have a word of several tokens."""
+    """Reads the output tokens of rows that have bad words of several tokens."""
 
     _long: list[Words]
 
