@@ -1,10 +1,10 @@
-"""A whole engine in one process: the real scheduler, model runner and sampler, with the loop in plain sight.
+"""A whole engine in one process: the real scheduler, model runner and sampler, with an explicit main loop.
 
     python -P docs/small_engine.py "Once upon a time" "Count from 1 to 5."
 
-``quire serve`` runs the same parts in several processes: the scheduler sends each step to its workers over ZeroMQ, has
-the next step ready while the present one runs, and lives on when a worker dies. None of that changes what a step is,
-so this file is the place to begin reading. It leaves out grammars, which need masks from the scheduler in mid-step.
+``quire serve`` runs the same parts in several processes. There the scheduler sends each step to its workers over
+ZeroMQ, decides the next step while the current one runs, and survives the death of a worker. A step is the same, so
+this file is a good place to start reading. Grammars are omitted, because they need token bitmasks during a step.
 """
 
 import sys
@@ -25,9 +25,11 @@ from quire.worker_proc.startup.setup import make_runner
 
 
 class SmallEngine:
-    """Owns one scheduler and one model runner, and moves messages between them.
+    """Owns one scheduler and one model runner, and passes messages between them.
 
-    ``model`` is a Hugging Face folder or id, or None for the built-in demo model; ``settings`` are those of ``LLM``.
+    Args:
+        model: Hugging Face folder or id, or None for the built-in demo model.
+        settings: the keyword arguments of ``LLM``.
     """
 
     def __init__(self, model: str | None = None, **settings: object) -> None:
@@ -36,16 +38,16 @@ class SmallEngine:
         options = EngineOptions(**{"async_scheduling": False, **settings})  # type: ignore[arg-type]
         self.config = make_engine_config(options, folder=self.folder)
         layout = kv_layout(self.config.model, self.config.block_size, self.config.kv_cache_dtype)
-        # The worker's half: weights, KV tensors, the rows of the batch. It says how many KV blocks fit into memory.
+        # The worker's half: weights, KV tensors and batch rows. It reports how many KV blocks fit into memory.
         self.runner, ready = make_runner(self.config, layout)
-        # The scheduler's half: requests and KV blocks. It never sees a tensor.
+        # The scheduler's half: requests and KV block ids. It uses no tensors.
         self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """Return the token ids that continue each prompt of token ids.
+        """Return the output token ids of each prompt of token ids.
 
         Raises:
-            ValueError: the scheduler refuses a prompt; the message says why.
+            ValueError: the scheduler rejected a prompt; the message contains the reason.
         """
         self._answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
         self._request_ids: dict[int, str] = {}
@@ -54,19 +56,19 @@ class SmallEngine:
             self.scheduler.consume(AddRequest(request_id, np.array(prompt, np.int32), params, seed))
         while True:
             self._deliver()
-            # Decide: which requests run, how many tokens of each, and in which KV blocks. The answer is a diff against
-            # the step before; None means that nothing is left to run.
+            # Decide which requests run, how many tokens of each, and in which KV blocks. The result is a diff against
+            # the previous step, or None if no request is left.
             diff = self.scheduler.schedule()
             if diff is None:
                 return list(self._answers.values())
-            # Run: update the batch by the diff, compute the tokens' KV and logits, and sample.
+            # Execute: update the batch from the diff, compute KV and logits of the tokens, and sample.
             launched = self.runner.launch(diff)
             result = self.runner.finish(launched).result()
-            # Apply: append the sampled tokens, end the requests that are complete, free their blocks.
+            # Apply the result: append the sampled tokens, end complete requests, and free their blocks.
             self.scheduler.consume(result)
 
     def _deliver(self) -> None:
-        """Take what the scheduler has for its clients. Requests go by small integers, handles, once introduced."""
+        """Take the scheduler's messages. After its introduction a request is identified by its handle, an integer."""
         for _, message in self.scheduler.take_messages():
             match message:
                 case StepOutputs():
@@ -74,12 +76,12 @@ class SmallEngine:
                         self._request_ids[new.handle] = new.request_id
                     if message.handles is None or message.tokens is None:
                         continue
-                    # With drafts a request gets several tokens in one step; ``counts`` says how many.
+                    # With drafts a request gets several tokens in one step, and ``counts`` has their numbers.
                     counts = message.counts if message.counts is not None else np.ones_like(message.handles)
                     for handle, token in zip(np.repeat(message.handles, counts), message.tokens, strict=True):
                         self._answers[self._request_ids[int(handle)]].append(int(token))
                 case Rejected():
-                    raise ValueError(f"prompt {message.request_id} is refused: {message.message}")
+                    raise ValueError(f"prompt {message.request_id} was rejected: {message.message}")
 
 
 def main() -> None:

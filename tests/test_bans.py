@@ -1,6 +1,6 @@
-"""Nothing that could run a stranger's bytes is called anywhere in the tree, and one module reads from sockets.
+"""No code in the tree can execute untrusted bytes, and only one module receives from sockets.
 
-The search is by syntax: imports, also under other names, calls, and arguments. It is shown to bite.
+The search is syntactic: imports (also renamed ones), calls and arguments. Tests verify that it finds known cases.
 """
 
 import ast
@@ -18,7 +18,7 @@ MODULES = {
     "pickle", "cPickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle",
     "multiprocessing", "commands", "pty", "runpy", "code", "codeop",
 }  # fmt: skip
-"""Their use is to revive objects, or to run text. (multiprocessing's connections and queues pickle.)"""
+"""Modules that deserialize objects or execute text. (Connections and queues of multiprocessing use pickle.)"""
 
 NAMES = {
     "eval", "exec", "compile", "__import__", "execfile",
@@ -33,11 +33,11 @@ NAMES = {
 METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "read_pickle", "to_pickle"}
 NUMPY_LOADS = {"numpy.load", "numpy.lib.npyio.load"}
 ARGUMENTS = {"shell": False, "allow_pickle": False, "trust_remote_code": False, "weights_only": True}
-"""Keyword arguments that must have this value wherever they stand."""
+"""Keyword arguments that must have this value in every call."""
 
 
 class Allowed(NamedTuple):
-    """``place``: file, and the function in it."""
+    """An exception. ``place``: file and function, as ``file:function``."""
 
     place: str
     name: str
@@ -45,15 +45,13 @@ class Allowed(NamedTuple):
 
 
 EXCEPTIONS = [
-    Allowed(
-        "launch/replay/simulate/sweep.py:", "multiprocessing", "pipes to its own children only, which it spawned itself"
-    ),
+    Allowed("launch/replay/simulate/sweep.py:", "multiprocessing", "pipes to processes that it started itself"),
     Allowed(
         "launch/replay/simulate/sweep.py:",
         "concurrent.futures.ProcessPoolExecutor",
-        "the same: simulations, no requests",
+        "processes that it started itself; they run simulations, not requests",
     ),
-    Allowed("tests/kernels/compile_ahead.py:", "runpy", "files of its own folder, by path"),
+    Allowed("tests/kernels/compile_ahead.py:", "runpy", "executes only files of its own folder, by path"),
     Allowed("tests/worker_proc/parallel/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
 ]
 
@@ -65,7 +63,7 @@ class Offence(NamedTuple):
 
 
 class _Search(ast.NodeVisitor):
-    """Resolves names through the imports of one module, wherever in it they stand."""
+    """Finds offences in one module, and resolves names through all of its imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: list[Offence] = []
@@ -85,7 +83,7 @@ class _Search(ast.NodeVisitor):
         self.found.append(Offence(getattr(node, "lineno", 0), self._function, name))
 
     def _name(self, node: ast.AST) -> str:
-        """The full dotted name, or nothing for what is no name."""
+        """Return the full dotted name, or an empty string if ``node`` is not a name."""
         if isinstance(node, ast.Name):
             return self._meaning.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (base := self._name(node.value)):
@@ -130,12 +128,12 @@ class _Search(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = self._name(node.func)
-        told = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         for argument, wanted in ARGUMENTS.items():
-            given = told.get(argument)
+            given = keywords.get(argument)
             if given is not None and not (isinstance(given, ast.Constant) and given.value is wanted):
                 self._report(node, f"{argument}=")
-        if name in NUMPY_LOADS and "allow_pickle" not in told:
+        if name in NUMPY_LOADS and "allow_pickle" not in keywords:
             self._report(node, name)
         if name in ("importlib.import_module", "getattr", "builtins.getattr"):
             for text in (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)):
@@ -156,32 +154,32 @@ def _files() -> Iterator[Path]:
 
 def _is_allowed(place: str, offence: Offence) -> bool:
     if offence.name == ".recv" and (place == RECEIVES or place.startswith("tests/")):
-        return True  # tests are peers of all kinds; what would revive objects is another offence
+        return True  # tests act as peers of all kinds; deserializing objects is a separate offence
     where = f"{place}:{offence.function}"
     return any(where.startswith(allowed.place) and offence.name == allowed.name for allowed in EXCEPTIONS)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Offence]]:
-    """By file, of the whole tree."""
+    """Offences of the whole tree, by file."""
     return {str(file.relative_to(ROOT)): offences(file.read_text(encoding="utf-8")) for file in _files()}
 
 
-def test_nothing_banned_stands_in_the_tree(found: dict[str, list[Offence]]) -> None:
-    assert {place.partition("/")[0] for place in found} >= {"protocol", "launch", "tests"}, "it does not see the tree"
-    told = [
+def test_tree_contains_nothing_banned(found: dict[str, list[Offence]]) -> None:
+    assert {place.partition("/")[0] for place in found} >= {"protocol", "launch", "tests"}, "the search skipped files"
+    lines = [
         f"{place}:{offence.line}: {offence.name}"
         for place, here in found.items()
         for offence in here
         if not _is_allowed(place, offence)
     ]
-    assert not told, "\n".join(told)
+    assert not lines, "\n".join(lines)
 
 
-def test_every_exception_is_needed(found: dict[str, list[Offence]]) -> None:
+def test_every_allowed_exception_is_used(found: dict[str, list[Offence]]) -> None:
     for allowed in EXCEPTIONS:
         file = allowed.place.partition(":")[0]
-        assert any(allowed.name == offence.name for offence in found[file]), f"{allowed.place} does not need its own"
+        assert any(allowed.name == offence.name for offence in found[file]), f"unused: {allowed.place}"
 
 
 def test_one_module_receives_from_sockets(found: dict[str, list[Offence]]) -> None:
@@ -190,7 +188,7 @@ def test_one_module_receives_from_sockets(found: dict[str, list[Offence]]) -> No
 
 BAD = {
     "pickle": "import pickle",
-    "pickle by another name": "import pickle as json",
+    "pickle under another name": "import pickle as json",
     "from pickle": "from pickle import loads",
     "C pickle": "import _pickle",
     "inside a function": "def f():\n    import cloudpickle\n",
@@ -198,24 +196,24 @@ BAD = {
     "marshal": "from marshal import load as read",
     "shelve": "import json, shelve",
     "joblib": "from joblib import Parallel",
-    "by its name as text": "import importlib\nimportlib.import_module('pickle')",
+    "by its name as a string": "import importlib\nimportlib.import_module('pickle')",
     "import_module itself": "from importlib import import_module as get\nget('marshal')",
     "dunder import": "__import__('os')",
     "multiprocessing": "from multiprocessing import Pipe",
-    "torch's own": "import torch.multiprocessing as mp",
+    "torch.multiprocessing": "import torch.multiprocessing as mp",
     "process pool": "from concurrent.futures import ProcessPoolExecutor",
     "process pool by its module": "import concurrent.futures\nconcurrent.futures.ProcessPoolExecutor()",
     "torch.load": "import torch\ntorch.load(path)",
-    "torch by another name": "import torch as t\nt.load(path, weights_only=True)",
+    "torch under another name": "import torch as t\nt.load(path, weights_only=True)",
     "load from torch": "from torch import load",
-    "kept and called later": "import torch\nread = torch.load",
+    "stored and called later": "import torch\nread = torch.load",
     "torch.jit": "import torch\ntorch.jit.load(path)",
     "weights_only": "read(path, weights_only=False)",
     "objects over ranks": "import torch.distributed as dist\ndist.all_gather_object(a, b)",
     "yaml.load": "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
     "yaml.unsafe_load": "from yaml import unsafe_load",
     "eval": "eval(text)",
-    "eval kept": "run = eval",
+    "eval stored": "run = eval",
     "exec": "exec(text)",
     "builtins": "import builtins\nbuiltins.exec(text)",
     "compile": "compile(text, 'a', 'exec')",
@@ -224,10 +222,10 @@ BAD = {
     "by getattr": "getattr(socket, 'recv_pyobj')()",
     "recv": "def f(socket):\n    return socket.recv()",
     "recv_multipart": "frames = self._sockets[0].recv_multipart(1)",
-    "recv kept": "take = socket.recv_json",
+    "recv stored": "take = socket.recv_json",
     "numpy.load": "import numpy as np\nnp.load(path)",
-    "numpy.load in a word": "from numpy import load\nload(path)",
-    "numpy.load with pickles": "import numpy\nnumpy.load(path, allow_pickle=True)",
+    "load from numpy": "from numpy import load\nload(path)",
+    "numpy.load with pickle": "import numpy\nnumpy.load(path, allow_pickle=True)",
     "allow_pickle by a variable": "import numpy\nnumpy.load(path, allow_pickle=trusted)",
     "shell": "import subprocess\nsubprocess.run(text, shell=True)",
     "shell by a variable": "run(text, shell=wanted)",
@@ -237,15 +235,15 @@ BAD = {
     "getoutput": "import subprocess\nsubprocess.getoutput(text)",
     "asyncio's shell": "import asyncio\nasyncio.create_subprocess_shell(text)",
     "mktemp": "import tempfile\ntempfile.mktemp()",
-    "mktemp in a word": "from tempfile import mktemp",
-    "a star": "from os import *",
+    "mktemp from tempfile": "from tempfile import mktemp",
+    "star import": "from os import *",
     "code of a checkpoint": "AutoModel.from_pretrained(path, trust_remote_code=True)",
     "runpy": "import runpy",
 }
 
 
 @pytest.mark.parametrize("source", BAD.values(), ids=BAD)
-def test_the_search_finds_it(source: str) -> None:
+def test_search_finds_banned_code(source: str) -> None:
     assert offences(source)
 
 
@@ -254,14 +252,14 @@ GOOD = {
     "a regular expression": "import re\nre.compile(text)",
     "a list of arguments": "import subprocess\nsubprocess.run(['a'], shell=False)",
     "safe yaml": "import yaml\nyaml.safe_load(text)",
-    "numpy without pickles": "import numpy as np\nnp.load(path, allow_pickle=False)",
-    "a folder of pytest's": "factory.mktemp('a')",
+    "numpy without pickle": "import numpy as np\nnp.load(path, allow_pickle=False)",
+    "mktemp of pytest": "factory.mktemp('a')",
     "json": "import json\njson.load(file)",
-    "words": "text = 'import pickle; eval(x)'",
+    "banned words in a string": "text = 'import pickle; eval(x)'",
     "an optional package": "import importlib\nimportlib.import_module('zstandard')",
 }
 
 
 @pytest.mark.parametrize("source", GOOD.values(), ids=GOOD)
-def test_the_search_leaves_it_alone(source: str) -> None:
+def test_search_accepts_allowed_code(source: str) -> None:
     assert not offences(source)

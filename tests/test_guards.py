@@ -1,6 +1,7 @@
-"""The mutation table where it needs no simulation: without its guard, the test of each recurring bug fails.
+"""Mutation tests without simulation: the test of each recurring bug must fail when its guard is removed.
 
-``tests/simulation/test_mutations.py`` is its other half, and ``tests/simulation/README.md`` has all of it by number.
+``tests/simulation/test_mutations.py`` has the mutations that need a simulation; ``tests/simulation/README.md`` lists
+both by number.
 """
 
 import re
@@ -23,7 +24,7 @@ TESTS = Path(__file__).parent
 
 
 def load(path: str) -> Any:
-    """A test module of its own, whose tests are called as they are."""
+    """Load a test module whose tests are called as functions."""
     spec = spec_from_file_location(f"guarded_{Path(path).stem}", TESTS / path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -41,7 +42,7 @@ processors = load("worker_proc/sampling/test_processors.py")
 
 
 def masks(name: str) -> None:
-    """A test of the grammars' masks, with managers that are closed after it."""
+    """Run a test of TestMasks, and close the grammar managers that it creates."""
     made: list[Any] = []
 
     def make(**settings: Any) -> Any:
@@ -56,12 +57,12 @@ def masks(name: str) -> None:
 
 
 def unwritten_slots() -> None:
-    """Blocks whose unwritten slots are NaN, as an 8-bit cache's garbage may be."""
+    """Attention over blocks whose unwritten slots are NaN, which uninitialized 8-bit data can contain."""
     attention.test_equals_attention_row_by_row("torch", "steady decode", (4, 2, 16), 4, torch.float32)
 
 
 def batches_that_change() -> None:
-    """The body of a test over random seeds, at some of them."""
+    """Run the test of changing batches with some seeds."""
     for seed in range(4):
         processors.check_changing_batch([], seed)
 
@@ -69,15 +70,15 @@ def batches_that_change() -> None:
 def all_lengths(steady_decode: bool) -> None:
     for young in (1, 2, 3):
         for length in range(26, 30):
-            bugs.test_bug_06_scheduled_and_put_out_in_the_same_pass(length, young, steady_decode)
+            bugs.test_bug_06_scheduled_and_preempted_in_the_same_step(length, young, steady_decode)
 
 
 NOTICED = (AssertionError, WorkerFault, KeyError, ValueError)
-"""Whoever notices first: test, ``check()``, scheduler or pool, or the pretended worker, which has no such row."""
+"""Errors by which a mutation is detected: in the test, ``check()``, the scheduler, the pool or the worker model."""
 
 
 class Guard(NamedTuple):
-    """``check`` passes, and fails while ``patch`` is entered, which takes out the guard that keeps out ``bug``."""
+    """A guard against ``bug``: ``check`` passes normally, and fails while ``patch`` removes the guard."""
 
     bug: int
     patch: Callable[[], without.Patch]
@@ -93,65 +94,69 @@ GUARDS = (
     Guard(
         2,
         without.waiting_for_the_result_in_flight,
-        partial(bugs.test_bug_02_nobody_is_let_in_before_its_result, 6, 4, 5),
+        partial(bugs.test_bug_02_not_admitted_before_its_result, 6, 4, 5),
     ),
-    Guard(2, without.waiting_for_the_workers_to_let_go, bugs.test_bug_02_late_result_of_one_that_is_gone),
+    Guard(2, without.waiting_for_the_workers_to_let_go, bugs.test_bug_02_late_result_of_an_ended_request),
     Guard(3, without.knowing_who_samples, partial(bugs.test_bug_03_chunked_prefills_side_by_side, 9)),
     Guard(4, without.settling_of_drafts, partial(bugs.test_bug_04_no_placeholder_reaches_the_model, 0.5)),
     Guard(5, mutations.removals_not_sent, partial(bugs.test_bug_05_blocks_freed_while_a_step_is_in_flight, "abort")),
     Guard(6, without.taking_back_of_shares, partial(all_lengths, False)),
-    Guard(7, without.making_way_for_a_row, bugs.test_bug_07_a_better_one_does_not_wait_for_a_seat),
-    Guard(7, without.mercy_on_the_oldest, partial(bugs.test_bug_07_equals_do_not_take_turns, "priority")),
+    Guard(7, without.making_way_for_a_row, bugs.test_bug_07_higher_priority_does_not_wait_for_a_row),
+    Guard(7, without.mercy_on_the_oldest, partial(bugs.test_bug_07_equals_do_not_preempt_each_other, "priority")),
     Guard(
         8,
         without.room_for_whole_prompts,
-        partial(bugs.test_bug_08_a_long_prefill_does_not_come_and_go, "fcfs", False),
+        partial(bugs.test_bug_08_long_prefill_is_not_preempted_repeatedly, "fcfs", False),
     ),
     Guard(9, without.places_of_logprobs, drafts.test_logprobs_of_accepted_tokens_only),
-    Guard(9, without.skipping_of_the_cache, partial(prompts.test_who_asks_reads_no_cached_prefix, layout_of(full(4)))),
+    Guard(
+        9,
+        without.skipping_of_the_cache,
+        partial(prompts.test_prompt_logprobs_disable_prefix_cache_hits, layout_of(full(4))),
+    ),
     Guard(10, without.judging_of_each_draft, partial(masks, "test_drafts_over_the_end_of_a_thought")),
     Guard(10, without.undoing_of_drafts, partial(masks, "test_drafts_over_the_end_of_a_thought")),
-    Guard(11, without.nobody_holds_the_null_block, bugs.test_bug_11_the_null_block_is_nobodys),
+    Guard(11, without.nobody_holds_the_null_block, bugs.test_bug_11_null_block_is_never_held),
     Guard(12, without.counting_of_holders, bugs.test_bug_12_shared_window_blocks_are_freed_once),
     Guard(13, without.clearing_of_unwritten_slots, unwritten_slots),
     Guard(14, without.chaining_of_hashes, prefixes.test_a_stale_hash_never_leads_to_other_content),
     Guard(
         16,
         without.forgetting_of_bad_contents,
-        partial(bugs.test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits, None),
+        partial(bugs.test_bug_16_bad_row_frees_everything_and_the_next_runs, None),
     ),
-    Guard(19, mutations.never_reconsidered, bugs.test_bug_19_a_held_head_does_not_park_the_queue),
-    Guard(20, without.draining_of_removals, bugs.test_bug_20_no_list_grows_from_step_to_step),
-    Guard(21, without.counting_at_admission, bugs.test_bug_21_hits_are_counted_when_they_are_taken),
+    Guard(19, mutations.never_reconsidered, bugs.test_bug_19_held_head_does_not_block_the_queue),
+    Guard(20, without.draining_of_removals, bugs.test_bug_20_no_container_grows_from_step_to_step),
+    Guard(21, without.counting_at_admission, bugs.test_bug_21_hits_are_counted_at_admission),
     Guard(22, without.queueing_of_the_released, bugs.test_bug_22_released_but_no_blocks),
     Guard(23, without.moving_of_processors, batches_that_change),
-    Guard(24, without.looking_before_holding, bugs.test_bug_24_an_admission_that_fails_holds_nothing),
+    Guard(24, without.looking_before_holding, bugs.test_bug_24_failed_admission_holds_nothing),
     Guard(25, without.taking_back_of_blocks, partial(all_lengths, True)),
 )
 NOT_HERE = {15, 17, 18}
-"""Bugs of what this engine does not have: states of recurrent layers, remote loads of KV, an encoder cache."""
+"""Bugs of features that do not exist here: states of recurrent layers, remote loads of KV, an encoder cache."""
 
 
 @pytest.mark.parametrize("guard", thinned(GUARDS, keep=8), ids=lambda guard: guard.name)
-def test_without_this_guard_its_test_fails(guard: Guard) -> None:
+def test_guarded_test_fails_without_its_guard(guard: Guard) -> None:
     guard.check()
     with guard.patch(), pytest.raises(NOTICED):
         guard.check()
 
 
-def test_guards_are_taken_out_by_public_names() -> None:
-    """So that whoever renames one sees that it is named elsewhere."""
+def test_guards_are_patched_by_public_names() -> None:
+    """A search for a renamed public symbol also finds its name in these strings."""
     for file in ("support/scheduler/without_guards.py", "simulation/mutations.py"):
         assert not re.findall(r"patch(?:\.object)?\([^)\n]*?[\".]_[a-z]\w*\"", (TESTS / file).read_text()), file
 
 
-def test_no_bug_is_forgotten() -> None:
-    """Each of the list has a guard that was taken out, or nothing to guard; and stands in the page's table."""
+def test_every_bug_has_a_guard_and_a_row_in_the_table() -> None:
+    """Each bug has a guard here or is in NOT_HERE, and has a row in the table of tests/simulation/README.md."""
     assert {guard.bug for guard in GUARDS} == set(range(1, 26)) - NOT_HERE
     page = (TESTS / "simulation" / "README.md").read_text()
     numbers = [int(found) for found in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
     assert sorted(set(numbers)) == list(range(1, 26)) and numbers == sorted(numbers)
-    told = set(re.findall(r"`(\w+)`", page))
-    missing = {guard.patch.__name__ for guard in GUARDS} - told
+    listed = set(re.findall(r"`(\w+)`", page))
+    missing = {guard.patch.__name__ for guard in GUARDS} - listed
     assert not missing, f"not in the table: {missing}"
     assert not {m.name for m in mutations.MUTATIONS if f"| {m.name} |" not in page}

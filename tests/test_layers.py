@@ -1,4 +1,4 @@
-"""The layers are imports, and this walks them: who may import whom. (What nobody may use: test_bans.py.)"""
+"""Rules for imports between packages and folders. Banned modules are in test_bans.py."""
 
 import ast
 import subprocess
@@ -40,7 +40,7 @@ def _imports(file: Path) -> Iterator[str]:
 
 
 def _graph() -> dict[str, set[str]]:
-    """Each of our modules, and those that it imports."""
+    """Return the modules of this project that each of them imports."""
     files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _files(*PACKAGES)}
     files = {module.removesuffix(".__init__"): file for module, file in files.items()}
     graph = {module: {name.removeprefix("quire.") for name in _imports(file)} for module, file in files.items()}
@@ -48,34 +48,31 @@ def _graph() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_layer_imports_only_the_layers_below(package: str) -> None:
+def test_layer_imports_only_lower_layers(package: str) -> None:
     for file in _files(package):
         for name in _imports(file):
             if name.startswith("quire."):
                 assert name.split(".")[1] in ALLOWED[package], f"{file.relative_to(ROOT)} imports {name}"
 
 
-def test_no_import_circle() -> None:
-    tuple(TopologicalSorter(_graph()).static_order())  # raises CycleError, which names one
+def test_no_import_cycle() -> None:
+    tuple(TopologicalSorter(_graph()).static_order())  # raises CycleError with a cycle
 
 
 def _joined(above: tuple[str, str], part: tuple[str, str]) -> tuple[str, str]:
     return f"{above[0]}.{part[0]}", f"{above[1]}.{part[1]}"
 
 
-def test_between_the_folders_of_a_package_the_arrows_run_one_way() -> None:
-    """A folder that another imports from imports nothing from that, not even by way of others, at any depth.
-
-    A module beside the folders counts as one.
-    """
-    arrows: dict[str, set[str]] = {}
+def test_imports_between_folders_run_one_way() -> None:
+    """At every depth, imports between sibling folders have no cycle. A module beside the folders counts as a folder."""
+    edges: dict[str, set[str]] = {}
     for module, imported in _graph().items():
         for name in imported:
             pairs = pairwise(accumulate(zip(module.split("."), name.split("."), strict=False), _joined))
             for (above, same), (at, to) in pairs:
                 if above == same and at != to:
-                    arrows.setdefault(at, set()).add(to)
-    tuple(TopologicalSorter(arrows).static_order())
+                    edges.setdefault(at, set()).add(to)
+    tuple(TopologicalSorter(edges).static_order())
 
 
 def test_no_folder_has_more_than_20_modules() -> None:
@@ -88,16 +85,16 @@ IMPURE = {"asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing
 IMPURE |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "zmq"}
 
 
-def test_what_decides_is_pure() -> None:
-    """Requests, blocks and decisions know no clock, socket, thread or file, nor what records and runs them."""
-    ours = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
+def test_scheduling_code_is_pure() -> None:
+    """core, requests and kv use no clock, socket, thread or file, and import none of the folders that use them."""
+    callers = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
     for file in _files("scheduler_proc/core", "scheduler_proc/requests", "scheduler_proc/kv"):
-        found = [name for name in _imports(file) if name.split(".")[0] in IMPURE or name.startswith(ours)]
+        found = [name for name in _imports(file) if name.split(".")[0] in IMPURE or name.startswith(callers)]
         assert not found, f"{file.relative_to(ROOT)} imports {found}"
 
 
 @pytest.mark.parametrize("package", TORCH_FREE)
-def test_torch_stays_in_the_worker(package: str) -> None:
+def test_only_workers_import_torch(package: str) -> None:
     for file in _files(package):
         assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, file
 
@@ -105,16 +102,16 @@ def test_torch_stays_in_the_worker(package: str) -> None:
 TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay"))
 
 
-def test_nothing_that_serves_imports_a_tool() -> None:
-    """The command line, which starts them, is the only exception."""
+def test_serving_code_imports_no_tools() -> None:
+    """Tools (bench, demo, measure, replay) are imported only by themselves and by cli.py, which starts them."""
     for file in _files("launch"):
         place = file.relative_to(ROOT)
         if place.parts[1] not in ("bench", "measure", "replay", "cli.py"):
             assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 
-def test_a_front_end_imports_nothing_of_the_scheduler() -> None:
-    """They share messages only: a front end runs in a process of its own."""
+def test_front_end_does_not_import_the_scheduler() -> None:
+    """Front ends run in separate processes and share only messages with the scheduler."""
     for file in _files("launch/frontend", "launch/http", "launch/text", "launch/offline"):
         assert not [name for name in _imports(file) if name.startswith("quire.scheduler_proc")], file
 
@@ -123,13 +120,13 @@ def test_a_front_end_imports_nothing_of_the_scheduler() -> None:
     "module",
     ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.offline.llm"],
 )
-def test_it_runs_where_torch_is_not_installed(module: str) -> None:
+def test_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules.update(torch=None, transformers=None); import {module}"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
-def test_help_needs_no_heavy_library() -> None:
-    """``quire --help`` answers within 0.3 s because of what it does not import."""
+def test_help_imports_no_heavy_library() -> None:
+    """``quire --help`` takes less than 0.3 s only without these imports."""
     code = (
         "import sys, quire.launch.cli as c\n"
         "try: c.main(['--help'])\n"
@@ -142,6 +139,6 @@ def test_help_needs_no_heavy_library() -> None:
     assert "serve" in done.stdout
 
 
-def test_each_package_has_its_page() -> None:
+def test_each_package_has_a_readme() -> None:
     for package in PACKAGES:
         assert (ROOT / package / "README.md").is_file(), package

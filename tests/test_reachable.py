@@ -1,8 +1,9 @@
-"""Nothing unreachable: what no product path can reach is named in docs/reserved.md, and nothing else is.
+"""Unreachable code: docs/reserved.md lists exactly the code that no product path can reach.
 
-By names: a kernel that the product does not use, directly or through other kernels; a parameter of a used kernel that
-no caller gives; a field of a message, of the configuration, of a KV layout or of attention's descriptions that is never
-written or never read; a kind of KV group that no layout has. Tools (benchmarks, replay, demo) are no product path.
+The search is by name. It finds: kernels that the product does not use, directly or through other kernels; parameters of
+used kernels that no caller passes; fields of messages, the configuration, KV layouts and attention metadata that are
+never written or never read; kinds of KV groups that no layout has. Tools (benchmarks, replay, demo) are not product
+paths.
 """
 
 import ast
@@ -14,16 +15,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
 TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "worker_proc/bench/")
 STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
-KNOBS = {"programs", "min_piece"}  # by which tests make small cases behave like large ones
-OTHER = {"Statistics", "AttentionBackend"}  # given to users whole by LLM.statistics; an interface
+KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
+OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface
 MOST_ROWS = 21
 
-Place = tuple[str, str]  # of a definition: the module's path, and the name
-WorkerCommands = Mapping[str, set[str | int]]
+Place = tuple[str, str]  # of a definition: path of the module, and name
+Arguments = Mapping[str, set[str | int]]
 
 
 class Module:
-    """One file: its nodes, what it defines, and which definitions of kernel modules its code names."""
+    """One file: its nodes, its definitions, and the names of kernel modules that it imports."""
 
     def __init__(self, path: str, source: str) -> None:
         self.path = path
@@ -59,20 +60,20 @@ def unreachable(of: list[Module]) -> set[str]:
     defined = {(path, name): node for path, module in kernels.items() for name, node in module.definitions.items()}
     uses = {place: set(kernels[place[0]].uses(ast.walk(node))) for place, node in defined.items()}
     reached = closure((use for module in product for use in module.uses(module.nodes)), uses)
-    transport = {place for place in defined if is_door(*place)}
-    inner = {use for place in transport - reached for use in closure(uses[place], uses) - {place}}
+    entry_points = {place for place in defined if is_entry_point(*place)}
+    inner = {use for place in entry_points - reached for use in closure(uses[place], uses) - {place}}
     nodes = [node for module in product for node in module.nodes]
     calls = given([*nodes, *(node for place in reached for node in ast.walk(defined[place]))])
     others = [(module.path, node) for module in product for node in module.definitions.values()]
-    launchers = [defined[place] for place in transport & reached]
+    launchers = [defined[place] for place in entry_points & reached]
     launchers += [node for path, node in others if path.endswith("group_tables.py")]
     structs = [node for path, node in others if STRUCTS.match(path) and isinstance(node, ast.ClassDef)]
     lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes), *lost_kinds(product)]
-    return {*lost, *(name for _, name in transport - reached - inner)}
+    return {*lost, *(name for _, name in entry_points - reached - inner)}
 
 
-def is_door(path: str, name: str) -> bool:
-    """Public, and neither a reference, which is for tests, nor behind a launcher."""
+def is_entry_point(path: str, name: str) -> bool:
+    """Whether a kernel definition is public, no reference implementation (for tests), and not behind a launcher."""
     return not (name.startswith("_") or name.endswith("_reference") or path.endswith("_triton.py"))
 
 
@@ -88,30 +89,30 @@ def closure(start: Iterable[Place], uses: Mapping[Place, set[Place]]) -> set[Pla
 
 
 def given(nodes: Iterable[ast.AST]) -> dict[str, set[str | int]]:
-    """Of each name that is called: keywords and numbers of positions that some call gives; "**" and "*": any."""
+    """Return, for each called name, the keywords and positions that some call passes; "**" and "*" mean any."""
     found: dict[str, set[str | int]] = {}
     for call in nodes:
         if isinstance(call, ast.Call):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-            mine = found.setdefault(name, set())
-            mine |= {keyword.arg or "**" for keyword in call.keywords}
-            mine |= {"*" if isinstance(arg, ast.Starred) else index for index, arg in enumerate(call.args)}
+            passed = found.setdefault(name, set())
+            passed |= {keyword.arg or "**" for keyword in call.keywords}
+            passed |= {"*" if isinstance(arg, ast.Starred) else index for index, arg in enumerate(call.args)}
     return found
 
 
-def lost_parameters(launchers: Iterable[ast.AST], calls: WorkerCommands) -> Iterator[str]:
-    """Parameters with a default that no call gives."""
+def lost_parameters(launchers: Iterable[ast.AST], calls: Arguments) -> Iterator[str]:
+    """Yield the parameters with a default that no call passes."""
     for launcher in (node for node in launchers if isinstance(node, ast.FunctionDef)):
         of = launcher.args
         first = len(of.args) - len(of.defaults)
         optional: list[tuple[str, int | str]] = [(arg.arg, first + i) for i, arg in enumerate(of.args[first:])]
         optional += [(arg.arg, arg.arg) for arg, default in zip(of.kwonlyargs, of.kw_defaults, strict=True) if default]
-        told = calls.get(launcher.name, {"*"}) | KNOBS
-        yield from (f"{launcher.name}({n})" for n, at in optional if not told & {n, at, "**", "*"})
+        passed = calls.get(launcher.name, {"*"}) | KNOBS
+        yield from (f"{launcher.name}({n})" for n, at in optional if not passed & {n, at, "**", "*"})
 
 
-def lost_fields(structs: list[ast.ClassDef], calls: WorkerCommands, nodes: list[ast.AST]) -> Iterator[str]:
-    """Fields that nothing reads or names, or that no construction, ``replace`` or assignment writes."""
+def lost_fields(structs: list[ast.ClassDef], calls: Arguments, nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the fields that are never read or named, or never written by construction, ``replace`` or assignment."""
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
@@ -121,34 +122,34 @@ def lost_fields(structs: list[ast.ClassDef], calls: WorkerCommands, nodes: list[
         targets = [node.target for node in struct.body if isinstance(node, ast.AnnAssign)]
         names = [target.id for target in targets if isinstance(target, ast.Name) and target.id[0] != "_"]
         heirs = (heir for heir in structs if struct.name in {getattr(base, "id", "") for base in heir.bases})
-        told = assigned.union(*(calls.get(name, set()) for name in ("replace", struct.name, *(h.name for h in heirs))))
-        told |= given(ast.walk(struct)).get("cls", set())
-        unwritten = {name for index, name in enumerate(names) if not told & {name, index, "**", "*"}}
+        set_ = assigned.union(*(calls.get(name, set()) for name in ("replace", struct.name, *(h.name for h in heirs))))
+        set_ |= given(ast.walk(struct)).get("cls", set())
+        unwritten = {name for index, name in enumerate(names) if not set_ & {name, index, "**", "*"}}
         yield from (f"{struct.name}.{name}" for name in names if name in unwritten or name not in read)
 
 
 def lost_kinds(product: list[Module]) -> set[object]:
-    """Kinds of KV groups that have a manager and are not made."""
+    """Return the kinds of KV groups that have a manager but are never created."""
     nodes = {module.path: module.nodes for module in product}
     made = {node.value for node in nodes.get("protocol/model/kv_layout.py", ()) if isinstance(node, ast.Constant)}
     tables = [node for node in nodes.get("scheduler_proc/kv/coordinator.py", ()) if isinstance(node, ast.Dict)]
     return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)} - made
 
 
-def test_what_is_unreachable_is_reserved_for_a_capability() -> None:
+def test_unreachable_code_is_listed_as_reserved() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "reserved.md").read_text(), re.MULTILINE)
     found = unreachable(modules())
     assert found - set(rows) == set(), "unreachable: wire it in, remove it, or reserve it in docs/reserved.md"
-    assert set(rows) - found == set(), "reachable or gone: remove its row from docs/reserved.md"
+    assert set(rows) - found == set(), "reachable or removed: delete its row from docs/reserved.md"
     assert len(rows) == len(set(rows)) <= MOST_ROWS
 
 
-def test_it_finds_what_is_unreachable() -> None:
+def test_finds_unreachable_code() -> None:
     kernels = "def lost_kernel(): helper()\ndef helper(): ...\ndef kept_kernel(a, knob=0): ..."
     added = [
         Module("kernels/cache/lost.py", kernels),
         Module("worker_proc/uses.py", "from quire.kernels.cache.lost import kept_kernel\nkept_kernel(1)"),
-        Module("protocol/wire/lost.py", "class Told(Message):\n    lost_field: int\nTold(lost_field=1)"),
+        Module("protocol/wire/lost.py", "class Sent(Message):\n    lost_field: int\nSent(lost_field=1)"),
         Module("scheduler_proc/kv/coordinator.py", "MANAGERS = {'lost_kind': int}"),
     ]
-    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Told.lost_field", "lost_kind"}
+    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Sent.lost_field", "lost_kind"}

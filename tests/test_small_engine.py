@@ -1,4 +1,4 @@
-"""The engine of docs/small_engine.py gives the same tokens as ``LLM``, and stays short enough to read first."""
+"""The engine of docs/small_engine.py returns the same tokens as ``LLM``, and stays short."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -22,25 +22,25 @@ def small_engine() -> Any:
 
 
 def test_same_tokens_as_llm(small_engine: Any) -> None:
-    every = [
+    all_params = [
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40),
     ]
-    # A pool of 20 blocks is too small for all at once, so that requests wait or are preempted.
+    # A pool of 20 blocks is too small for all prompts together, so requests wait or are preempted.
     settings = {"dtype": "float32", "num_gpu_blocks_override": 20}
     engine = small_engine.SmallEngine(**settings)
     with LLM(**settings) as llm:
-        for params in every:
+        for params in all_params:
             expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
             assert engine.generate(PROMPTS, params) == expected
     engine.scheduler.check()
 
 
-def test_a_refused_prompt_is_an_error(small_engine: Any) -> None:
+def test_refused_prompt_raises(small_engine: Any) -> None:
     engine = small_engine.SmallEngine(max_model_len=64)
-    with pytest.raises(ValueError, match="prompt 0 is refused"):
+    with pytest.raises(ValueError, match="prompt 0 was rejected"):
         engine.generate([list(range(100))], SamplingParams())
 
 
-def test_its_length() -> None:
+def test_page_is_short() -> None:
     assert len(PAGE.read_text().splitlines()) <= 120

@@ -1,4 +1,4 @@
-"""Whether a request can be accepted, and the Request it becomes. Each refusal names the field and the range."""
+"""Validation of arriving requests, and construction of Request objects. Each refusal names the field and its range."""
 
 import math
 from typing import Protocol
@@ -19,7 +19,7 @@ MAX_REQUEST_ID = 256
 
 
 class Refusal(Exception):
-    """A request that is not accepted; becomes the Rejected message."""
+    """The request is not accepted; becomes the Rejected message."""
 
     def __init__(self, code: str, param: str, text: str) -> None:
         super().__init__(text)
@@ -31,8 +31,8 @@ class Refusal(Exception):
         return Rejected(request_id, self.code, self.param, self.text)
 
 
-class Arriving(Protocol):
-    """What every arrival has."""
+class ArrivalFields(Protocol):
+    """Fields that all kinds of arrivals have."""
 
     @property
     def request_id(self) -> str: ...
@@ -49,7 +49,7 @@ class Arriving(Protocol):
 
 
 class Admission:
-    """Turns arrivals into Requests; keeps none. ``kv`` is asked for what fits into it."""
+    """Turns arrivals into Requests, and keeps none of them. ``kv`` gives the limits of the block pool."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
         self.config = config
@@ -57,10 +57,10 @@ class Admission:
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, kv.block_size)
 
     def admit(self, event: AddRequest, client: int) -> Request:
-        """The Request that ``event`` asks for; it has no handle yet.
+        """Return the Request for ``event``, without a handle.
 
         Raises:
-            Refusal: it could never run to one token, or its fields are out of range.
+            Refusal: the request could never generate one token, or a field is out of range.
         """
         config = self.config
         self.check_order(event)
@@ -73,28 +73,30 @@ class Admission:
             request.repetition = RepetitionWatch(event.sampling.repetition_detection, delivered)
         return request
 
-    def check_order(self, event: Arriving) -> None:
-        """Raise Refusal unless its place among those that wait is well defined, and it may have it."""
-        if not math.isfinite(event.arrival):  # nothing is before or after NaN
+    def check_order(self, event: ArrivalFields) -> None:
+        """Raise Refusal unless arrival, priority and tenant define a place in the queue, and are allowed."""
+        if not math.isfinite(event.arrival):  # NaN has no order
             raise Refusal("invalid_value", "arrival", "arrival must be a finite number")
         if not -(2**31) <= event.priority < 2**31:
-            raise Refusal("invalid_value", "priority", f"priority must be from {-(2**31)} to {2**31 - 1}")
+            text = f"priority must be from {-(2**31)} to {2**31 - 1} (got {event.priority})"
+            raise Refusal("invalid_value", "priority", text)
         if not 0 <= event.tenant < 2**31:
-            raise Refusal("invalid_value", "tenant", f"tenant must be from 0 to {2**31 - 1}")
+            text = f"tenant must be from 0 to {2**31 - 1} (got {event.tenant})"
+            raise Refusal("invalid_value", "tenant", text)
         if self.config.priority_range is not None:
             low, high = self.config.priority_range
             if not low <= event.priority <= high:
                 raise Refusal("priority_not_allowed", "priority", f"this server allows a priority from {low} to {high}")
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Raise Refusal unless the prompt and one token fit."""
+        """Raise Refusal unless the prompt and one token fit into the context and the block pool."""
         config, kv = self.config, self.kv
         if num_prompt_tokens < 1:
-            raise Refusal("invalid_value", "prompt", "the prompt must have at least 1 token")
+            raise Refusal("invalid_value", "prompt", "prompt must have at least 1 token")
         if num_prompt_tokens + 1 > config.max_model_len:
             text = (
-                f"This model's maximum context length is {config.max_model_len} tokens, "
-                f"prompt and answer together; the prompt has {num_prompt_tokens}"
+                f"This model's maximum context length is {config.max_model_len} tokens for prompt and output; "
+                f"the prompt has {num_prompt_tokens}"
             )
             raise Refusal("context_length_exceeded", "prompt", text)
         if num_prompt_tokens + 1 > kv.max_tokens:
@@ -103,27 +105,29 @@ class Admission:
             raise Refusal("kv_pool_too_small", "prompt", text)
 
     def _check_fields(self, event: AddRequest) -> None:
-        """Raise Refusal unless the request can run to at least one token in this engine."""
+        """Raise Refusal unless all fields are valid and the request can generate at least one token."""
         prompt, vocab_size = event.prompt_token_ids, self.config.model.vocab_size
         if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
-            raise Refusal("invalid_value", "request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
+            text = f"request_id must have 1 to {MAX_REQUEST_ID} characters (got {len(event.request_id)})"
+            raise Refusal("invalid_value", "request_id", text)
         if len(event.cache_salt) > MAX_SALT_LENGTH:
-            raise Refusal("invalid_value", "cache_salt", f"cache_salt must have at most {MAX_SALT_LENGTH} characters")
+            text = f"cache_salt must have at most {MAX_SALT_LENGTH} characters (got {len(event.cache_salt)})"
+            raise Refusal("invalid_value", "cache_salt", text)
         self.check_length(len(prompt))
         for known in (prompt, event.output_token_ids):
             if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
                 raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1}")
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
-            raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1}")
+            raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
         reserved = (event.job_id, event.resumable, event.lora, event.mm_features, event.kv_transfer)
         if any(reserved) or not event.is_last_step:
-            raise Refusal("unsupported", "", "the request uses a field that this version reserves")
+            raise Refusal("unsupported", "", "request uses a field that is reserved for later versions")
 
-    def build(self, event: Arriving, client: int, tokens: TokenStore, num_prompt_tokens: int) -> Request:
+    def build(self, event: ArrivalFields, client: int, tokens: TokenStore, num_prompt_tokens: int) -> Request:
         sampling, config = event.sampling, self.config
         eos = () if sampling.ignore_eos else config.model.eos_token_ids
-        # The last token's KV is never needed, so one more token than the pool has positions can exist.
+        # The KV of the last token is never needed, so a sequence can have one token more than the pool has positions.
         limit = min(config.max_model_len, self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
@@ -152,7 +156,7 @@ def _known_tokens(event: AddRequest) -> Int32:
 
 
 def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
-    """Raise Refusal unless the model has the tokens that ``sampling`` names, and the markers that it goes by."""
+    """Raise Refusal unless the vocabulary has all token ids in ``sampling``, and thinking markers exist if needed."""
     vocab_size = config.model.vocab_size
     for name, tokens in sampling.named_token_ids().items():
         if max(tokens, default=0) >= vocab_size:
@@ -161,5 +165,5 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
         raise Refusal(
             "invalid_value",
             "thinking_token_budget",
-            "thinking_token_budget needs thinking markers, which this engine has none of",
+            "thinking_token_budget needs thinking markers, and this model has none",
         )

@@ -1,4 +1,4 @@
-"""Requests on their way in: accepted or refused, held and released."""
+"""ArrivalFields requests: accepts or rejects them, holds and releases them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +17,10 @@ from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 
 class Arrivals:
-    """Brings requests into the table, and takes out those that turn out never to be able to run.
+    """Adds requests to the table, and removes held requests that turn out to be invalid.
 
     Attributes:
-        replies: (client, message) that no step brings, until they are taken.
+        replies: pending (client, message) pairs that belong to no step.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Arrivals:
         self._hooks = hooks
 
     def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
-        """Accept a request, or reply why not.
+        """Accept a request, or reply with a rejection.
 
         Args:
-            make: makes the request, or raises Refusal.
+            make: creates the request, or raises Refusal.
             resubmitted: a previous scheduler accepted it, so a full queue does not refuse it.
         """
         try:
@@ -58,9 +58,9 @@ class Arrivals:
         self._table.add(request)
         if self._hooks is not NO_HOOKS:
             request.tokens.follow(partial(self._hooks.block_filled, request.handle))
-        self._results.outputs.own(request.handle, client)
+        self._results.outputs.set_owner(request.handle, client)
         self._stats.prompt_tokens += request.num_prompt_tokens
-        if request.needs_no_more_steps:  # a resubmission that had got everything
+        if request.needs_no_more_steps:  # a resubmission with all of its output
             self._results.finish(request, EndReason.LENGTH)
         elif request.repeats_itself:
             self._results.finish(request, EndReason.REPETITION)
@@ -69,7 +69,7 @@ class Arrivals:
         if (client, request_id) in self._table.requests:
             raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
         if limit and self._table.num_waiting >= limit:
-            raise Refusal("queue_full", "", f"{limit} requests wait already, which is as many as may")
+            raise Refusal("queue_full", "", f"the queue is full: {limit} requests wait already")
         return make()
 
     def hold_or_release(self, event: Hold | Release, request: Request) -> None:
@@ -84,9 +84,9 @@ class Arrivals:
             self._stats.num_stray_messages += 1
 
     def refuse(self, event: Refuse, request: Request) -> None:
-        """A held request turns out never to be able to run: for its client, it was not accepted at all.
+        """Reject a held request that can never run: for its client, it was not accepted at all.
 
-        One that had begun before it was held ends with an error instead.
+        A request that ran before it was held ends with an error instead.
         """
         if request.handle not in self._table.skipped_waiting:
             self._stats.num_stray_messages += 1

@@ -1,4 +1,4 @@
-"""One more block for each of many decoding requests: the same as asking for each of them, in one go."""
+"""Block allocation for steady decode: one block for each of many requests in one call."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.request import Request
 
 
-class SteadyBlocks:
-    """The short way through the ladder while there is one group of full attention and blocks enough.
+class SteadyBlockAllocator:
+    """Fast path of block allocation, for layouts with one KV group of full attention and while enough blocks are free.
 
-    Owns nothing: pool, tables and hashes stay with their owners. ``begin`` and ``cache`` do what ``allocate_slots``
-    for one position and ``cache_blocks`` would do for requests whose next position opens a block.
+    Owns nothing: pool, tables and hashes stay with their owners. ``allocate`` and ``cache`` have the same effect as
+    ``allocate_slots`` for one position and ``cache_blocks``, for requests whose next position starts a block.
     """
 
     def __init__(self, layout: KVLayout, kv: KVCacheManager) -> None:
@@ -20,20 +20,20 @@ class SteadyBlocks:
         self._table = kv.coordinator.managers[0]
         self._applies = [group.kind for group in layout.groups] == ["full_attention"]
 
-    def can_begin(self, count: int) -> bool:
+    def can_allocate(self, count: int) -> bool:
         return self._applies and count <= self._pool.num_free_blocks
 
     def room(self, request: Request) -> int:
-        """Positions after its computed ones that its blocks have; 0 where blocks are of several groups.
+        """Return the number of positions left in the request's blocks; 0 for layouts without the fast path.
 
-        A block and more where it was given some for drafts that came to nothing.
+        It can exceed one block, after allocations for drafts that were rejected.
         """
         if not self._applies:
             return 0
         return len(self._table.req_to_blocks[request.handle]) * self._table.block_size - request.num_computed_tokens
 
-    def begin(self, requests: Sequence[Request]) -> list[int]:
-        """A block for each, in order; returns their ids."""
+    def allocate(self, requests: Sequence[Request]) -> list[int]:
+        """Allocate one block for each request, in order, and return the block ids."""
         held = self._table.req_to_blocks
         ids = []
         for request, block in zip(requests, self._pool.get_new_blocks(len(requests)), strict=True):
@@ -42,7 +42,7 @@ class SteadyBlocks:
         return ids
 
     def cache(self, requests: Sequence[Request]) -> None:
-        """What they filled before the block just begun becomes findable."""
+        """Publish the hashes of the blocks that were filled before the newly allocated ones."""
         if not requests or not self._pool.enable_caching:
             return
         held, cached = self._table.req_to_blocks, self._table.num_cached_block
@@ -51,8 +51,8 @@ class SteadyBlocks:
         for request in requests:
             handle = request.handle
             blocks, hashes = held[handle], request.tokens.block_hashes
-            full = min(len(blocks), len(hashes))  # a block of one token is full as soon as it is begun
-            for index in range(cached.get(handle, 0), full):  # one, mostly
+            full = min(len(blocks), len(hashes))  # with block size 1, the new block is full already
+            for index in range(cached.get(handle, 0), full):  # usually one block
                 full_blocks.append(blocks[index])
                 keys.append(hashes[index])
             cached[handle] = full

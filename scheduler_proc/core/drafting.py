@@ -1,4 +1,7 @@
-"""How many drafts each request may have in the next step: from recorded timings and acceptance, and nothing else."""
+"""Draft policies: choose how many drafts each request may have in the next step.
+
+The input is recorded step times and acceptance only, so that a replay makes the same choices.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -9,55 +12,60 @@ from quire.scheduler_proc.requests import draft_state
 from quire.scheduler_proc.requests.draft_state import Acceptance, DraftState
 
 NEVER = 1 << 62
-"""A step that does not come."""
+"""A step number that is never reached."""
 MAX_PROBE_INTERVAL = 1024
 LOOK_INTERVAL = 32
-"""Once in so many steps no request has drafts, or all have half, by turns: else nothing shows what they cost."""
+"""Interval, in steps, of measuring steps: in turn, one without drafts and one with half of them. Without this variation
+the cost of drafts could not be measured."""
 MIN_CHANCE = 1 / 16
-"""A draft that is right less often is not worth its energy, however little time it takes."""
+"""Least acceptance of a useful draft: below it, drafts waste energy even where they cost no time."""
 MIN_GAIN = 1.005
-"""Drafts keep a request out of steady decode, which no step time shows."""
+"""Least speedup by drafts. They keep requests out of steady decode, which costs time that step times do not include."""
 _REMEMBERED_TRIALS = 30.0
 _SHARED_TRIALS = 1000.0
 _REMEMBERED_STEPS = 256.0
 
 
 class DraftPolicy(Protocol):
-    """Decides the numbers, by what came of those before."""
+    """Chooses numbers of drafts from the results of earlier drafts."""
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
-        """The number of drafts for each of ``states`` in ``step``.
+        """Return the number of drafts for each of ``states`` in ``step``.
 
-        Asked for every step; what is decided does not depend on whether resting requests are among ``states``.
+        Called for every step. The choice does not depend on whether resting requests are among ``states``.
 
         Args:
-            num_decoding: requests that decode in the step, those in steady decode included.
+            num_decoding: requests that decode in the step, including those in steady decode.
         """
         ...
 
     def next_draft_step(self, state: DraftState) -> int:
-        """The step in which this request may have drafts again; one that is past where it has some now."""
+        """Return the step in which the request may have drafts again; a past step if it may have some now."""
         ...
 
     def drafts_sent(self, state: DraftState, step: int) -> None:
-        """The request has drafts in ``step``, which is sent."""
+        """Record that ``step`` was sent with drafts for the request."""
         ...
 
     def verified(self, state: DraftState, verified: int, accepted: int) -> None:
-        """What came of it: so many drafts there were, so many of them were right."""
+        """Record a result: ``verified`` drafts existed, ``accepted`` of them were accepted."""
         ...
 
     def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
-        """A step's time (0 where it was not measured) for ``num_tokens``; ``drafted``: a request might have drafts.
+        """Record the duration of a step with ``num_tokens``.
 
-        Not called for steps with a prefill in them: their attention and sizes are of another kind, and one of them
-        would outweigh all that shows the cost of a draft.
+        Not called for steps with a prefill: their attention and sizes differ, and one of them would outweigh all
+        steps that show the cost of a draft.
+
+        Args:
+            seconds: 0 if it was not measured.
+            drafted: at least one request could have drafts in the step.
         """
         ...
 
 
 class NoDrafts:
-    """Without a proposer."""
+    """Policy without drafts, for engines without a proposer."""
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
         return [0] * len(states)
@@ -76,7 +84,7 @@ class NoDrafts:
 
 
 class MostDrafts(NoDrafts):
-    """Always as many as may be."""
+    """Policy that always requests the maximum number of drafts."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -89,12 +97,12 @@ class MostDrafts(NoDrafts):
 
 
 class DraftController:
-    """As many as make the most tokens per second, by a model of steps that is fitted as they run.
+    """Policy that maximizes tokens per second, with a cost model of steps that is fitted while they run.
 
-    A draft is right with the request's chance p if all before it were, so the j-th brings p^j tokens. The batch makes
-    E tokens in T seconds; one more draft raises E / T exactly while p^j is above (seconds per token) * E / T. That
-    threshold is carried from step to step (Dinkelbach's iteration). Whether the batch as a whole gains, the fixed costs
-    of a step with drafts included, is asked afterwards; where it does not, all requests rest.
+    A draft is accepted with the request's probability p if all drafts before it were, so draft j gains p^j tokens. The
+    batch generates E tokens in T seconds; one more draft raises E / T exactly while p^j > (seconds per token) * E / T.
+    This threshold is carried from step to step (Dinkelbach's iteration). Then the policy checks whether the batch as a
+    whole gains, including the fixed cost of a step with drafts; if it does not, all requests rest.
     """
 
     def __init__(self, most: int) -> None:
@@ -105,7 +113,7 @@ class DraftController:
         self._drafting = False
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
-        if not self._drafting:  # none in the step before: begin from what a batch without any is worth
+        if not self._drafting:  # no drafts in the previous step: start from the speed of a batch without drafts
             self._set_threshold(float(num_decoding), 0.0, num_decoding)
         numbers = [int(step >= state.probe_step) if state.resting else self._number(state) for state in states]
         gain, drafts = self._expected(states, numbers)
@@ -144,16 +152,16 @@ class DraftController:
     def _acceptance(self, state: DraftState) -> Acceptance:
         if state.acceptance is None:
             shared = self._shared
-            state.acceptance = Acceptance(shared.chance, 3.0, _REMEMBERED_TRIALS, max(shared.finds, 0.25))
+            state.acceptance = Acceptance(shared.chance, 3.0, _REMEMBERED_TRIALS, max(shared.find_rate, 0.25))
         return state.acceptance
 
     def _number(self, state: DraftState) -> int:
-        """How many of its drafts are each worth their time; the first one as long as that is not ruled out.
+        """Return how many drafts are worth their cost for the request.
 
-        For a request that rests learns hardly anything any more.
+        The first draft uses the optimistic estimate, because a resting request learns almost nothing more.
         """
         acceptance = self._acceptance(state)
-        if acceptance.hope <= self._threshold:
+        if acceptance.optimistic_chance <= self._threshold:
             return 0
         chance, number = acceptance.chance, 1
         likely = chance * chance
@@ -163,7 +171,7 @@ class DraftController:
         return number
 
     def _expected(self, states: Sequence[DraftState], numbers: Sequence[int]) -> tuple[float, float]:
-        """(tokens gained, drafts computed) by requests that do not rest, where their proposer finds something."""
+        """Return the expected (tokens gained, drafts computed) of all requests that do not rest."""
         gain = drafts = 0.0
         for state, number in zip(states, numbers, strict=True):
             if number and not state.resting:
@@ -172,8 +180,8 @@ class DraftController:
                 for _ in range(number):
                     likely *= acceptance.chance
                     own += likely
-                gain += acceptance.finds * own
-                drafts += acceptance.finds * number
+                gain += acceptance.find_rate * own
+                drafts += acceptance.find_rate * number
         return gain, drafts
 
     def _pays(self, gain: float, drafts: float, num_decoding: int) -> bool:
@@ -182,20 +190,20 @@ class DraftController:
         return (num_decoding + gain) * plain > MIN_GAIN * num_decoding * drafted
 
     def _set_threshold(self, num_tokens: float, drafts: float, num_decoding: int) -> None:
-        """``num_tokens``: what a step with so many drafts brings."""
+        """Update the threshold. ``num_tokens``: expected output of a step with ``drafts`` drafts."""
         seconds = self._times.predict(num_decoding + drafts, drafted=drafts > 0)
         self._threshold = max(MIN_CHANCE, self._times.per_token * num_tokens / seconds)
 
 
 class StepTimes:
-    """Seconds of a step as a + b * tokens, with an a of their own for steps with drafts; what is old is forgotten.
+    """Cost model of a step: a + b * tokens seconds, with a separate a for steps with drafts. Old steps lose weight.
 
-    One slow step (a compilation, a page fault) counts as twice what was expected at most, while a guess that has
-    become much too high is forgotten fast: a step cannot be quick by mistake.
+    A slow step (a compilation, a page fault) counts as at most twice the expected time. An estimate that is much too
+    high is forgotten quickly, because no step is fast by accident.
     """
 
     def __init__(self) -> None:
-        self._plain, self._drafted = _Line(), _Line()
+        self._plain, self._drafted = _LinearFit(), _LinearFit()
 
     def observe(self, seconds: float, num_tokens: int, drafted: bool) -> None:
         if seconds <= 0.0:
@@ -212,14 +220,14 @@ class StepTimes:
 
     @property
     def per_token(self) -> float:
-        """b; 0 while all steps had about the same number of tokens."""
+        """The slope b in seconds; 0 while all steps had about the same number of tokens."""
         spread = self._plain.spread + self._drafted.spread
         if spread < 0.01 * (self._plain.weight + self._drafted.weight) or spread == 0.0:
             return 0.0
         return max(0.0, (self._plain.shared + self._drafted.shared) / spread)
 
     def predict(self, num_tokens: float, drafted: bool) -> float:
-        """Seconds, above 0; 1 while nothing is known."""
+        """Return the expected seconds of a step: positive, and 1 before the first observation."""
         plain, with_drafts, slope = self._plain, self._drafted, self.per_token
         if not plain.weight and not with_drafts.weight:
             return 1.0
@@ -230,8 +238,8 @@ class StepTimes:
         return max(fixed + slope * num_tokens, 1e-9)
 
 
-class _Line:
-    """Decaying sums of a straight line's fit. ``spread``: of x around its mean; ``shared``: of x with y."""
+class _LinearFit:
+    """Decaying sums of a least-squares line. ``spread``: sum of squares of x; ``shared``: sum of products with y."""
 
     __slots__ = ("mean_x", "mean_y", "shared", "spread", "weight")
 
@@ -252,12 +260,12 @@ class _Line:
         self.shared += off * (y - self.mean_y)
 
     def fixed(self, slope: float) -> float:
-        """Where the line through the mean begins."""
+        """Return the intercept of the line with this slope through the mean."""
         return self.mean_y - slope * self.mean_x
 
 
 def make_draft_policy(config: EngineConfig) -> DraftPolicy:
-    """The policy that the configuration asks for."""
+    """Return the draft policy of the configuration."""
     most = config.num_speculative_tokens
     if not most:
         return NoDrafts()
@@ -267,10 +275,10 @@ def make_draft_policy(config: EngineConfig) -> DraftPolicy:
 
 
 def check_drafts_fit(config: EngineConfig) -> None:
-    """Raise ConfigError unless a step has room for each request and its drafts."""
+    """Raise ConfigError unless a step has room for one token and all drafts of each request."""
     verified = 1 + config.num_speculative_tokens
     if config.max_num_batched_tokens < config.max_num_seqs * verified:
         raise ConfigError(
-            f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens), which is "
-            f"{config.max_num_seqs * verified}; it is {config.max_num_batched_tokens}"
+            f"max_num_batched_tokens must be at least max_num_seqs * (1 + num_speculative_tokens) = "
+            f"{config.max_num_seqs * verified} (got {config.max_num_batched_tokens})"
         )

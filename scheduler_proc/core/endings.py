@@ -1,4 +1,4 @@
-"""Which requests a result ends, and for what reason."""
+"""Rules that decide which requests a result ends, and with which finish reason."""
 
 from typing import NamedTuple, Protocol
 
@@ -15,14 +15,14 @@ class Ending(NamedTuple):
 
 
 class Endings(Protocol):
-    """Judges the tokens of a result."""
+    """Checks the tokens of a result for requests that end."""
 
     def candidates(self, sampled: Sampled) -> list[int]:
-        """Handles of requests to ask about although they are in steady decode."""
+        """Return the handles of requests that may end although they are in steady decode."""
         ...
 
-    def verdict(self, request: Request, token: int) -> Ending | None:
-        """The ending of a request to which ``token`` was just added; None: it goes on."""
+    def ending_after(self, request: Request, token: int) -> Ending | None:
+        """Return the ending of a request to which ``token`` was just appended, or None if it continues."""
         ...
 
     def bad_row_detail(self, handle: int) -> str:
@@ -40,7 +40,7 @@ class TokenEndings:
         hits = self._stops.positions(sampled.last_tokens)
         return sampled.handles[hits].tolist() if hits else []
 
-    def verdict(self, request: Request, token: int) -> Ending | None:
+    def ending_after(self, request: Request, token: int) -> Ending | None:
         if token in request.stop_tokens and _may_stop(request):
             own = token in request.sampling.stop_token_ids
             return Ending(EndReason.STOPPED, token if own else None)
@@ -55,11 +55,11 @@ class TokenEndings:
 
 
 def length_ending(request: Request) -> Ending | None:
-    """The ending that needs no look at the token."""
+    """Return the ending by the length limit, or None."""
     return Ending(EndReason.LENGTH) if request.num_tokens >= request.max_total_tokens else None
 
 
 def _may_stop(request: Request) -> bool:
-    """Whether its newest token may be a stop: not one of the first ``min_tokens``, where the workers ban them."""
+    """Whether the newest token may stop the request: it is not among the first ``min_tokens``."""
     least = request.sampling.min_tokens
     return not least or request.num_output_tokens > least

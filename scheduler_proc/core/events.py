@@ -1,7 +1,7 @@
-"""What a Scheduler consumes: messages that came over a wire, and events that exist in the scheduler process only.
+"""Events that a Scheduler consumes: messages from other processes, and events internal to the scheduler process.
 
-The latter are made by its loop, and by a replay where the tokens are not known. They are encoded as messages, for the
-event log, and have tags of their own among those (protocol/wire/link_messages.py).
+Internal events are created by the scheduler loop, and by replays of traces without tokens. They are encoded as messages
+for the event log, with their own tags (protocol/wire/link_messages.py).
 """
 
 from typing import TypeAlias
@@ -12,20 +12,20 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
 class Hold(Message, frozen=True, tag=15):
-    """A waiting request cannot start yet. ``reason``: grammar, remote_kv or streaming."""
+    """Hold a waiting request, which cannot start yet. ``reason``: grammar, remote_kv or streaming."""
 
     request_id: str
     reason: str
 
 
 class Release(Message, frozen=True, tag=16):
-    """What a held request waited for is there."""
+    """Release a held request, which can start now."""
 
     request_id: str
 
 
 class Refuse(Message, frozen=True, tag=17):
-    """A held request can never run; its ending is a Rejected with the same words."""
+    """Reject a held request, which can never run; its client gets a Rejected message with the same fields."""
 
     request_id: str
     code: str
@@ -34,7 +34,7 @@ class Refuse(Message, frozen=True, tag=17):
 
 
 class Fail(Message, frozen=True, tag=18):
-    """A request cannot go on; it ends with ERROR and this detail."""
+    """End a request with ERROR and this detail."""
 
     request_id: str
     detail: str

@@ -1,4 +1,4 @@
-"""What a Scheduler says of what happens inside an event or a step, for those that record it."""
+"""Scheduler hooks: callbacks for recorders, called during events and steps."""
 
 from typing import Protocol
 
@@ -7,23 +7,23 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class SchedulerHooks(Protocol):
-    """Is called while the Scheduler changes, and so must not ask it for anything."""
+    """Callbacks of a Scheduler. They run while its state changes, so they must not read or call it."""
 
     def block_filled(self, handle: int, name: bytes) -> None:
-        """A block of the request became full after its arrival; ``name``: the hash of its content."""
+        """A block of the request became full after the arrival. ``name``: its block hash."""
         ...
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
-        """It begins to run, first or again, with so many tokens from the prefix cache."""
+        """The request was admitted, for the first time or again, with ``num_hit_tokens`` from the prefix cache."""
         ...
 
     def ended(self, ended: Ended) -> None:
-        """An accepted request has ended."""
+        """An accepted request ended."""
         ...
 
 
 class NoHooks:
-    """Nothing is recorded."""
+    """Hooks that do nothing."""
 
     def block_filled(self, handle: int, name: bytes) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Steps that were sent and are not answered, and what an answer must look like."""
+"""Steps in flight (sent, not yet answered), and validation of their results."""
 
 import math
 from collections import deque
@@ -17,28 +17,27 @@ NO_HANDLES = np.zeros(0, np.int32)
 
 
 class WorkerFault(Exception):
-    """A worker's result cannot be what it computed: nothing of it was applied."""
+    """A worker's result is invalid; no part of it was applied."""
 
 
 class StepTooLarge(WorkerFault):
-    """The worker's memory did not suffice for a step: nothing of it was computed."""
+    """The worker ran out of memory in a step; no part of it was computed."""
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step sent and not yet answered.
+    """A step that was sent and is not yet answered.
 
-    The rows of requests in steady decode are one mapping that all steps share until a request joins or leaves: a row
-    each would cost every step the whole batch.
+    Requests in steady decode have no rows: all steps share one mapping until a request joins or leaves, because one
+    row per request would make each step cost O(batch).
 
     Attributes:
-        rows: what was decided for each request that was not in steady decode, by handle; also for each that has left
-            steady decode since.
-        steady: requests in steady decode when the step was sent, those that it brings there included; each samples.
-        only_steady: no other request than those of ``steady`` samples.
-        retired: handles that are free once this step is answered.
-        num_tokens: positions that it computes if there are as many drafts as there may be, ``num_drafts``.
-        has_prefill: some of them are of prompts.
+        rows: by handle, the rows of requests outside of steady decode, and of those that left it since.
+        steady: requests in steady decode when the step was sent, including those that join in it. All of them sample.
+        only_steady: no request outside of ``steady`` samples.
+        retired: handles that become free when this step is answered.
+        num_tokens: positions that the step computes if the proposer finds all ``num_drafts`` drafts.
+        has_prefill: some of the positions belong to prefills.
         awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
@@ -54,25 +53,29 @@ class InFlightStep:
 
     @property
     def constrained(self) -> list[StepRow]:
-        """Rows that sample by a grammar."""
+        """Rows that sample with a grammar."""
         return [row for row in self.rows.values() if row.samples and row.request.has_grammar]
 
     def requests(self) -> dict[int, Request]:
-        """All requests in it by handle, those that sample first."""
+        """Return all requests of the step by handle; those that sample are first."""
         rows = sorted(self.rows.items(), key=lambda item: not item[1].samples)
         return self.steady | {handle: row.request for handle, row in rows}
 
     def member(self, handle: int) -> Request | None:
-        """The request under this handle, sampling or not."""
+        """Return the request with this handle, whether it samples or not, or None."""
         row = self.rows.get(handle)
         return self.steady.get(handle) if row is None else row.request
 
 
 @dataclass(slots=True)
 class Sampled:
-    """A checked result. ``tokens`` has ``counts[i]`` entries for ``handles[i]``; ``counts`` None: one each.
+    """A validated result.
 
-    ``last_tokens``: the last one of each. ``verified``: how many drafts each had; None: none had any.
+    Attributes:
+        tokens: sampled tokens in the order of ``handles``, ``counts[i]`` of them for ``handles[i]``.
+        counts: None if there is one token per handle.
+        last_tokens: the last token of each handle.
+        verified: number of drafts verified per handle; None if there were none.
     """
 
     handles: Int32
@@ -92,7 +95,7 @@ class Sampled:
         return 0 if self.verified is None else int(self.verified[position])
 
     def row(self, position: int) -> list[int]:
-        """All tokens of the handle at ``position``."""
+        """Return all tokens of the handle at ``position``."""
         if self.counts is None:
             return [int(self.tokens[position])]
         end = int(self.counts[: position + 1].sum())
@@ -101,60 +104,60 @@ class Sampled:
 
 
 class StepsInFlight:
-    """The queue of steps in flight, and the order of the workers' rows in their last result that gave it."""
+    """The queue of steps in flight, and the row order of the last result that contained handles."""
 
     def __init__(self, vocab_size: int) -> None:
         self.records: deque[InFlightStep] = deque()
         self.handles: Int32 = NO_HANDLES
-        """The requests of a result that does not name them: the same as of the last one that did."""
+        """Handles of the last result that contained handles; they apply to results without."""
         self._positions: dict[int, int] | None = {}
         self._vocab_size = vocab_size
         self.verified: SteadyBatch | None = None
-        """The steady batch whose members alone sampled in the last result."""
+        """The steady batch if no other request sampled in the last result, else None."""
 
     def __len__(self) -> int:
         return len(self.records)
 
     def set_handles(self, handles: Int32) -> None:
-        """Results that do not name their requests mean ``handles`` from now on."""
+        """Use ``handles`` for results without handles from now on."""
         self.handles, self._positions = handles, None
 
     def position_of(self, handle: int) -> int:
-        """Index of ``handle`` among ``handles``."""
+        """Return the index of ``handle`` in ``handles``."""
         if self._positions is None:
             self._positions = dict(zip(self.handles.tolist(), range(len(self.handles)), strict=True))
         return self._positions[handle]
 
     def match(self, output: ModelRunnerOutput) -> tuple[InFlightStep, Sampled]:
-        """The oldest step, which ``output`` answers and which the caller now has to take off, and its tokens.
+        """Validate the result of the oldest step; return that step, which the caller must remove, and its tokens.
 
         Raises:
-            WorkerFault: it cannot be the answer to the oldest step; then nothing has changed.
+            WorkerFault: ``output`` cannot be the result of the oldest step; nothing has changed.
         """
         record = self.expected_step(output.step)
         tokens = NO_HANDLES if output.tokens is None else output.tokens
         handles = self.handles if output.handles is None else output.handles
         self.check_handles(record, output, handles)
         check_counts(record, output, handles, tokens)
-        # As unsigned, a negative id is a huge one.
+        # Viewed as unsigned, a negative id is a large one.
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
-            raise WorkerFault(f"result of step {output.step}: a token id outside the vocabulary")
+            raise WorkerFault(f"result of step {output.step}: token id outside of the vocabulary")
         if not 0.0 <= output.seconds < math.inf:
-            _raise(output, "it took no time that there is")
+            _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
-            _raise(output, _fault_of_marks(output, handles))
+            _raise(output, _marks_fault(output, handles))
         if output.logprobs is not None:
-            whose = handles if output.counts is None else np.repeat(handles, output.counts)
-            _raise(output, fault_of_logprobs(record, output, output.logprobs, whose, self._vocab_size))
+            token_handles = handles if output.counts is None else np.repeat(handles, output.counts)
+            _raise(output, logprobs_fault(record, output, output.logprobs, token_handles, self._vocab_size))
         if output.prompt_logprobs is not None:
-            _raise(output, fault_of_prompts(record, output.prompt_logprobs, self._vocab_size))
+            _raise(output, prompt_logprobs_fault(record, output.prompt_logprobs, self._vocab_size))
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
         return record, Sampled.of(handles, tokens, output.counts, output.drafts)
 
     def drop_all(self) -> list[InFlightStep]:
-        """None of the steps in flight will be answered."""
+        """Remove and return all steps in flight, which will not be answered."""
         dropped = list(self.records)
         self.records.clear()
         return dropped
@@ -162,17 +165,20 @@ class StepsInFlight:
     def expected_step(self, step: int) -> InFlightStep:
         if not self.records or self.records[0].step != step:
             expected = self.records[0].step if self.records else "none"
-            raise WorkerFault(f"result of step {step} came, expected {expected}")
+            raise WorkerFault(f"unexpected result of step {step}, expected {expected}")
         return self.records[0]
 
     def check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
-        """Cheap while nothing changed: then the same batch was checked against the same handles."""
+        """Raise WorkerFault unless exactly the requests that sample have tokens.
+
+        O(1) while the batch is unchanged, because the same handles were already checked against it.
+        """
         if output.handles is None and record.only_steady and record.steady is self.verified:
             return
-        told = handles.tolist()
+        received = handles.tolist()
         expected = record.steady.keys() | {handle for handle, row in record.rows.items() if row.samples}
-        if len(told) != len(expected) or set(told) != expected:
-            raise WorkerFault(f"result of step {output.step}: tokens of other requests than those that sample")
+        if len(received) != len(expected) or set(received) != expected:
+            raise WorkerFault(f"result of step {output.step}: handles differ from those of the sampling requests")
 
 
 def _raise(output: ModelRunnerOutput, fault: str | None) -> None:
@@ -187,53 +193,55 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
     if counts is None and verified is None:
         return
     if counts is not None and (len(counts) != len(handles) or int(counts.sum()) != len(tokens)):
-        _raise(output, "its counts do not add up")
+        _raise(output, "counts do not match handles and tokens")
     if verified is None:
         verified = np.zeros(len(handles), np.int32)
     if len(verified) != len(handles) or (verified < 0).any():
-        _raise(output, "its drafts do not add up")
+        _raise(output, "invalid counts of drafts")
     rows = record.rows
     most = np.array([rows[h].num_drafts if h in rows else 0 for h in handles.tolist()], np.int32)
     if (verified > most).any():
-        _raise(output, "more drafts of a request than it was to have")
+        _raise(output, "more drafts for a request than were scheduled")
     if counts is not None and ((counts < 1).any() or (counts - 1 > verified).any()):
-        _raise(output, "more tokens of a request than it had drafts for")
+        _raise(output, "token count of a request outside of 1 to 1 + drafts")
 
 
-def _fault_of_marks(result: ModelRunnerOutput, handles: Int32) -> str | None:
+def _marks_fault(result: ModelRunnerOutput, handles: Int32) -> str | None:
     marked = {*result.bad, *(handle for handle, _ in result.failed)}
-    return None if marked <= set(handles.tolist()) else "bad or failed rows that did not sample"
+    return None if marked <= set(handles.tolist()) else "bad or failed handles that did not sample"
 
 
-def fault_of_logprobs(
-    record: InFlightStep, result: ModelRunnerOutput, told: Logprobs, whose: Int32, vocab_size: int
+def logprobs_fault(
+    record: InFlightStep, result: ModelRunnerOutput, logprobs: Logprobs, token_handles: Int32, vocab_size: int
 ) -> str | None:
-    """Why a result's log probabilities cannot belong to its tokens; None when they can. ``whose``: handle per token."""
-    rows = told.rows
-    if len(set(rows)) != len(rows) or not set(rows) <= set(range(len(whose))):
-        return "log probabilities of rows that did not sample"
-    handles = whose[rows].tolist() if rows else []
+    """Return why the logprobs of a result are invalid, or None. ``token_handles``: the handle of each token."""
+    rows = logprobs.rows
+    if len(set(rows)) != len(rows) or not set(rows) <= set(range(len(token_handles))):
+        return "logprobs for rows that did not sample"
+    handles = token_handles[rows].tolist() if rows else []
     for handle in handles:
         request = record.member(handle)
         if request is None or request.sampling.logprobs is None:
-            return "log probabilities that no request asked for"
-    if (fault := told.arrays.shape_error(len(rows), vocab_size)) is not None:
+            return "logprobs that were not requested"
+    if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault
-    # Logits that are not finite have no log probabilities either, and their client gets an error instead.
+    # Values of bad and failed rows are not checked: their logits may not be finite, and their clients get an error.
     lost = {*result.bad, *(handle for handle, _ in result.failed)}
-    sound = told.arrays.take(np.array([handle not in lost for handle in handles], np.bool_)) if lost else told.arrays
-    return sound.value_error(vocab_size)
+    arrays = logprobs.arrays
+    if lost:
+        arrays = arrays.take(np.array([handle not in lost for handle in handles], np.bool_))
+    return arrays.value_error(vocab_size)
 
 
-def fault_of_prompts(record: InFlightStep, told: PromptLogprobs, vocab_size: int) -> str | None:
-    """The same for log probabilities of prompt tokens, and the step's requests."""
-    handles, starts, counts = told.handles, told.starts, told.counts
+def prompt_logprobs_fault(record: InFlightStep, prompts: PromptLogprobs, vocab_size: int) -> str | None:
+    """Return why the prompt logprobs of a result are invalid, or None."""
+    handles, starts, counts = prompts.handles, prompts.starts, prompts.counts
     if not len(handles) == len(starts) == len(counts) == len(set(handles)):
-        return "log probabilities of prompts do not add up"
+        return "handles, starts and counts of prompt logprobs do not match"
     for handle, start, count in zip(handles, starts, counts, strict=True):
         request = record.member(handle)
         if request is None or request.sampling.prompt_logprobs is None:
-            return "log probabilities of a prompt that no request asked for"
+            return "prompt logprobs that were not requested"
         if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
-            return "log probabilities beyond a prompt"
-    return told.arrays.shape_error(sum(counts), vocab_size)
+            return "prompt logprobs outside of the prompt"
+    return prompts.arrays.shape_error(sum(counts), vocab_size)

@@ -1,4 +1,4 @@
-"""What one step brings each front end, handed over as one message per client."""
+"""Step outputs for the front ends: collects tokens, endings and logprobs into one message per client and step."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class _ClientOutputs:
-    """One client's part of a step."""
+    """The part of one client in a step."""
 
     __slots__ = ("ended", "introduced", "prompts", "sampled")
 
@@ -24,7 +24,7 @@ class _ClientOutputs:
 
 
 class OutputCollector:
-    """Collects between two calls of ``take``; of a request it keeps only its client, by handle."""
+    """Collects outputs between two calls of ``take``. Of a request it keeps only the client, by handle."""
 
     def __init__(self) -> None:
         self._clients: dict[int, _ClientOutputs] = {}
@@ -32,11 +32,11 @@ class OutputCollector:
         self._owners = np.zeros(64, np.int32)
         """Client by handle."""
         self._only_client: int | None = None
-        """The one client that ever had a request; None when there were several, or none."""
+        """The only client that has sent requests, or None if there are several or none."""
         self._seen: set[int] = set()
 
-    def own(self, handle: int, client: int) -> None:
-        """``handle`` belongs to ``client`` from now on."""
+    def set_owner(self, handle: int, client: int) -> None:
+        """Send the outputs of ``handle`` to ``client`` from now on."""
         if handle >= len(self._owners):
             self._owners = np.concatenate([self._owners, np.zeros(max(handle, len(self._owners)), np.int32)])
         self._owners[handle] = client
@@ -44,13 +44,13 @@ class OutputCollector:
         self._only_client = client if len(self._seen) == 1 else None
 
     def begin_result(self) -> None:
-        """What comes now belongs to another step than what came before."""
+        """Start the outputs of another step."""
         self._seal()
 
     def sampled(self, sampled: Sampled, cut: dict[int, int], logprobs: Logprobs | None) -> None:
-        """Tokens for the clients, and their log probabilities.
+        """Add sampled tokens and their logprobs.
 
-        ``cut``: position in ``sampled.handles`` → how many of its tokens count at most.
+        ``cut``: position in ``sampled.handles`` → how many of its tokens count. Positions that are absent count all.
         """
         if not len(sampled.handles):
             return
@@ -63,21 +63,21 @@ class OutputCollector:
         if sampled.counts is not None:
             owners = np.repeat(owners, sampled.counts)
         for client in np.unique(owners if keep is None else owners[keep]).tolist():
-            mine = owners == client
-            self._client(client).sampled = (sampled, mine if keep is None else mine & keep, logprobs)
+            selected = owners == client
+            self._client(client).sampled = (sampled, selected if keep is None else selected & keep, logprobs)
 
     def prompts(self, owners: dict[int, int], logprobs: PromptLogprobs) -> None:
-        """Log probabilities of prompts. ``owners``: part → its client; parts without one are dropped."""
+        """Add prompt logprobs. ``owners``: index of a part → client; parts without a client are dropped."""
         for client in dict.fromkeys(owners.values()):
-            mine = [index for index, owner in owners.items() if owner == client]
-            self._client(client).prompts = logprobs.take(mine)
+            parts = [index for index, owner in owners.items() if owner == client]
+            self._client(client).prompts = logprobs.take(parts)
 
     def introduce(self, request: Request) -> None:
-        """Its first message names it; later ones use the handle."""
+        """Send the request id with the first message about a request; later messages use the handle only."""
         if not request.introduced:
             request.introduced = True
-            told = Introduced(request.handle, request.request_id, max(request.num_cached_tokens, 0))
-            self._client(request.client).introduced.append(told)
+            introduced = Introduced(request.handle, request.request_id, max(request.num_cached_tokens, 0))
+            self._client(request.client).introduced.append(introduced)
 
     def ended(
         self, request: Request, reason: EndReason, num_output_tokens: int, stop_reason: int | None, detail: str
@@ -88,7 +88,7 @@ class OutputCollector:
         return ending
 
     def take(self) -> list[tuple[int, StepOutputs]]:
-        """(client, message) for each client that anything happened for, in order; one per step where several came."""
+        """Return and clear the pending (client, message) pairs, in order; one per client and step."""
         self._seal()
         messages, self._sealed = self._sealed, []
         return messages
@@ -106,7 +106,7 @@ class OutputCollector:
 
 
 def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
-    """Which of the tokens count."""
+    """Return a mask of the tokens that count."""
     keep = np.ones(len(sampled.tokens), np.bool_)
     ends = np.arange(1, len(sampled.handles) + 1) if sampled.counts is None else np.cumsum(sampled.counts)
     for position, count in cut.items():
@@ -128,5 +128,5 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
         handles, counts = handles[counts > 0], counts[counts > 0]
     if counts is not None and (counts == 1).all():
         counts = None
-    mine = None if logprobs is None else logprobs.filtered(keep)
-    return StepOutputs(parts.introduced, handles, tokens, parts.ended, counts, mine, parts.prompts)
+    selected = None if logprobs is None else logprobs.filtered(keep)
+    return StepOutputs(parts.introduced, handles, tokens, parts.ended, counts, selected, parts.prompts)

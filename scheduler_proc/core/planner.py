@@ -1,11 +1,11 @@
-"""What the next step computes: first for requests that run, then for those that wait, under one token budget."""
+"""Planner: fills the token budget of the next step, first with running requests, then with waiting ones."""
 
 from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.scheduler_proc.core.decode_blocks import SteadyBlocks
+from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.hooks import SchedulerHooks
 from quire.scheduler_proc.core.preemption import Preemption
@@ -22,17 +22,18 @@ from quire.scheduler_proc.requests.request import Request, RequestStatus
 _by_order = attrgetter("order")
 
 _LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE)
-"""Reasons that do not depend on which prefills a step has."""
+"""Reasons to wait that do not depend on which prefills a step has."""
 
 
 class Planner:
-    """Decides a step: schedules tokens and KV blocks, admits, and records why a request waits.
+    """Plans steps: schedules tokens and KV blocks, admits, preempts, and records why requests wait.
 
-    Moves requests between their places and takes and gives their blocks; their progress it leaves alone.
+    Moves requests between the lists of the RequestTable, and allocates and frees blocks. It does not change the
+    progress of requests, so a row can be withdrawn until the plan is committed.
 
     Attributes:
-        config: may be replaced between two steps, by one with smaller batches say.
-        steady: the short way to blocks for many decodes.
+        config: can be replaced between two steps, for example with a smaller token budget.
+        decode_blocks: fast path of block allocation for requests in steady decode.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Planner:
         self.table = table
         self.steady_decode = table.steady_decode
         self.kv = kv
-        self.decode_blocks = SteadyBlocks(layout, kv)
+        self.decode_blocks = SteadyBlockAllocator(layout, kv)
         self.tenants = TenantShares(table, kv)
         self._drafting = drafting
         self._decisions = decisions
@@ -65,18 +66,18 @@ class Planner:
         self._refusal: WaitReason | None = None
 
     def plan(self, step: int, pause: str) -> StepPlan:
-        """The plan of the step with this number.
+        """Return the plan of step ``step``.
 
-        There are no phases: a request has so many positions to compute, one while decoding and more in a prefill.
+        There are no prefill and decode phases: a request has one position to compute in decode, more in a prefill.
 
         Args:
-            pause: not empty: no request is admitted.
+            pause: if not empty, no request is admitted.
         """
         plan = StepPlan(step, self.config)
-        # A waiting request may preempt one that has a row, so that no row is certain before the end.
+        # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         if (suspect := self._suspects.alone) is not None:
-            self._leave_alone(plan, suspect)
+            self._preempt_others(plan, suspect)
         self._schedule_running(plan)
         if not can_claim:
             self._cache_rows(plan)
@@ -86,20 +87,20 @@ class Planner:
             self._cache_rows(plan)
         return plan
 
-    def _leave_alone(self, plan: StepPlan, suspect: Request) -> None:
-        """Preempt every other request: this one may be what ends the workers."""
+    def _preempt_others(self, plan: StepPlan, suspect: Request) -> None:
+        """Preempt all requests except the suspect."""
         for other in [request for request in self.table.running.values() if request is not suspect]:
             self.table.leave_steady(other)
             if not other.needs_no_more_steps:
                 self.preemption.preempt(other, plan, suspect, PreemptReason.SUSPECT)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Decoding requests first, then partial prefills, both in order of admission (or all in that, by policy)."""
+        """Schedule decoding requests, then partial prefills, each in order of admission."""
         evicted = self.kv.pool.num_evicted_blocks
-        if plan.budget < len(self.table.running):  # not a token for each: then the order decides
+        if plan.budget < len(self.table.running):  # less than one token for each: the order of admission decides
             for request in list(self.steady_decode.batch.values()):
                 self.table.leave_steady(request)
-        self._serve_due(plan)
+        self._handle_due(plan)
         plan.budget -= len(self.steady_decode.batch)
         prefills: list[Request] = []
         decodes: list[Request] = []
@@ -111,17 +112,18 @@ class Planner:
         self.note_evictions(plan, evicted, None)
 
     def schedule_rows(self, plan: StepPlan, prefills: list[Request], decodes: list[Request]) -> None:
-        """Rows for requests that run and are not in steady decode, each list in order of admission."""
+        """Schedule running requests outside of steady decode. Both lists are in order of admission."""
         self.schedule_decodes(plan, decodes)
         if prefills or self.table.waiting:
             self.bound_prefill(plan)
         self._schedule_prefills(plan, prefills)
 
-    def _serve_due(self, plan: StepPlan) -> None:
-        """Requests in steady decode that need a block get one, those with drafts to try leave, and those done go.
+    def _handle_due(self, plan: StepPlan) -> None:
+        """Handle requests in steady decode that are due, and remove requests that need no more steps.
 
-        The short way is taken where it cannot matter: blocks for all, and no other decode that might take one between.
-        Else those that are due go the long way, and join steady decode again after it.
+        A request that needs a block gets one; a request that may have drafts leaves steady decode. The fast path of
+        allocation is used if blocks suffice for all and no other decode competes for them. Otherwise the due requests
+        leave steady decode, are scheduled like others, and join it again.
         """
         table, due = self.table, self.steady_decode.due(plan.step)
         for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
@@ -134,17 +136,17 @@ class Planner:
         due = [r for r in due if r.block_step == plan.step]
         if not due:
             return
-        if self.decode_blocks.can_begin(len(due)) and not any(
+        if self.decode_blocks.can_allocate(len(due)) and not any(
             r.num_tokens_to_compute <= 1 for r in table.unsteady.values()
         ):
-            plan.grown, plan.grown_block_ids = due, self.decode_blocks.begin(due)
-            self.steady_decode.handled(due, plan.step)
+            plan.grown, plan.grown_block_ids = due, self.decode_blocks.allocate(due)
+            self.steady_decode.mark_handled(due, plan.step)
         else:
             for request in due:
                 table.leave_steady(request)
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
-        """One token each; drafts from what that leaves of the budget, so that none goes without for them."""
+        """Schedule one token for each request, and drafts only from the budget that remains after that."""
         num_decoding = len(self.steady_decode.batch) + len(decodes)
         wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
         if not decodes:
@@ -154,12 +156,12 @@ class Planner:
 
     def _schedule_decode(self, plan: StepPlan, request: Request, most_drafts: int) -> None:
         ahead = request.max_total_tokens - request.num_tokens - request.num_output_placeholders
-        if ahead > 0 and plan.budget > 0:  # none ahead: it is done if all drafts in flight are accepted; wait and see
+        if ahead > 0 and plan.budget > 0:  # ahead == 0: the request may end if all drafts in flight are accepted
             drafts = max(min(most_drafts, ahead - 1), 0)
             self._allocate(plan, StepRow(request, 1 + drafts, None, drafts))
 
     def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
-        """In order of admission; of several tenants none gets more than its part, as far as the others want theirs."""
+        """Schedule prefills in order of admission, with equal parts of the budget for tenants that want them."""
         if self.table.num_tenants < 2:
             for request in prefills:
                 self.schedule_prefill(plan, request, plan.prefill_budget)
@@ -167,7 +169,7 @@ class Planner:
         wanted = Counter({request.tenant: 0 for request in prefills})
         for request in prefills:
             wanted[request.tenant] += request.num_tokens_to_compute
-        if self.table.waiting and prefills:  # the next may begin in this step
+        if self.table.waiting and prefills:  # the first waiting request may be admitted in this step
             first = self.table.waiting.peek_request()
             if first is not self._refused[0]:
                 wanted[first.tenant] += first.num_tokens
@@ -178,23 +180,24 @@ class Planner:
                 parts[request.tenant] -= plan.rows[request.handle].num_tokens
 
     def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
-        """At most ``most`` positions."""
+        """Schedule at most ``most`` positions of a prefill."""
         most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
             self._allocate(plan, StepRow(request, most, None, is_prefill=True))
 
     def bound_prefill(self, plan: StepPlan) -> None:
-        """While others decode, prefill gets a part of the step only, or their next token would wait for all of it."""
+        """Set the prefill budget: a part of the step while requests decode, whose next tokens wait for the step."""
         plan.prefill_budget = plan.budget
         if self.config.enable_chunked_prefill and (self.steady_decode.batch or plan.rows):
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
 
     def _allocate(self, plan: StepPlan, row: StepRow) -> None:
-        """Find the blocks for a running request's row, preempting others where they are short; not for drafts.
+        """Allocate the blocks of a running request's row and add it to the plan.
 
-        Nothing is given to a request that was preempted itself, now or before.
+        If blocks run short, drafts are dropped first, then other requests are preempted. The row is dropped if the
+        request itself was preempted.
         """
         request = row.request
         while request.status is RequestStatus.RUNNING:
@@ -209,7 +212,7 @@ class Planner:
             self.preemption.preempt(victim, plan, request, reason)
 
     def _cache_rows(self, plan: StepPlan) -> None:
-        """Once no row can be taken back any more, for what is not written must not be found."""
+        """Publish the hashes of blocks that the step fills. Rows must be final: unwritten blocks must not be found."""
         self.decode_blocks.cache(plan.grown)
         for row in plan.rows.values():
             if row.num_tokens > 1 or any(row.new_blocks or ()):
@@ -237,7 +240,7 @@ class Planner:
     def schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
         """Admit the suspect and no other request."""
         if suspect in self.table.waiting:
-            reason = WaitReason.PAUSED if pause else self.admit(plan, suspect, has_the_pool=True)
+            reason = WaitReason.PAUSED if pause else self.admit(plan, suspect, others_preempted=True)
             if reason is not None:
                 self._waits_for(plan, suspect, reason)
         first = self.table.waiting.peek_request() if self.table.waiting else None
@@ -245,9 +248,9 @@ class Planner:
             self._waits_for(plan, first, WaitReason.SUSPECT)
 
     def admission_obstacle(self, plan: StepPlan, request: Request) -> WaitReason | None:
-        """The same as ``admit``, which is not asked again while nothing that it goes by has changed.
+        """Call ``admit`` for the first waiting request, unless nothing has changed since it returned a reason to wait.
 
-        The running requests can only change without the pool when one leaves, and then there are fewer.
+        The number of running requests represents their identity: they change without the pool only when one leaves.
         """
         state = (
             request,
@@ -273,7 +276,10 @@ class Planner:
         return reason
 
     def _admit_claimant(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
-        """A next request whose tenant has its share lets those of tenants with less go first; whether one did."""
+        """Admit a request of a tenant below its share ahead of ``head``, whose tenant has its share.
+
+        Returns whether a request was admitted.
+        """
         lacks_row = reason in (WaitReason.MAX_NUM_SEQS, WaitReason.RESULT_IN_FLIGHT)
         if not self.tenants.has_its_share(head, self.config if lacks_row else None):
             return False
@@ -287,11 +293,11 @@ class Planner:
                     return True
         return False
 
-    def admit(self, plan: StepPlan, request: Request, *, has_the_pool: bool = False) -> WaitReason | None:
-        """Admit a request of the queue, or return why not. ``has_the_pool``: all others were preempted for it."""
-        if len(plan.preempted) > plan.num_claimed and not has_the_pool:
+    def admit(self, plan: StepPlan, request: Request, *, others_preempted: bool = False) -> WaitReason | None:
+        """Admit a waiting request, or return its reason to wait. ``others_preempted``: they made room for this one."""
+        if len(plan.preempted) > plan.num_claimed and not others_preempted:
             return WaitReason.PREEMPTING
-        if request.awaits_result:  # preempted a moment ago: its token in flight belongs to what is recomputed
+        if request.awaits_result:  # recently preempted: its token in flight belongs to the tokens to recompute
             return WaitReason.RESULT_IN_FLIGHT
         while plan.budget <= 0 or plan.prefill_budget <= 0:
             if not self.preemption.for_tokens(plan, request):
@@ -323,15 +329,16 @@ class Planner:
         return None
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether a request of which the step computes a chunk may be admitted: there are blocks for all of it."""
+        """Whether the pool has blocks for all known tokens of a request of which this step computes only a chunk."""
         return self.kv.can_fit_full_sequence(request, request.num_tokens, hits)
 
     def _lacks_blocks(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_tokens: int
     ) -> WaitReason | None:
-        """Take the blocks for its first ``num_tokens`` positions after the hits, or say what is short.
+        """Allocate the blocks for ``num_tokens`` positions after the hits, or return the reason to wait.
 
-        There must be room for all its known tokens, or it would be preempted before its prefill is done, and so on.
+        There must be room for all known tokens. Otherwise the request would be preempted before its prefill is
+        complete, again and again.
         """
         kv = self.kv
         if self.config.reserve_full_sequence and not kv.can_fit_full_sequence(
@@ -347,5 +354,5 @@ class Planner:
     def note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
         evicted = self.kv.pool.num_evicted_blocks - before
         if evicted:
-            reason, whose = ("decode", "") if beneficiary is None else ("admission", beneficiary.request_id)
-            self._decisions.note(Decision(plan.step, "evict", "", reason, whose, evicted))
+            reason, request_id = ("decode", "") if beneficiary is None else ("admission", beneficiary.request_id)
+            self._decisions.note(Decision(plan.step, "evict", "", reason, request_id, evicted))

@@ -1,4 +1,4 @@
-"""Which request gives way to another, and what becomes of it."""
+"""Preemption: chooses the victim for another request and returns it to the waiting queue."""
 
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
@@ -10,7 +10,7 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class Preemption:
-    """Chooses victims, takes their rows of the plan and their blocks, and sends them back to the queue."""
+    """Chooses victims, withdraws their rows from the plan, frees their blocks, and returns them to the queue."""
 
     def __init__(
         self,
@@ -27,9 +27,10 @@ class Preemption:
         self._stats = stats
 
     def preempt(self, victim: Request, plan: StepPlan, beneficiary: Request | None, reason: PreemptReason) -> None:
-        """Take the victim's blocks; it waits in its old place and computes everything again, hits aside.
+        """Free the victim's blocks and return it to its old place in the queue.
 
-        One that was over its tenant's share keeps no place, or it would stand before those it had to give way to.
+        The victim recomputes all its tokens except prefix cache hits. A victim over its tenant's share loses its
+        place, because it would otherwise be ahead of the request that it was preempted for.
         """
         plan.withdraw(victim)
         plan.preempted.append(victim)
@@ -37,18 +38,18 @@ class Preemption:
             reason = PreemptReason.ITSELF
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1
-        whose = "" if beneficiary is None else beneficiary.request_id
-        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, whose))
+        beneficiary_id = "" if beneficiary is None else beneficiary.request_id
+        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary_id))
         self._table.preempt(victim)
         self._kv.free(victim)
         self._stats.num_preemptions += 1
 
     def victim(self) -> tuple[Request, PreemptReason]:
-        """The running request to preempt where blocks are short.
+        """Return the running request to preempt when blocks run short.
 
-        FCFS: the last admitted, so that the oldest always gets on. Priority: the worst, among equals the latest.
-        Of several tenants the one with the most blocks gives way, but no tenant's only request for another tenant's:
-        the oldest of all gets on.
+        FCFS: the last admitted, so that the oldest always makes progress. Priority: the highest number, among equals
+        the latest. With several tenants, a request of the tenant with the most blocks; but the only request of a
+        tenant is never preempted for another tenant, so that the oldest request of all makes progress.
         """
         running, key = self._table.running.values(), self._table.waiting.key
         fcfs = self._table.waiting.policy == "fcfs"
@@ -61,13 +62,15 @@ class Preemption:
         return last, PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
 
     def by_priority(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
-        """Under the priority policy a waiting request preempts a running one of a strictly worse number.
+        """Preempt a running request with a strictly higher priority number than ``request``, if the policy allows it.
 
-        Otherwise a long answer, or a long prompt, of little worth would keep it waiting to the end (priority
-        inversion); among equals none gives way, or they would take turns for ever.
+        Without this, a long low-priority request would block ``request`` until it ends (priority inversion). Equals
+        are not preempted, because they would preempt each other for ever.
 
         Args:
-            among: the candidates; None: all that run.
+            among: the candidates, or None for all running requests.
+
+        Returns whether a request was preempted.
         """
         candidates = self._table.running.values() if among is None else among
         if self._table.waiting.policy != "priority" or not candidates:
@@ -79,17 +82,17 @@ class Preemption:
         return True
 
     def for_tokens(self, plan: StepPlan, request: Request) -> bool:
-        """The same, among those whose prefill takes tokens of this step."""
+        """Preempt by priority among the requests whose prefill uses tokens of this step."""
         return self.by_priority(plan, request, [row.request for row in plan.rows.values() if row.is_prefill])
 
     def for_a_row(self, plan: StepPlan, request: Request) -> bool:
-        """The same; and a tenant with fewer rows than its share may have one of a tenant with more."""
+        """Preempt for a batch slot: by priority, or from a tenant with more rows than its share."""
         return self.by_priority(plan, request) or self._claim(
             plan, request, self._tenants.can_claim_row(request, plan.config)
         )
 
     def for_blocks(self, plan: StepPlan, request: Request) -> bool:
-        """The same for blocks."""
+        """Preempt for blocks: by priority, or from a tenant with more blocks than its share."""
         if self.by_priority(plan, request):
             return True
         if self._table.num_tenants < 2:
@@ -98,7 +101,10 @@ class Preemption:
         return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))
 
     def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
-        """A request admitted in this very step stays: its content is named already, and must be written."""
+        """Preempt ``victim`` unless it was admitted in this step: its block hashes are already published.
+
+        Returns whether it was preempted.
+        """
         if victim is None or (victim.handle in plan.rows and plan.rows[victim.handle].new_blocks is None):
             return False
         self.preempt(victim, plan, request, PreemptReason.OVER_SHARE)

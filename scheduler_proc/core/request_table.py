@@ -1,4 +1,4 @@
-"""Where each request stands, and how it gets from one place to the next."""
+"""Request table: the state of each request (waiting, held, running, leaving), and all transitions."""
 
 from collections import Counter
 
@@ -13,18 +13,18 @@ from quire.scheduler_proc.requests.stop_table import StopTable
 
 
 class RequestTable:
-    """Owns the requests, their handles, and the lists that they stand in; knows nothing of blocks and clients.
+    """Owns the requests, their handles, and the lists of requests by state. Does not know blocks or clients.
 
     Invariants (``check``): a live request is in exactly one of ``waiting``, ``skipped_waiting``, ``running`` and
-    ``leaving``; a running one is either in steady decode or ``unsteady``; a handle is free only when no message can
-    mean it any more.
+    ``leaving``; a running request is either in steady decode or in ``unsteady``; a handle is free only when no message
+    can refer to it.
 
     Attributes:
-        skipped_waiting: by handle, requests that cannot start before something else happened; none waits behind them.
+        skipped_waiting: by handle, held requests: they wait for an event, and no other request waits behind them.
         running: by handle, in order of admission.
-        unsteady: those of ``running`` that are not in steady decode.
-        leaving: requests with their last token in flight: gone from the workers, but not yet ended.
-        rows: how many of ``running`` each tenant has, if any.
+        unsteady: running requests outside of steady decode.
+        leaving: requests whose last token is in flight: removed from the workers, but not yet ended.
+        rows: number of running requests per tenant, without zeros.
     """
 
     def __init__(self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int) -> None:
@@ -46,7 +46,7 @@ class RequestTable:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants with requests that run or wait."""
+        """Number of tenants with running or waiting requests."""
         waiting = self.waiting.tenants
         return len(self.rows.keys() | waiting) if len(self.rows) + len(waiting) > 1 else len(self.rows) + len(waiting)
 
@@ -55,27 +55,27 @@ class RequestTable:
         return len(self.waiting) + len(self.skipped_waiting)
 
     def add(self, request: Request) -> None:
-        """A new request waits; it gets its handle and its number."""
-        request.handle = self.handles.take()
+        """Queue a new request, and set its handle and number."""
+        request.handle = self.handles.allocate()
         request.number = self._num_added = self._num_added + 1
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
 
     def hold(self, request: Request, reason: WaitReason) -> None:
-        """Raises KeyError unless it stands in the queue."""
+        """Hold a waiting request. Raises KeyError unless it is in the queue."""
         self.waiting.remove_request(request)
         request.wait_reason = reason
         self.skipped_waiting[request.handle] = request
 
     def release(self, request: Request) -> None:
-        """Back to its place in the queue. Raises KeyError unless it is held."""
+        """Return a held request to its place in the queue. Raises KeyError unless it is held."""
         del self.skipped_waiting[request.handle]
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)
 
     def admit(self, request: Request) -> None:
-        """It waited, and is admitted."""
+        """Move a waiting request to ``running``."""
         self.waiting.take_request(request)
         self.rows[request.tenant] += 1
         request.order = self._num_admitted = self._num_admitted + 1
@@ -83,7 +83,7 @@ class RequestTable:
         self.running[request.handle] = self.unsteady[request.handle] = request
 
     def join_steady(self, request: Request, until: int, room: int) -> None:
-        """After the newest step it only needs one more token in each, up to the one before ``until``.
+        """Move a running request to steady decode, for the steps after the newest one and before ``until``.
 
         ``room``: see ``SteadyDecode.join``.
         """
@@ -91,7 +91,7 @@ class RequestTable:
         self.steady_decode.join(request, until, room)
 
     def leave_steady(self, request: Request) -> None:
-        """Something else than one more token happens to it: its counters, and its rows in flight, are its own again."""
+        """Take a request out of steady decode, and give it rows of its own in the steps in flight."""
         if request.is_steady:
             self.steady_decode.leave(request)
             self.unsteady[request.handle] = request
@@ -100,24 +100,24 @@ class RequestTable:
                     record.rows[request.handle] = StepRow(request, 1, (), samples=True)
 
     def move_to_leaving(self, request: Request) -> None:
-        """It needs no more steps: only its last result is missing."""
+        """Move a running request that needs no more steps to ``leaving``; only its last result is missing."""
         self._leave_running(request)
         self.leaving[request.handle] = request
 
     def preempt(self, request: Request) -> None:
-        """One that ran, or was leaving, waits again from the start of its computation."""
+        """Return a running or leaving request to the queue and reset its progress."""
         if request.handle in self.leaving:
             del self.leaving[request.handle]
         else:
             self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
-        request.begin_again()
+        request.restart()
         request.num_preemptions += 1
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)
 
     def end(self, request: Request, status: RequestStatus) -> None:
-        """It is gone, but its handle stays taken until the workers have let go of it."""
+        """Remove a request. Its handle stays allocated until the workers have released it."""
         if request.handle in self.leaving:
             del self.leaving[request.handle]
         elif request.handle in self.running:
@@ -136,40 +136,40 @@ class RequestTable:
             self.waiting.forget_service()
 
     def retire(self, handle: int) -> None:
-        """Its request has ended; the workers may hold it still."""
+        """Mark the handle of an ended request, which the workers may still hold, for release."""
         self._retired.append(handle)
 
     def take_removed(self) -> list[int]:
-        """Handles that the next diff removes from the workers."""
+        """Return and clear the handles that the next diff removes from the workers."""
         removed, self._removed = self._removed, []
         return removed
 
     def take_retired(self) -> list[int]:
-        """Handles of ended requests; ``free`` them when the next diff is answered."""
+        """Return and clear the handles of ended requests; ``release_handles`` them when the next diff is answered."""
         retired, self._retired = self._retired, []
         self._num_retired_in_flight += len(retired)
         return retired
 
-    def free(self, handles: list[int]) -> None:
+    def release_handles(self, handles: list[int]) -> None:
         self._num_retired_in_flight -= len(handles)
         for handle in handles:
             self.handles.free(handle)
 
     def retire_later(self, handles: list[int]) -> None:
-        """The diff that was to answer for ``handles`` never will be answered: the next one has to."""
+        """Retire ``handles`` with the next diff, because the diff that retired them will not be answered."""
         self._num_retired_in_flight -= len(handles)
         self._retired += handles
 
     @property
     def ended_handles(self) -> tuple[list[int], list[int]]:
-        """Handles that the next diff removes, and that it retires: all that is left of requests that have ended."""
+        """Handles that the next diff removes, and those that it retires: the remains of ended requests."""
         return self._removed.copy(), self._retired.copy()
 
     def restore(self, removed: list[int], retired: list[int]) -> None:
-        """For an empty table: the ``ended_handles`` of another one. Raises ValueError where they cannot be."""
+        """Restore the ``ended_handles`` of another table into this empty one. Raises ValueError if they are invalid."""
         self.handles.restore(retired)
         if len(set(removed)) < len(removed) or not set(removed) <= set(retired):
-            raise ValueError("the next diff cannot remove what has not ended")
+            raise ValueError("removed handles must be distinct and retired")
         self._removed, self._retired = removed.copy(), retired.copy()
 
     def _leave_running(self, request: Request) -> None:
@@ -196,19 +196,19 @@ class RequestTable:
                 self.skipped_waiting.get(handle) is request,
                 self.leaving.get(handle) is request,
             )
-            assert sum(places) == 1, f"{request!r} is in {sum(places)} places"
-            assert (request.status is RequestStatus.RUNNING) == (places[0] or places[3]), f"{request!r}: wrong place"
+            assert sum(places) == 1, f"{request!r} is in {sum(places)} lists"
+            assert (request.status is RequestStatus.RUNNING) == (places[0] or places[3]), f"{request!r}: wrong list"
             if places[0]:
-                assert (handle in self.unsteady) != (handle in self.steady_decode.batch), f"{request!r}: steady or not?"
+                assert (handle in self.unsteady) != (handle in self.steady_decode.batch), f"{request!r}: steady state"
                 assert (handle in self.steady_decode.batch) == request.is_steady
         named = {request.handle: request for request in self.requests.values()}
         for record in self._in_flight.records:
             for handle, request in record.requests().items():
-                assert named.get(handle, request) is request, f"handle {handle} stands for two requests"
+                assert named.get(handle, request) is request, f"handle {handle} refers to two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.steady_decode)
-        assert Counter(r.tenant for r in self.running.values()) == self.rows, "rows are miscounted"
+        assert Counter(r.tenant for r in self.running.values()) == self.rows, "wrong row counts of tenants"
         orders = [r.order for r in self.running.values()]
-        assert orders == sorted(orders), "running is not in order of admission"
+        assert orders == sorted(orders), "running requests are not in order of admission"
         retired = len(self._retired) + self._num_retired_in_flight
         assert self.handles.num_taken == len(self.requests) + retired, "a handle leaked"

@@ -1,4 +1,4 @@
-"""What came of the steps: tokens and endings, to the requests and to their clients."""
+"""Results: applies the workers' results to requests, ends requests, and passes tokens to clients."""
 
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,11 +17,16 @@ from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
 MAX_REASON = 300
-"""Characters of what a worker says of a request, which its client may read."""
+"""Longest error text of a worker, in characters, that is passed to a client."""
 
 
 class _Faults(NamedTuple):
-    """What is wrong, by handle: ``bad`` logits may have left anything in the cache; ``failed`` is the request's own."""
+    """Error texts by handle.
+
+    Attributes:
+        bad: requests whose logits are not finite, so that their cached blocks cannot be trusted.
+        failed: requests that failed for a reason of their own; their cached blocks are correct.
+    """
 
     bad: dict[int, str]
     failed: dict[int, str]
@@ -30,16 +35,16 @@ class _Faults(NamedTuple):
     def of(cls, bad: dict[int, str], failed: list[tuple[int, str]]) -> "_Faults":
         if not bad and not failed:
             return NO_FAULTS
-        return cls(bad, {handle: f"request_failed: {why[:MAX_REASON]}" for handle, why in failed})
+        return cls(bad, {handle: f"request_failed: {reason[:MAX_REASON]}" for handle, reason in failed})
 
 
 NO_FAULTS = _Faults({}, {})
 
 
 class Results:
-    """Applies the workers' results in order, and ends requests: the one place that does either.
+    """Applies the workers' results in order, and ends requests. No other code does either.
 
-    Owns what clients are told of it (``outputs``) and from which step on results count (``stale_until``).
+    Owns the messages to clients (``outputs``) and the last step whose results are ignored (``stale_until``).
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Results:
         self.in_flight = in_flight
         self.outputs = OutputCollector()
         self.stale_until = -1
-        """Results of steps up to this one are not applied any more."""
+        """Results of steps up to this one are ignored."""
         self._stats = stats
         self._decisions = decisions
         self._drafting = drafting
@@ -68,15 +73,15 @@ class Results:
     def update_from_output(
         self, output: ModelRunnerOutput, endings: Endings | None = None, *, deliver: bool = True
     ) -> None:
-        """Apply the result of the oldest step in flight: append tokens, end what ends, reply.
+        """Apply the result of the oldest step in flight: append tokens, end requests, pass tokens to clients.
 
         Args:
-            endings: None: by the tokens.
-            deliver: clients are sent the tokens.
+            endings: rules that end requests; None for the rules by tokens.
+            deliver: whether clients receive the tokens.
 
         Raises:
-            WorkerFault: it answers another step, its tokens or handles cannot be right, or the step was too large
-                (StepTooLarge); nothing has changed.
+            WorkerFault: the result belongs to another step or is invalid, or the step was too large (StepTooLarge);
+                nothing has changed.
         """
         if self.is_stale(output.step):
             return
@@ -89,7 +94,7 @@ class Results:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a result belongs to a step of before the epoch. The first one after it names its requests."""
+        """Whether a result belongs to an earlier worker epoch; counts it if so."""
         if step > self.stale_until:
             return False
         self._stats.num_stray_messages += 1
@@ -102,13 +107,14 @@ class Results:
         output: ModelRunnerOutput,
         endings: Endings,
     ) -> dict[int, int]:
-        """Returns, by position in the result, how many tokens count of a request that got fewer."""
+        """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all."""
         faults = _Faults.of({handle: endings.bad_row_detail(handle) for handle in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.steady_decode.batch:
-                    self.table.leave_steady(self.steady_decode.batch[handle])  # before its token can be taken for one
-            self._send_back_readers(record, faults.bad)
+                    # Must happen before the result is recorded: the token of such a row is not valid.
+                    self.table.leave_steady(self.steady_decode.batch[handle])
+            self._preempt_readers(record, faults.bad)
         self.in_flight.records.popleft()
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
@@ -120,11 +126,11 @@ class Results:
         for row in record.rows.values():
             if row.samples and not row.request.introduced and not row.request.status.is_finished:
                 self.outputs.introduce(row.request)
-        self._pass_on_prompts(record, output)
+        self._send_prompt_logprobs(record, output)
         cut: dict[int, int] = {}
-        for position, request in self._to_look_at(record, endings.candidates(sampled)):
+        for position, request in self._rows_to_check(record, endings.candidates(sampled)):
             if request.is_steady:
-                ending = endings.verdict(request, int(latest[request.handle]))
+                ending = endings.ending_after(request, int(latest[request.handle]))
                 if ending is not None:
                     self.table.leave_steady(request)
                     self._end(request, ending)
@@ -137,8 +143,8 @@ class Results:
         self._stats.generation_tokens += num_kept
         return cut
 
-    def _to_look_at(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
-        """(position in the result, request) of those that sampled out of steady decode, or that may end."""
+    def _rows_to_check(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
+        """Return (position in the result, request) for requests outside of steady decode and those that may end."""
         if not record.rows and not may_end:
             return []
         found = {h: row.request for h, row in record.rows.items() if row.samples and not row.request.is_steady}
@@ -151,7 +157,7 @@ class Results:
     def _acknowledge(self, record: InFlightStep) -> None:
         for row in record.rows.values():
             row.request.answered(row.num_tokens)
-        self.table.free(record.retired)
+        self.table.release_handles(record.retired)
 
     def _apply_row(
         self,
@@ -162,7 +168,7 @@ class Results:
         faults: _Faults,
         endings: Endings,
     ) -> int:
-        """One request's part of a result; returns how many of its tokens are its client's."""
+        """Apply the part of one request in a result. Returns the number of its tokens that count."""
         tokens, bad = sampled.row(position), faults.bad
         drafts = record.rows[request.handle].num_drafts
         request.sampled(drafts)
@@ -170,7 +176,7 @@ class Results:
             self._stats.dropped_tokens += len(tokens)
             return 0
         if request.handle in bad and request.status is RequestStatus.PREEMPTED:
-            # It computes all of it again, and may not be bad then. What is in flight came after a bad token.
+            # The request recomputes everything and may be correct then. Its tokens in flight follow a bad token.
             request.ignore_results_until = self.steady_decode.clock.sent
         if record.step <= request.ignore_results_until:
             self._stats.dropped_tokens += len(tokens)
@@ -178,28 +184,28 @@ class Results:
         if request.handle in bad:
             self._finish_bad(request, bad[request.handle])
             return 0
-        if request.handle in faults.failed:  # what it wrote is right: it stays findable
+        if request.handle in faults.failed:  # its cached blocks are correct and stay in the prefix cache
             self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
-            ending = endings.verdict(request, token)
+            ending = endings.ending_after(request, token)
             if ending is not None:
                 self._end(request, ending)
                 return kept
         return len(tokens)
 
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
-        """Claw back what was counted for drafts that were not there, or not right; and learn from it."""
-        request.claw_back(drafts - accepted)
+        """Subtract the positions of missing and rejected drafts, and pass the outcome to the draft policy."""
+        request.subtract_drafts(drafts - accepted)
         self._stats.num_draft_tokens += verified
         self._stats.num_accepted_tokens += accepted
         self._drafting.verified(request.draft_state, verified, accepted)
 
-    def _pass_on_prompts(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
-        """Log probabilities of prompts, for requests that live and do not compute them again."""
+    def _send_prompt_logprobs(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
+        """Pass prompt logprobs to clients, for requests that still exist and will not recompute them."""
         if output.prompt_logprobs is None:
             return
         live: dict[int, int] = {}
@@ -213,10 +219,10 @@ class Results:
     def _end(self, request: Request, ending: Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
 
-    def _send_back_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
-        """Requests that found a bad request's blocks in the prefix cache compute them themselves (protocol law 6).
+    def _preempt_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
+        """Preempt requests that read blocks of a bad request, so that they recompute them (protocol law 6).
 
-        What the bad one wrote is forgotten first. A reader may be bad in the same result, for no fault of its own.
+        The hashes of these blocks are invalidated first. A reader may be bad in the same result as a consequence.
         """
         for handle in bad:
             request = record.member(handle)
@@ -231,27 +237,30 @@ class Results:
                     self.kv.free(reader)
 
     def _first_own_block(self, request: Request) -> int:
-        """From which block on it wrote itself. After a preemption that is not known any more: all may be its own."""
+        """Return the index of the first block that the request wrote itself.
+
+        After a preemption this is not known, and all blocks may be its own.
+        """
         cached = 0 if request.num_preemptions else max(request.num_cached_tokens, 0)
         return cached // self.kv.block_size
 
     def _read_from(self, reader: Request, writer: Request, first: int, reader_is_bad: bool) -> bool:
-        """Whether ``reader`` may hold blocks that ``writer`` wrote, of which ``first`` is the first."""
+        """Whether ``reader`` may hold blocks that ``writer`` wrote, from block index ``first`` on."""
         if len(reader.block_hashes) <= first or len(writer.block_hashes) <= first:
             return False
         if reader.block_hashes[first] != writer.block_hashes[first]:
             return False
         if reader.num_preemptions:
-            return not reader_is_bad  # two of which neither is known to have written would send back each other
+            return not reader_is_bad  # otherwise two bad requests with unknown writer would preempt each other
         return reader.num_cached_tokens > first * self.kv.block_size
 
     def _finish_bad(self, request: Request, detail: str) -> None:
-        """What it wrote may be rotten."""
+        """End a bad request and invalidate the hashes of its blocks, which may hold corrupt KV."""
         self.kv.invalidate(request, self._first_own_block(request) * self.kv.block_size)
         self.finish(request, EndReason.ERROR, detail=detail)
 
     def stop_at(self, request: Request, num_output_tokens: int) -> None:
-        """The front end found a stop string; what came after it does not count."""
+        """End a request whose front end found a stop string; later tokens do not count."""
         self.table.leave_steady(request)
         counted = max(0, min(num_output_tokens, request.num_output_tokens))
         self._stats.generation_tokens -= request.num_output_tokens - counted
@@ -266,7 +275,7 @@ class Results:
         detail: str = "",
         num_output_tokens: int | None = None,
     ) -> None:
-        """The one way a request ends: its blocks go back, its client is sent the ending, its handle is given up."""
+        """End a request: free its blocks, send the ending, retire its handle. Every ending goes through this method."""
         self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:

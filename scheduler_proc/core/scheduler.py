@@ -1,7 +1,7 @@
-"""The scheduler: events in, decisions out. No socket, clock, disk or device is reachable from here.
+"""The scheduler: consumes events and decides steps. It has no access to sockets, clocks, files or devices.
 
-Reading order: ``consume`` here (what can happen), ``Planner.plan`` (what runs next), ``Results`` (what came of it).
-Requests that only ever need one more token are in steady decode meanwhile (steady_decode.py).
+Reading order: ``consume`` here (all events), ``Planner.plan`` (a step), ``Results`` (results of steps). Requests that
+need one token per step and nothing else are in steady decode (steady_decode.py).
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, make_statistics
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
-from quire.scheduler_proc.core.suspects import CONDEMNED, Suspects
+from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
@@ -45,10 +45,10 @@ __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 
 
 class Scheduler:
-    """Takes events, gives steps: owns every request through its RequestTable, every block through its KVCacheManager.
+    """Consumes events and decides steps. Owns all requests (RequestTable) and all blocks (KVCacheManager).
 
-    Invariants (``check``), besides those of its parts: a request holds blocks exactly when it runs or leaves; what is
-    in flight was sent and not answered; every accepted request ends once.
+    Invariants (``check``), besides those of its parts: a request holds blocks exactly while it is running or leaving;
+    steps in flight were sent and not answered; every accepted request ends exactly once.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            num_blocks: blocks of the pool, the null block included.
-            steady_decode: False for the plain algorithm alone, which decides the same and costs more.
-            hooks: are called with what happens inside events and steps.
-            kv_events: records which contents of blocks can be found; None: they are not published.
-            planner_class, pool_class: what decides steps, and the order in which free blocks are reused; others than
-                the live engine's imitate another engine.
+            num_blocks: blocks of the pool, including the null block.
+            steady_decode: False disables steady decode; decisions are the same and cost more.
+            hooks: callbacks during events and steps.
+            kv_events: recorder of cached blocks, or None if KV events are not published.
+            planner_class, pool_class: replaced by replays that imitate another engine; they decide steps and the order
+                in which free blocks are reused.
 
         Raises:
-            ConfigError: a setting that is not known, or contradicts the layout.
+            ConfigError: a setting is unknown or contradicts the layout.
         """
         check_drafts_fit(config)
         self.kv = KVCacheManager(
@@ -90,7 +90,7 @@ class Scheduler:
         self.table = RequestTable(config.scheduling_policy, self.steady_decode, self.in_flight, config.model.vocab_size)
         self.suspects = Suspects()
         self.pause = ""
-        """Empty, ``pause_new`` (no request is admitted) or ``pause`` (nothing runs)."""
+        """Empty, ``pause_new`` (no request is admitted) or ``pause`` (no step is scheduled)."""
         self.decisions = RecentDecisions()
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def config(self) -> EngineConfig:
-        """May be replaced between two steps, by one with smaller batches say."""
+        """The configuration. It can be replaced between two steps, for example with a smaller token budget."""
         return self.planner.config
 
     @config.setter
@@ -114,10 +114,10 @@ class Scheduler:
     # ---- events
 
     def consume(self, event: Consumed, client: int = 0) -> None:
-        """Take one event. ``client`` is the index of the front end that it came from.
+        """Apply one event. ``client``: index of the front end that sent it.
 
         Raises:
-            WorkerFault: a result that no worker could have computed; nothing has changed.
+            WorkerFault: the event is an invalid result; nothing has changed.
         """
         match event:
             case AddRequest():
@@ -147,26 +147,26 @@ class Scheduler:
                 assert_never(event)
 
     def drop_client(self, client: int) -> None:
-        """A front end is gone: so are its requests."""
+        """Abort all requests of a front end that disconnected."""
         for request in [r for r in self.table.requests.values() if r.client == client]:
             self.results.finish(request, EndReason.ABORTED)
 
     def fail_all(self, detail: str) -> None:
-        """The engine cannot go on: each request ends with the reason."""
+        """End all requests with ERROR, because the engine cannot continue."""
         for request in list(self.table.requests.values()):
             self.results.finish(request, EndReason.ERROR, detail=detail)
 
     def begin_worker_epoch(self, *, new_workers: bool = False) -> bool:
-        """What the workers hold is not to be trusted: all that run wait again with their tokens.
+        """Return all running requests to the queue with their tokens, because the workers' state is not trusted.
 
-        Nothing in flight will be applied, and no content of the pool is found again (protocol law 6).
+        Steps in flight will not be applied, and the prefix cache is emptied (protocol law 6).
 
         Args:
-            fresh: the workers are others, which hold nothing: those before died, or were ended for what they did. A
-                request in a step in flight is suspected of it (suspects.py). Else they drop the rows that they may
-                still have.
+            new_workers: the workers were replaced and hold no rows, because the previous ones died or were stopped
+                after a fault. Requests in the steps in flight may be the cause (suspects.py). If False, the next diff
+                removes the rows that the workers may still hold.
 
-        Returns whether a request was found to be why they died, and has ended.
+        Returns whether a request was confirmed as the cause of the deaths, and has ended.
         """
         step = self.results.stale_until = self.last_step
         if new_workers:
@@ -185,15 +185,15 @@ class Scheduler:
         if not new_workers:
             return False
         self.table.take_removed()
-        condemned = self.suspects.take_condemned()
-        for request in condemned:
-            self.results.finish(request, EndReason.ERROR, detail=CONDEMNED)
-        return bool(condemned)
+        confirmed = self.suspects.take_confirmed()
+        for request in confirmed:
+            self.results.finish(request, EndReason.ERROR, detail=SUSPECT_DETAIL)
+        return bool(confirmed)
 
     def halve_steps(self) -> bool:
-        """From now on a step has half as many tokens at most; false when it cannot.
+        """Halve the token budget of steps. Returns False if it is already minimal.
 
-        Each request needs one; and where prompts are not cut into chunks, the longest needs all of its own.
+        The minimum is one token per request; without chunked prefill, also the longest possible prompt.
         """
         config = self.config
         least = config.max_num_seqs if config.enable_chunked_prefill else max(config.max_num_seqs, config.max_model_len)
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
-        """(client, message) for the front ends, since the last call; after a step was asked for, if one can be."""
+        """Return and clear the pending (client, message) pairs. If a step can be scheduled, call ``schedule`` first."""
         return self.arrivals.take_replies() + self.results.outputs.take()
 
     def _live(self, client: int, request_id: str) -> Request | None:
@@ -227,11 +227,11 @@ class Scheduler:
                 done = False
         self.arrivals.replies.append((client, self.statistics(event.query, done)))
 
-    # ---- what runs next
+    # ---- steps
 
     @property
     def can_schedule(self) -> bool:
-        """Whether ``schedule`` may be asked: something waits or runs, and the pipeline has room."""
+        """Whether ``schedule`` may return a step: requests wait or run, and the pipeline has room."""
         room = len(self.in_flight) < self.config.pipeline_depth
         return room and self.pause != "pause" and bool(self.table.running or self.table.waiting)
 
@@ -239,10 +239,10 @@ class Scheduler:
         """Decide one step.
 
         Args:
-            now: seconds on the caller's clock, which the pool's metrics go by; decisions do not.
+            now: seconds on the caller's clock, for metrics of the block pool; decisions do not depend on it.
 
         Returns:
-            The diff for the workers, or None when nothing can run now.
+            The diff for the workers, or None if no request can run now.
         """
         if not self.can_schedule:
             return None
@@ -257,21 +257,22 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """No request lives, and no step is in flight."""
+        """Whether no request exists and no step is in flight."""
         return not (self.table.requests or self.in_flight)
 
     def resume_after(self, step: int) -> None:
-        """While it is idle: ``step`` is the last one that was decided, and answered."""
+        """Set the last decided and answered step. The scheduler must be idle."""
         self.steady_decode.clock.sent = self.steady_decode.clock.acknowledged = step
 
     @property
     def step_awaiting_inputs(self) -> InFlightStep | None:
-        """The step whose sampling waits for masks that can be made now: all tokens before it are known."""
+        """The oldest step, if its sampling waits for token bitmasks; all tokens before it are known, so they can be
+        computed now."""
         oldest = self.in_flight.records[0] if self.in_flight else None
         return oldest if oldest is not None and oldest.awaits_inputs else None
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
-        """Fix the plan: build the diff, then advance what was scheduled."""
+        """Commit the plan: build the diff, then advance the scheduled requests."""
         table, step = self.table, plan.step
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
@@ -309,31 +310,31 @@ class Scheduler:
             and len(self.table.running) <= self.config.max_num_batched_tokens
         )
 
-    # ---- looking in
+    # ---- statistics and checks
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens committed since the start."""
+        """Number of output tokens since start."""
         return self.stats.generation_tokens
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
-        """Gauges as of now, and counters since start."""
+        """Return current gauges, and counters since start."""
         return make_statistics(self.table, self.kv.pool, self.decisions, self.stats, query, done)
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests, and for idle moments."""
+        """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
         self.kv.check()
         self.table.check()
         requests = self.table.requests.values()
         for request in requests:
             running = request.status is RequestStatus.RUNNING
             most = request.num_in_flight * (1 + self.config.num_speculative_tokens)
-            assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more samples than steps in flight"
-            assert request.num_in_flight <= self.config.pipeline_depth, f"{request!r}: too many in flight"
+            assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more placeholders than steps in flight"
+            assert request.num_in_flight <= self.config.pipeline_depth, f"{request!r}: too many steps in flight"
             assert 0 <= request.num_acknowledged_tokens <= request.num_computed_tokens, f"{request!r}: not computed"
             held = self.kv.coordinator.managers[0].req_to_blocks.get(request.handle)
-            assert bool(held) == running, f"{request!r}: blocks and status disagree"
+            assert bool(held) == running, f"{request!r}: holds blocks although not running, or the reverse"
         assert len(self.table.running) <= self.config.max_num_seqs
         live = {r.handle for r in requests}
         for manager in self.kv.coordinator.managers:
-            assert manager.req_to_blocks.keys() <= live, "blocks are held for requests that are gone"
+            assert manager.req_to_blocks.keys() <= live, "blocks are held by requests that have ended"

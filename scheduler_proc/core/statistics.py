@@ -1,4 +1,4 @@
-"""Totals that the scheduler counts, and what it says of itself when it is asked."""
+"""Counters of the scheduler, recent decisions, and the Statistics message."""
 
 from collections import Counter, deque
 
@@ -9,7 +9,7 @@ from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 
 
 class Counters:
-    """Totals since start; the names are those of the Statistics message."""
+    """Totals since start, with the field names of the Statistics message."""
 
     def __init__(self) -> None:
         self.num_preemptions = 0
@@ -31,7 +31,7 @@ class Counters:
 
 
 class RecentDecisions:
-    """The newest decisions with their reasons, until they are taken; and totals that outlive them."""
+    """The newest decisions with their reasons, and the number of preemptions by reason since start."""
 
     def __init__(self, max_kept: int = 4096) -> None:
         self._decisions: deque[Decision] = deque(maxlen=max_kept)
@@ -43,7 +43,7 @@ class RecentDecisions:
             self.preemptions[decision.reason] += 1
 
     def take(self) -> list[Decision]:
-        """Decisions since the last call, the oldest dropped where there were too many."""
+        """Return and clear the decisions since the last call; only the newest ``max_kept`` are kept."""
         taken = list(self._decisions)
         self._decisions.clear()
         return taken
@@ -52,9 +52,9 @@ class RecentDecisions:
 def make_statistics(
     table: RequestTable, pool: BlockPool, decisions: RecentDecisions, counters: Counters, query: int, done: bool
 ) -> Statistics:
-    """The reply to a Control message. ``query``: its number; ``done``: whether it could be done."""
+    """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
     reasons = Counter(str(request.wait_reason) for request in table.skipped_waiting.values())
-    if table.waiting:  # each request behind the first waits for what the first waits for
+    if table.waiting:  # the requests behind the first one wait for the same reason
         reasons[str(table.waiting.peek_request().wait_reason)] += len(table.waiting)
     return Statistics(
         query=query,

@@ -1,9 +1,9 @@
-"""Requests that need exactly one more token per step, kept at no cost per request and step.
+"""Steady decode: requests that need exactly one more token per step, without work per request and step.
 
-In steady decode each step computes one position of a request and samples one token. So it need not be touched: its
-counters follow from two step numbers, the last one sent and the last one answered. Its tokens wait in a table
-with one row per step, into which a whole result goes at once. Only when something is due is the request looked at:
-its next block, its last token, or a draft to try. A calendar says who is due when.
+In steady decode each step computes one position of a request and samples one token. So no field of it changes: its
+counters follow from two step numbers, the last one sent and the last one answered. Its tokens are kept in a table with
+one row per step, to which a whole result is written at once. A calendar lists the requests that are due in a step, for
+a new block, their last token, or a draft; only these are handled.
 """
 
 from collections.abc import Sequence
@@ -16,49 +16,49 @@ from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 SteadyBatch = dict[int, Request]
-"""Requests in steady decode, by handle. Never changed once a step in flight refers to it."""
+"""Requests in steady decode, by handle. A batch that a step in flight refers to is never modified."""
 
 _by_order = attrgetter("order")
 
 
 class SteadyDecode:
-    """The requests in steady decode, and what was sampled for them.
+    """The requests in steady decode, and their newest sampled tokens.
 
     Invariants (``check``): a member was scheduled, and sampled, in every step since it joined; at most
-    ``block_size + depth + num_drafts`` of its tokens are in the table only; its next event lies ahead, and in the
-    calendar.
+    ``block_size + depth + num_drafts`` of its tokens are only in the table; its next event is in a future step, and in
+    the calendar.
 
     Attributes:
-        calendar: by step, members to be looked at in it; also some that are not any more.
+        calendar: by step, the members that are due; it may contain outdated entries.
     """
 
     def __init__(self, block_size: int, depth: int, num_drafts: int = 0) -> None:
         """
         Args:
-            block_size: positions between two blocks, of the group with the smallest.
-            depth: of the pipeline.
-            num_drafts: most drafts of a request in a step: one that joins may hold blocks for so many more positions.
+            block_size: smallest block size of all KV groups.
+            depth: maximum number of steps in flight.
+            num_drafts: maximum number of drafts per request and step; a request that joins may hold blocks for them.
         """
         self.block_size = block_size
         self.clock = StepClock()
         self.batch: SteadyBatch = {}
         self._shared = False
         self.calendar: dict[int, list[Request]] = {}
-        # A token stays here from its result to the member's next block, so a quarter of the rows would do; with more,
-        # the rows that are wanted seldom lie around the end.
+        # A token stays in the table until the member's next block, so a quarter of the rows would suffice. More rows
+        # make it rare that the rows to read wrap around the end.
         self._sampled = np.zeros((4 * (block_size + depth + 1 + num_drafts), 64), "<i4")
 
     def __len__(self) -> int:
         return len(self.batch)
 
-    # ---- coming and going
+    # ---- joining and leaving
 
     def join(self, request: Request, until: int, room: int) -> None:
-        """From the step after the newest on, in which it samples.
+        """Add a request from the step after the newest one on. The request must sample in the newest step.
 
         Args:
-            until: the step in which it is to be looked at again, which may never come.
-            room: positions that it has blocks for after the newest step; fewer where that is not known.
+            until: step in which the request must leave; it may be a step that is never reached.
+            room: positions after the newest step for which it has blocks, or a lower bound.
         """
         if request.handle >= self._sampled.shape[1]:
             self._widen(request.handle + 1)
@@ -67,18 +67,18 @@ class SteadyDecode:
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
         self._own_batch()[request.handle] = request
-        self._expect(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
+        self._add_event(request, step + 1 + max(room, -request.num_computed_tokens % self.block_size))
         request.join_steady(self.clock)
 
     def leave(self, request: Request) -> None:
-        """Bring its tokens up to date; from now on they, and its counters, are the request's own."""
-        self._settle((request,))
+        """Remove a request, and bring its tokens and counters up to date."""
+        self._sync_tokens((request,))
         del self._own_batch()[request.handle]
         request.event_step = request.block_step = 0
         request.leave_steady()
 
     def share_batch(self) -> SteadyBatch:
-        """The members now, for a record that keeps them: they are copied before they change."""
+        """Return the current members for a record that keeps them; the next change copies the mapping first."""
         self._shared = True
         return self.batch
 
@@ -88,21 +88,21 @@ class SteadyDecode:
             self._shared = False
         return self.batch
 
-    # ---- what is due
+    # ---- due requests
 
     def due(self, step: int) -> list[Request]:
-        """Members with ``step`` as the ``block_step`` or the ``leave_step``, in order of admission."""
+        """Return the members whose ``block_step`` or ``leave_step`` is ``step``, in order of admission."""
         found = []
         for request in self.calendar.pop(step, ()):
             if request.event_step == step:
-                request.event_step = 0  # it may stand in the list twice
+                request.event_step = 0  # it may be in the list twice
                 found.append(request)
         found.sort(key=_by_order)
         return found
 
-    def handled(self, requests: Sequence[Request], step: int) -> None:
-        """They got their blocks for ``step`` and go on; what was sampled for them is with them now."""
-        self._settle(requests)
+    def mark_handled(self, requests: Sequence[Request], step: int) -> None:
+        """Continue with members that got their blocks for ``step``; moves their sampled tokens to them."""
+        self._sync_tokens(requests)
         following = step + self.block_size
         bucket = self.calendar.setdefault(following, [])
         for request in requests:
@@ -110,17 +110,17 @@ class SteadyDecode:
                 request.block_step = request.event_step = following
                 bucket.append(request)
             elif request.leave_step > step:
-                self._expect(request, following)
+                self._add_event(request, following)
 
-    def _expect(self, request: Request, block_step: int) -> None:
+    def _add_event(self, request: Request, block_step: int) -> None:
         request.block_step = block_step
         request.event_step = min(block_step, request.leave_step)
         self.calendar.setdefault(request.event_step, []).append(request)
 
-    # ---- what was sampled
+    # ---- sampled tokens
 
     def record(self, step: int, handles: Int32, tokens: Int32) -> Int32:
-        """Keep one result, the next one after the last. Returns the table's row: a token per handle."""
+        """Store the tokens of the next result. Returns the row of the table, indexed by handle."""
         row: Int32 = self._sampled[step % len(self._sampled)]
         try:
             row[handles] = tokens
@@ -130,8 +130,8 @@ class SteadyDecode:
         self.clock.acknowledged = step
         return row
 
-    def _settle(self, requests: Sequence[Request]) -> None:
-        """Give each the tokens that only the table has."""
+    def _sync_tokens(self, requests: Sequence[Request]) -> None:
+        """Append to each request its tokens that are only in the table."""
         acknowledged = self.clock.acknowledged
         for synced in {request.synced_step for request in requests}:
             count = acknowledged - synced
@@ -146,7 +146,7 @@ class SteadyDecode:
                 request.tokens.extend(raw[at * size : at * size + size])
 
     def _rows(self, step: int, count: int) -> Int32:
-        """The table's rows of ``count`` steps from ``step`` on; a view, unless they lie around its end."""
+        """Return the rows of ``count`` steps from ``step`` on; a view, unless they wrap around the end."""
         start = step % len(self._sampled)
         if start + count <= len(self._sampled):
             return self._sampled[start : start + count]

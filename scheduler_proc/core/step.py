@@ -1,4 +1,4 @@
-"""One step while it is being decided, and its diff once it is."""
+"""Step plan: the decisions of one step while it is planned, and the diff built from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from quire.scheduler_proc.requests.request import Request
 
 @dataclass(slots=True)
 class StepRow:
-    """One request's part of a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
+    """The part of one request in a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
 
-    The workers may find fewer drafts, and then compute fewer positions.
+    The proposer may find fewer drafts; the workers then compute fewer positions.
 
     Attributes:
-        new_blocks: for a request that the workers hold already; None when they are to be sent everything.
-        is_prefill: it counts towards prefill's part of the step.
-        samples: the result has a token of it. Set when the step is sent.
+        new_blocks: blocks to append, for a request that the workers already hold; None for a new or resumed request.
+        is_prefill: the positions count towards the prefill budget.
+        samples: the result contains a token for it. Set when the step is sent.
     """
 
     request: Request
@@ -33,18 +33,18 @@ class StepRow:
 
 
 class StepPlan:
-    """Decisions of one call of ``schedule()``. Nothing here has touched a request's progress yet, so a row can be
-    taken back as long as the plan is open.
+    """Decisions of one call of ``schedule()``. A row can be withdrawn until the plan is committed, because the progress
+    of requests changes only then.
 
-    Invariant: the rows' tokens, one for each request in steady decode, and ``budget`` add up to the step's budget.
+    Invariant: the tokens of all rows, one token per request in steady decode, and ``budget`` add up to the step budget.
 
     Attributes:
-        step: the number that the step will have.
-        config: the limits that it is decided under.
-        budget: tokens that are left.
-        prefill_budget: of these, what prefill may have.
-        begun: requests in steady decode that got a new block, in order, and ``grown_block_ids`` its ids.
-        last: requests in steady decode that get their last token of this step.
+        step: number of the step.
+        config: limits of the step.
+        budget: tokens left.
+        prefill_budget: tokens left for prefills.
+        grown: requests in steady decode that got a new block; ``grown_block_ids`` has the block ids, in the same order.
+        last: requests in steady decode whose last token is sampled in this step.
     """
 
     def __init__(self, step: int, config: EngineConfig) -> None:
@@ -54,7 +54,7 @@ class StepPlan:
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
-        """Of these, those over their tenant's share, which made way for another's: more may still be admitted."""
+        """Preempted requests whose blocks or rows were claimed by another tenant; they do not stop admission."""
         self.grown: list[Request] = []
         self.grown_block_ids: list[int] = []
         self.last: list[Request] = []
@@ -66,7 +66,7 @@ class StepPlan:
             self.prefill_budget -= row.num_tokens
 
     def withdraw(self, request: Request) -> None:
-        """The request does not run in this step after all."""
+        """Remove the request's row from the plan and return its tokens to the budget."""
         row = self.rows.pop(request.handle, None)
         if row is not None:
             self.budget += row.num_tokens
@@ -80,13 +80,13 @@ class StepPlan:
 
 
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
-    """The diff from what the workers hold to what ``plan`` wants; marks requests as the workers will hold them.
+    """Return the diff between the workers' state and ``plan``, and update the requests' worker state.
 
-    ``unsteady``: all that run and are not in steady decode; those without a row are parked.
+    ``unsteady``: all running requests outside of steady decode; those without a row are parked.
     """
     handles = [request.handle for request in plan.grown]
     block_ids = plan.grown_block_ids
-    if not plan.rows and not removed:  # all are in steady decode, or parked already
+    if not plan.rows and not removed:  # all requests are in steady decode or already parked
         return SchedulerOutput(
             step=plan.step,
             parked=_park_the_rest(plan, unsteady),
@@ -146,7 +146,7 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
 
 
 def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
-    """Handles that the workers would run by themselves, and that got no row; in an order that depends on nothing."""
+    """Park the requests without a row, which the workers would otherwise decode. Returns their handles, sorted."""
     parked: list[int] = []
     for request in unsteady:
         if request.handle not in plan.rows and not request.parked:

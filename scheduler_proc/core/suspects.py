@@ -1,11 +1,11 @@
-"""Requests that may be what ends the workers: one after the other runs alone, until it is cleared or condemned.
+"""Suspects: requests that may crash the workers. They run alone, one after the other, until cleared or confirmed.
 
-A worker that dies takes nothing with it, so its requests run again; but one of them may be why it died, and would end
-the next worker as well. The deaths of each request that was in a step in flight, and has got no token since, are
-counted. At two it is a *suspect*: it runs alone until it gets a token. The worker's death at that is a proof; where
-others got tokens between those two deaths, the second one is: the first may have been chance.
+When workers die, their requests are retried; but one of them may be the cause, and would crash the next workers too.
+For each request in a step in flight, the worker deaths since its last token are counted. A request with two deaths is a
+*suspect*: it runs alone until it gets a token. If the workers die while it runs alone, it is confirmed as the cause. If
+other requests got tokens between its deaths, the first death alone may be chance, and a second one is required.
 
-A request that ends *schedulers* is found by its front end, which outlives them (launch/frontend/session.py).
+A request that crashes *schedulers* is found by its front end, which survives them (launch/frontend/session.py).
 """
 
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
 
 ALONE_AFTER = 2
-"""Deaths after which a request is run alone."""
-CONDEMNED = "engine_fault: the workers died each time that this request ran, at last with nothing else beside it"
+"""Number of worker deaths after which a request runs alone."""
+SUSPECT_DETAIL = "engine_fault: the workers died each time this request ran, also when it ran alone"
 
 
 class _Entry(NamedTuple):
-    """One request's deaths.
+    """Worker deaths of one request since its last token.
 
     Attributes:
-        num_deaths: so often were the workers' last moments its own, since it last got a token.
-        num_tokens: that it had then.
-        in_a_row: no request at all got a token between them.
-        num_alone: how many of them were with no other request in a step.
+        num_tokens: number of its tokens at the first of these deaths.
+        num_deaths: worker deaths while it was in a step in flight.
+        in_a_row: no request got a token between these deaths.
+        num_alone: deaths while no other request was in a step in flight.
     """
 
     request: Request
@@ -36,28 +36,28 @@ class _Entry(NamedTuple):
     num_alone: int = 0
 
     @property
-    def is_proven(self) -> bool:
-        """Where others got on between its deaths, one death alone may be chance."""
+    def is_confirmed(self) -> bool:
+        """Whether the request is confirmed as the cause: one death alone, or two if others got tokens in between."""
         return self.num_alone >= (1 if self.in_a_row else 2)
 
 
 class Suspects:
-    """Counts by handle. A handle is forgotten when its request has got a token, or has ended."""
+    """Counts worker deaths by handle. An entry is removed when its request gets a token or ends."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._condemned: list[Request] = []
+        self._confirmed: list[Request] = []
         self._total = -1
 
     def record_death(self, steps: Iterable[InFlightStep], total: int) -> None:
-        """The workers died with these steps in flight. ``total``: tokens that all requests have ever got."""
+        """Count a death of the workers with ``steps`` in flight. ``total``: output tokens of all requests so far."""
         found: dict[int, Request] = {}
         for step in steps:
             found |= step.requests()
         present = [request for request in found.values() if not request.status.is_finished]
         alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
-        # A request that was not in a step is as it was: its turn to be run alone may not have come yet.
+        # Entries of requests outside of these steps stay: their turn to run alone may still come.
         self._entries = {handle: entry for handle, entry in self._entries.items() if self._is_due(entry)}
         for request in present:
             entry = self._entries.get(request.handle)
@@ -70,13 +70,13 @@ class Suspects:
                 num_alone=entry.num_alone + (request is alone),
             )
             self._entries[request.handle] = entry
-            if entry.is_proven:
+            if entry.is_confirmed:
                 del self._entries[request.handle]
-                self._condemned.append(request)
+                self._confirmed.append(request)
 
     @property
     def alone(self) -> Request | None:
-        """The first request that must be cleared of the workers' deaths, and runs alone until then; or None."""
+        """The suspect that must run alone now, or None."""
         if not self._entries:
             return None
         for handle, entry in list(self._entries.items()):
@@ -86,10 +86,10 @@ class Suspects:
                 return entry.request
         return None
 
-    def take_condemned(self) -> list[Request]:
-        condemned, self._condemned = self._condemned, []
-        return condemned
+    def take_confirmed(self) -> list[Request]:
+        confirmed, self._confirmed = self._confirmed, []
+        return confirmed
 
     def _is_due(self, entry: _Entry) -> bool:
-        """It lives, and has got no token since."""
+        """Whether the request still exists and got no token since."""
         return not entry.request.status.is_finished and entry.request.num_tokens == entry.num_tokens

@@ -1,60 +1,60 @@
-"""What one request's drafts have taught: acceptance, and when to try again."""
+"""Per-request state of the draft policy: estimated acceptance, and when to try drafts again."""
 
 PROBE_INTERVAL = 64
-"""Steps between two single drafts of a request for which they did not pay; all probe in multiples of it, for the first
-draft of a step costs the most: the step can only begin when the sample before is there."""
-MAX_WRONG_IN_A_ROW = 24
-"""First drafts of steps after which a request rests, whatever was right before: its text has changed."""
-_FINDS_STEP = 1 / 16
+"""Fewest steps between two probes of a resting request. All requests probe in multiples of it, because the first draft
+of a step costs the most: the step can only start when the previous sample is known."""
+MAX_REJECTED_IN_A_ROW = 24
+"""Steps in a row whose first draft was rejected, after which a request rests regardless of its earlier acceptance."""
+_FIND_RATE_STEP = 1 / 16
 
 
 class Acceptance:
-    """How often a draft was right of late: a decaying mean over trials.
+    """Estimated probability that a draft is accepted: a decaying mean over trials.
 
-    A step tries drafts up to the first wrong one; those behind it say nothing.
+    A step tests drafts up to the first rejected one; the drafts after that are not counted as trials.
     """
 
-    __slots__ = ("_decay", "finds", "right", "trials", "wrong_in_a_row")
+    __slots__ = ("_decay", "accepted", "find_rate", "rejected_in_a_row", "trials")
 
-    def __init__(self, chance: float, trials: float, remembered: float, finds: float = 1.0) -> None:
+    def __init__(self, chance: float, trials: float, remembered: float, find_rate: float = 1.0) -> None:
         """
         Args:
-            chance: believed at first, as if so many ``trials`` had shown it.
-            remembered: trials after which one counts for little.
-            finds: how often there is a draft at all.
+            chance: initial estimate, with the weight of ``trials`` trials.
+            remembered: time constant of the decay, in trials.
+            find_rate: initial estimate of how often the proposer finds a draft at all.
         """
-        self.right = chance * trials
+        self.accepted = chance * trials
         self.trials = trials
-        self.finds = finds
-        self.wrong_in_a_row = 0
+        self.find_rate = find_rate
+        self.rejected_in_a_row = 0
         self._decay = 1.0 - 1.0 / remembered
 
     @property
     def chance(self) -> float:
-        return self.right / self.trials
+        return self.accepted / self.trials
 
     @property
-    def hope(self) -> float:
-        """What the chance may well be, for all that the trials show."""
-        return 0.0 if self.wrong_in_a_row >= MAX_WRONG_IN_A_ROW else (self.right + 2.0) / (self.trials + 2.0)
+    def optimistic_chance(self) -> float:
+        """An optimistic estimate of the chance, which few trials cannot rule out."""
+        return 0.0 if self.rejected_in_a_row >= MAX_REJECTED_IN_A_ROW else (self.accepted + 2.0) / (self.trials + 2.0)
 
     def observe(self, verified: int, accepted: int) -> None:
-        self.finds += _FINDS_STEP * ((verified > 0) - self.finds)
+        self.find_rate += _FIND_RATE_STEP * ((verified > 0) - self.find_rate)
         if verified:
-            self.wrong_in_a_row = 0 if accepted else self.wrong_in_a_row + 1
+            self.rejected_in_a_row = 0 if accepted else self.rejected_in_a_row + 1
         tried = min(accepted + 1, verified)
         for index in range(tried):
-            self.right = self.right * self._decay + (index < accepted)
+            self.accepted = self.accepted * self._decay + (index < accepted)
             self.trials = self.trials * self._decay + 1.0
 
 
 class DraftState:
-    """What a request's drafts have taught.
+    """State of the draft policy for one request.
 
     Attributes:
-        acceptance: None before it was first asked for.
-        resting: it gets none but one in ``probe_step``, or as soon after it as it can.
-        interval: steps from one probe to the next; twice as long after each that was rejected.
+        acceptance: None until the policy first needs it.
+        resting: the request gets no drafts except one probe, in ``probe_step`` or as soon after it as possible.
+        interval: steps between two probes; doubled after each rejected probe.
     """
 
     __slots__ = ("acceptance", "interval", "probe_step", "resting")
@@ -66,6 +66,6 @@ class DraftState:
         self.interval = PROBE_INTERVAL
 
     def rest(self, step: int) -> None:
-        """No drafts after ``step`` for a while."""
+        """Stop drafts after ``step`` and set the next probe."""
         self.resting = True
         self.probe_step = -(-(step + self.interval) // PROBE_INTERVAL) * PROBE_INTERVAL

@@ -1,20 +1,20 @@
-"""Small integers that stand for requests on the wire."""
+"""Handles: small integers that identify requests in messages."""
 
 import heapq
 from collections.abc import Collection
 
 MAX_HANDLES = 2**22
-"""More than ever live at once; a bound for what is read from files."""
+"""Bound for handles that are read from files; more than requests that can exist at once."""
 
 
 class HandlePool:
-    """Gives the smallest free handle, so that tables indexed by handle stay small."""
+    """Allocates the smallest free handle, so that tables indexed by handle stay small."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
         self._next = 0
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
@@ -24,7 +24,7 @@ class HandlePool:
         heapq.heappush(self._free, handle)
 
     def restore(self, taken: Collection[int]) -> None:
-        """None is taken but ``taken``. Raises ValueError where one is no handle, or there twice."""
+        """Make ``taken`` the only allocated handles. Raises ValueError if one is invalid or occurs twice."""
         if len(set(taken)) < len(taken) or any(not 0 <= handle < MAX_HANDLES for handle in taken):
             raise ValueError("invalid or duplicate handles")
         self._next = max(taken, default=-1) + 1

@@ -1,28 +1,28 @@
-"""Why the scheduler made a request wait, put one out, or forgot a content: said with each such decision."""
+"""Reasons that are recorded with decisions: why a request waits, was preempted, or why blocks were evicted."""
 
 import enum
 from typing import NamedTuple
 
 
 class WaitReason(enum.StrEnum):
-    """What a waiting request waits for."""
+    """The limit or event that a waiting request waits for."""
 
     QUEUED = "queued"
-    """Behind others: its own needs were not looked at yet."""
+    """It is behind other requests, and its own needs were not checked yet."""
     MAX_NUM_SEQS = "max_num_seqs"
     TOKEN_BUDGET = "token_budget"
     PREFILL_SHARE = "prefill_share"
     WHOLE_PROMPT = "whole_prompt"
-    """Without chunked prefill its prompt must fit what is left of the budget."""
+    """Without chunked prefill, the whole prompt must fit into the rest of the token budget."""
     KV_BLOCKS = "kv_blocks"
     FULL_SEQUENCE = "full_sequence"
-    """The pool has no room for all that it may grow to (``reserve_full_sequence``)."""
+    """The pool has no room for the longest sequence that it may become (``reserve_full_sequence``)."""
     PREEMPTING = "preempting"
     """A request was preempted in this step; admitting more would cause further preemption."""
     RESULT_IN_FLIGHT = "result_in_flight"
     PAUSED = "paused"
     SUSPECT = "suspect"
-    """Another request runs alone, since it may be what ends the workers."""
+    """Another request runs alone, because it may be the one that crashes the workers."""
     GRAMMAR = "grammar"
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
@@ -32,25 +32,25 @@ class PreemptReason(enum.StrEnum):
     """Why a running request was preempted."""
 
     YOUNGEST = "youngest"
-    """Another needed a block; this one was admitted last."""
+    """Another request needed a block; this one was admitted last."""
     LOWEST_PRIORITY = "lowest_priority"
     OVER_SHARE = "over_share"
-    """Another tenant lacked a row or blocks, and this one's has the most of them."""
+    """Another tenant lacked a row or blocks, and this request's tenant has the most of them."""
     ITSELF = "itself"
     """It needed a block, and no other request was left to give one up."""
     BAD_PREFIX = "bad_prefix"
-    """It read blocks of a request whose logits are not finite."""
+    """It read blocks written by a request whose logits are not finite."""
     SUSPECT = "suspect"
-    """Another one has to run alone."""
+    """Another request must run alone."""
     NEW_EPOCH = "new_epoch"
-    """The workers lost what they held."""
+    """The workers lost their state."""
 
 
 HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 
 
 class Decision(NamedTuple):
-    """``kind``: wait, preempt or evict. ``beneficiary``: the request that it was for; empty for none in particular."""
+    """One decision. ``kind``: wait, preempt or evict. ``beneficiary``: id of the request that gains by it, if any."""
 
     step: int
     kind: str

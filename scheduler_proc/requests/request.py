@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: tokens, progress, status."""
+"""Request: the scheduler's state of one request (tokens, progress, status)."""
 
 import enum
 
@@ -12,7 +12,7 @@ from quire.scheduler_proc.requests.tokens import TokenStore
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands; everything after PREEMPTED is an ending."""
+    """Status of a request; all values after PREEMPTED are final."""
 
     WAITING = 1
     RUNNING = 2
@@ -38,34 +38,33 @@ STATUS_OF_END = {
 
 
 class Request:
-    """State of one request. The scheduler alone changes it.
+    """State of one request. Only the scheduler changes it.
 
-    Two counts of progress (protocol law 2): ``num_computed_tokens`` counts positions of every step *sent*;
-    ``num_tokens`` and ``num_acknowledged_tokens`` grow only with results *applied*; ``num_output_placeholders`` are
-    samples in between. In steady decode (``is_steady``) the request itself is not touched: the counters follow from the
-    steps that were sent and answered since, whenever they are read. Only ``tokens`` may lack the newest ones then.
+    Two counts of progress (protocol law 2): ``num_computed_tokens`` counts positions of all steps *sent*;
+    ``num_tokens`` and ``num_acknowledged_tokens`` grow only with results *applied*. ``num_output_placeholders`` counts
+    the samples in between. In steady decode (``is_steady``) no field is updated per step: the counters are computed
+    from the step clock when they are read. Only ``tokens`` may then lack the newest tokens.
 
     Attributes:
         number: order of arrival in this engine.
-        order: order of admission among those that run; set anew each time.
-        handle: the small integer that stands for it on every wire; -1 before the scheduler gives it one.
-        client: index of the front end that it came from.
-        tenant: whose it is; those who wait take turns by it, and share rows and blocks (tenants.py).
-        turn: what its tenant had been served when it was first admitted; -1 before, and once it has lost its place.
-        stop_tokens: ids that end it.
-        max_total_tokens: prompt and output together can never be more.
-        ignore_results_until: step up to which results are not this request's any more.
-        num_cached_tokens: of the prompt, found in the prefix cache when first scheduled; -1 before.
-        num_drafts_in_flight: drafts that it may have in the steps in flight; each is a placeholder that may come to
-            nothing.
-        draft_state: what its drafts have taught.
-        repetition: looks at each token of its answer; None where it is not wanted.
-        on_worker, parked: what the workers hold of it, as of the last step sent.
-        wait_reason: why it waits, while it does.
-        skip_reading_prefix_cache: it needs something of each position that a cache hit does not give.
-        joined_step: in steady decode, the last step before it.
-        synced_step: in steady decode, the step whose token is the last in ``tokens``.
-        event_step, last_step, leave_step, block_step: for the SteadyDecode alone.
+        order: order of admission among running requests; new at each admission.
+        handle: identifies the request in messages; -1 until the scheduler allocates it.
+        client: index of the front end that sent the request.
+        tenant: account for fair scheduling of the queue, rows and blocks (tenants.py).
+        turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
+        stop_tokens: token ids that end the request.
+        max_total_tokens: limit for prompt and output tokens together.
+        ignore_results_until: results of steps up to this one no longer apply to this request.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
+        num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
+        draft_state: state of the draft policy for this request.
+        repetition: detector that checks each output token, or None.
+        on_worker, parked: state of the request on the workers, as of the last step sent.
+        wait_reason: why the request waits, while it waits.
+        skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
+        joined_step: the last step before steady decode.
+        synced_step: in steady decode, the step that sampled the last token in ``tokens``.
+        event_step, last_step, leave_step, block_step: used by SteadyDecode only.
     """
 
     __slots__ = (
@@ -163,12 +162,12 @@ class Request:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it is in steady decode."""
+        """Whether the request is in steady decode."""
         return self._clock is not None
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and acknowledged output."""
+        """Number of known tokens: prompt and acknowledged output."""
         clock = self._clock
         if clock is None:
             return len(self.tokens)
@@ -180,7 +179,7 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Positions of every step sent."""
+        """Number of positions computed by all steps sent."""
         clock = self._clock
         if clock is None:
             return self._num_computed_tokens
@@ -188,7 +187,7 @@ class Request:
 
     @property
     def num_acknowledged_tokens(self) -> int:
-        """Positions whose computing was answered."""
+        """Number of positions computed by all steps answered."""
         clock = self._clock
         if clock is None:
             return self._num_acknowledged_tokens
@@ -196,7 +195,7 @@ class Request:
 
     @property
     def num_output_placeholders(self) -> int:
-        """Samples, drafts among them, of steps sent and not yet answered."""
+        """Number of samples and drafts in the steps in flight."""
         clock = self._clock
         if clock is None:
             return self._num_output_placeholders
@@ -204,7 +203,7 @@ class Request:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps sent and not yet answered in which it runs."""
+        """Number of steps in flight that compute this request."""
         clock = self._clock
         if clock is None:
             return self._num_in_flight
@@ -212,28 +211,28 @@ class Request:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Positions known, or about to be, that no step has computed: 1 while decoding, more in a prefill."""
+        """Positions, of known tokens and placeholders, that no step computes yet: 1 in decode, more in a prefill."""
         if self._clock is not None:
             return 1
         return len(self.tokens) + self._num_output_placeholders - self._num_computed_tokens
 
     @property
     def awaits_result(self) -> bool:
-        """A result on its way belongs to what it was before it was preempted: it cannot begin again yet."""
+        """Whether a result from before the preemption is in flight, so that the request cannot be admitted yet."""
         return self._num_in_flight > 0
 
     def begin(self, num_hit_tokens: int) -> None:
-        """It begins to run, with so many positions from the prefix cache."""
+        """Set the progress at admission: ``num_hit_tokens`` positions come from the prefix cache."""
         self._num_computed_tokens = self._num_acknowledged_tokens = num_hit_tokens
 
-    def begin_again(self) -> None:
-        """It was preempted: all is to be computed again."""
+    def restart(self) -> None:
+        """Reset the progress after a preemption: all positions must be recomputed."""
         self._num_computed_tokens = self._num_acknowledged_tokens = 0
 
     def sent(self, num_tokens: int, num_drafts: int) -> bool:
-        """A step with ``num_tokens`` positions of it, the last ``num_drafts`` for drafts, is sent; whether it samples.
+        """Record a sent step with ``num_tokens`` positions, the last ``num_drafts`` for drafts.
 
-        It does when nothing known is left to compute after it.
+        Returns whether the step samples a token: it does if no known token is left to compute after it.
         """
         samples = num_tokens - num_drafts == self.num_tokens_to_compute
         self._num_computed_tokens += num_tokens
@@ -244,44 +243,44 @@ class Request:
         return samples
 
     def answered(self, num_tokens: int) -> None:
-        """A step of before it was in steady decode, or after, was answered."""
+        """Record that a step outside of steady decode was answered."""
         self._num_in_flight -= 1
-        if self.status is RequestStatus.RUNNING:  # else it begins again from nothing
+        if self.status is RequestStatus.RUNNING:  # a preempted request restarts from zero
             self._num_acknowledged_tokens += num_tokens
 
     def sampled(self, num_drafts: int) -> None:
-        """A sample of such a step is there, and so it is known which of its drafts are right."""
+        """Record that the sample of such a step has arrived, which also settles its drafts."""
         self._num_output_placeholders -= 1 + num_drafts
         self.num_drafts_in_flight -= num_drafts
 
-    def claw_back(self, num_drafts: int) -> None:
-        """So many drafts were computed that were not there, or not right."""
+    def subtract_drafts(self, num_drafts: int) -> None:
+        """Subtract ``num_drafts`` positions of drafts that did not exist or were rejected."""
         if self.status is RequestStatus.RUNNING:
             self._num_computed_tokens -= num_drafts
             self._num_acknowledged_tokens -= num_drafts
 
     def forget_in_flight(self) -> None:
-        """No step in flight will be answered."""
+        """Reset the counters of steps in flight, which will never be answered."""
         self._num_in_flight = self._num_output_placeholders = self.num_drafts_in_flight = 0
 
     def join_steady(self, clock: StepClock) -> None:
-        """From the step after the newest on it has one position, and samples, in each step that ``clock`` counts.
+        """Join steady decode: each step after ``clock.sent`` computes one position and samples one token.
 
-        Its outstanding samples, at most one per step in flight, are those of the newest steps.
+        The outstanding samples, at most one per step in flight, belong to the newest steps.
         """
         self.joined_step = clock.sent
         self.synced_step = clock.sent - self._num_output_placeholders
         self._clock = clock
 
     def leave_steady(self) -> None:
-        """The counters are its own again; ``tokens`` has all that were answered."""
+        """Store the counters in the request again. ``tokens`` must contain all answered tokens."""
         self._num_in_flight = self.num_in_flight
         self._num_computed_tokens = self.num_computed_tokens
         self._num_acknowledged_tokens = self.num_acknowledged_tokens
         self._num_output_placeholders = self.num_output_placeholders
         self._clock = None
 
-    # ---- what follows from it
+    # ---- derived properties
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -293,19 +292,19 @@ class Request:
 
     @property
     def is_watched(self) -> bool:
-        """Each of its tokens is looked at as it comes, so that it cannot be in steady decode."""
+        """Whether each token must be checked when it arrives, which excludes steady decode."""
         return self.has_grammar or self.sampling.repetition_detection is not None
 
     @property
     def repeats_itself(self) -> bool:
-        """Its newest tokens are what it is watched for; it may have been too early to end it."""
+        """Whether its newest tokens are a repetition and ``min_tokens`` is reached."""
         watch = self.repetition
         return watch is not None and watch.found and self.num_output_tokens >= self.sampling.min_tokens
 
     @property
     def needs_no_more_steps(self) -> bool:
-        """The last token that its length allows is in flight, or there, even if no draft is accepted."""
-        if self._clock is None:  # called for each request of each step that is not in steady decode
+        """Whether the last token that the length limit allows is known or in flight, even if no draft is accepted."""
+        if self._clock is None:  # hot path: called in each step for each request outside of steady decode
             known = len(self.tokens) + self._num_output_placeholders
         else:
             known = self.num_tokens + self.num_output_placeholders

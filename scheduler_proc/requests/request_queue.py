@@ -1,4 +1,4 @@
-"""The requests that wait, and the order in which they are taken."""
+"""The waiting queue: requests that are accepted but not running, in scheduling order."""
 
 import heapq
 from collections.abc import Iterator, KeysView
@@ -8,24 +8,24 @@ from quire.scheduler_proc.requests.request import Request
 
 POLICIES = ("fcfs", "priority")
 OUTPUT_WEIGHT = 2
-"""What a token of an answer counts, where one of a prompt counts 1: it takes a row for a whole step."""
+"""Service units of one output token. A prompt token counts 1; an output token occupies a row for a whole step."""
 
 _Key = tuple[float, ...]
 
 
 class RankedSet:
-    """Small integers, each with a rank; the smallest rank is found in O(1), the rest costs O(log n).
+    """A set of small integers with ranks: the smallest rank is found in O(1), all other operations cost O(log n).
 
-    What was taken out, or ranked anew, stays in the heap until it surfaces.
+    Entries that were removed or replaced stay in the heap until they reach its top.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[_Key, int]] = []
         self._entries: dict[int, tuple[_Key, int]] = {}
-        """By member, the one entry of the heap that counts."""
+        """The valid heap entry of each member."""
 
     def put(self, member: int, rank: _Key) -> None:
-        """Add a member, or rank it anew."""
+        """Add a member, or change its rank."""
         entry = (rank, member)
         self._entries[member] = entry
         heapq.heappush(self._heap, entry)
@@ -36,7 +36,7 @@ class RankedSet:
             self._tidy()
 
     def first(self) -> tuple[_Key, int]:
-        """The smallest rank, and its member. Raises IndexError when there is none."""
+        """Return the smallest rank and its member. Raises IndexError if the set is empty."""
         heap = self._heap
         while self._entries.get(heap[0][1]) is not heap[0]:
             heapq.heappop(heap)
@@ -49,7 +49,7 @@ class RankedSet:
         return self._entries.keys()
 
     def rank(self, member: int) -> _Key:
-        """Raises KeyError for one that is not there."""
+        """Raises KeyError if ``member`` is not in the set."""
         return self._entries[member][0]
 
     def _tidy(self) -> None:
@@ -58,12 +58,12 @@ class RankedSet:
             heapq.heapify(self._heap)
 
     def check(self) -> None:
-        """Raise AssertionError unless every member can be found in the heap, once."""
+        """Raise AssertionError unless every member has exactly one valid heap entry."""
         found = [entry for entry in self._heap if self._entries.get(entry[1]) is entry]
         assert len(found) == len(self._entries), "the queue and its heap disagree"
 
 
-class _Line:
+class _TenantQueue:
     """The waiting requests of one tenant, by handle, and their order."""
 
     __slots__ = ("order", "requests")
@@ -78,53 +78,53 @@ class _Line:
 
 
 class RequestQueue:
-    """Waiting requests: tenants take turns; within a tenant, and where there is one, the policy's order holds.
+    """Waiting requests. Tenants take turns; within one tenant the order is that of the policy.
 
-    ``fcfs``: by arrival in this engine. ``priority``: the lowest number first, then by ``arrival``, then as fcfs.
+    ``fcfs``: by arrival in this engine. ``priority``: lowest number first, then by ``arrival``, then as fcfs.
 
-    Among first requests of equal priority (under fcfs: all) it is the turn of the tenant that has been served least:
-    the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024), in which start-time
-    fair queueing counts tokens. Positions of a prompt that are computed count when it is admitted, tokens of an answer
-    OUTPUT_WEIGHT times when it ends. A tenant gets no credit for the time without requests: one that comes to wait
-    counts as served as much as the least of those that waited when the last request was admitted. A request that was
-    preempted keeps the count that it was admitted with, and so its place.
+    Among the first requests of all tenants with equal priority (fcfs: all of them), the tenant that was served least is
+    next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): fair
+    queueing that counts tokens. Computed prompt positions are charged at admission, output tokens OUTPUT_WEIGHT times
+    at the end. Idle time gives no credit: a tenant that starts to wait counts as served at least as much as the least
+    served tenant that waited at the last admission. A preempted request keeps the count of its admission, and so its
+    place.
 
-    Each operation costs O(log n). With no request alive, all counts are forgotten (``forget_service``).
+    Each operation costs O(log n). When no request exists, all counts are reset (``forget_service``).
     """
 
     def __init__(self, policy: str) -> None:
         if policy not in POLICIES:
-            raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+            raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)} (got {policy!r})")
         self.policy = policy
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _TenantQueue] = {}
         self._num_waiting = 0
         self._turns = RankedSet()
-        """Tenants that wait, by their first request's rank; empty where there is one, which needs none."""
+        """Tenants with waiting requests, ranked by their first request; empty if there is only one tenant."""
         self._least = RankedSet()
-        """The same, by what they were served."""
+        """The same tenants, ranked by their service count."""
         self._served: dict[int, int] = {}
         self._floor = 0
 
     def key(self, request: Request) -> _Key:
-        """Smaller goes first within a tenant; no two requests have the same."""
+        """Return the sort key within a tenant; the smallest key is first, and keys are unique."""
         if self.policy == "fcfs":
             return (request.number,)
         return (request.priority, request.arrival, request.number)
 
     def heads(self) -> list[Request]:
-        """The first of each tenant, in the order of their turns. O(tenants)."""
+        """Return the first request of each tenant, in the order of their turns. O(tenants)."""
         return sorted((line.head for line in self._lines.values()), key=self._rank)
 
     @property
     def tenants(self) -> KeysView[int]:
-        """Those with requests here."""
+        """Tenants with waiting requests."""
         return self._lines.keys()
 
     def add_request(self, request: Request) -> None:
         tenant = request.tenant
         line = self._lines.get(tenant)
         if line is None:
-            line = self._lines[tenant] = _Line()
+            line = self._lines[tenant] = _TenantQueue()
             self._served[tenant] = max(self._served.get(tenant, 0), self._floor)
         line.requests[request.handle] = request
         line.order.put(request.handle, self.key(request))
@@ -134,15 +134,15 @@ class RequestQueue:
                 self._take_turn(each)
 
     def peek_request(self) -> Request:
-        """The next request. Raises IndexError when none waits."""
+        """Return the next request. Raises IndexError if none waits."""
         if len(self._lines) == 1:
             return next(iter(self._lines.values())).head
         return self._lines[self._turns.first()[1]].head
 
     def remove_request(self, request: Request) -> None:
-        """Raises KeyError when it does not wait."""
+        """Raises KeyError if the request is not in the queue."""
         if request not in self:
-            raise KeyError(f"{request!r} does not wait here")
+            raise KeyError(f"{request!r} is not in the waiting queue")
         tenant = request.tenant
         line = self._lines[tenant]
         was_first = line.head is request
@@ -158,7 +158,7 @@ class RequestQueue:
             self._take_turn(tenant)
 
     def take_request(self, request: Request) -> None:
-        """It is admitted: ``remove_request``, and its place is kept for when it comes back."""
+        """Remove an admitted request, and store its place in the queue for the case of a preemption."""
         least = int(self._least.first()[0][0]) if self._least else self._served[request.tenant]
         self._floor = max(self._floor, least)
         if request.turn < 0:
@@ -166,23 +166,23 @@ class RequestQueue:
         self.remove_request(request)
 
     def charge(self, tenant: int, num_tokens: int) -> None:
-        """``tenant`` was given so much."""
+        """Add ``num_tokens`` to the service count of ``tenant``."""
         self._served[tenant] = self._served.get(tenant, 0) + num_tokens
         if self._turns and tenant in self._lines:
             self._take_turn(tenant)
 
     def forget_service(self) -> None:
-        """For an empty queue, when no request lives: no tenant has been served anything."""
+        """Reset the service counts. The queue must be empty, and no request may exist."""
         self._served.clear()
         self._floor = 0
 
     def _take_turn(self, tenant: int) -> None:
-        """One of several that wait: rank it anew."""
+        """Update the rank of one of several waiting tenants."""
         self._least.put(tenant, (self._served[tenant],))
         self._turns.put(tenant, self._rank(self._lines[tenant].head))
 
     def _rank(self, head: Request) -> _Key:
-        """Of its tenant, among tenants."""
+        """Return the rank among tenants of the tenant whose first request is ``head``."""
         turn = self._served[head.tenant] if head.turn < 0 else head.turn
         if self.policy == "fcfs":
             return (turn, head.number)
@@ -196,14 +196,14 @@ class RequestQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """Tenant by tenant, each in the order in which it would be taken: for tests and reports, O(n log n)."""
+        """Iterate by tenant, in scheduling order within each tenant. O(n log n): for tests and reports."""
         for line in self._lines.values():
             yield from sorted(line.requests.values(), key=self.key)
 
     def check(self) -> None:
-        """Raise AssertionError unless each request can be found, once, and each tenant has its right turn."""
+        """Raise AssertionError unless each request is queued exactly once and each tenant has the correct rank."""
         assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, (
-            "waiting requests are miscounted"
+            "wrong number of waiting requests"
         )
         self._turns.check()
         self._least.check()
@@ -212,7 +212,7 @@ class RequestQueue:
         for tenant, line in self._lines.items():
             line.order.check()
             assert line.order.members() == line.requests.keys(), "the queue and its heap disagree"
-            assert all(request.tenant == tenant for request in line.requests.values()), "in another one's line"
+            assert all(request.tenant == tenant for request in line.requests.values()), "request of another tenant"
         for tenant in several:
             first = self._lines[tenant].head
             assert self._turns.rank(tenant) == self._rank(first), f"tenant {tenant} has a wrong turn"

@@ -1,8 +1,8 @@
-"""The newest steps: what the counters of all requests in steady decode follow from."""
+"""Step clock: the two step numbers from which the counters of requests in steady decode are computed."""
 
 
 class StepClock:
-    """Numbers of the newest step that was sent, and of the newest that was answered."""
+    """Numbers of the newest step sent and of the newest step answered."""
 
     __slots__ = ("acknowledged", "sent")
 

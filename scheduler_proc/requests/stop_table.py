@@ -1,4 +1,4 @@
-"""Which token ids end any live request: one look-up for a whole step's samples."""
+"""Stop tokens of all requests in one table: one lookup checks all samples of a step."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +9,10 @@ from quire.protocol.wire.arrays import Int32
 
 
 class StopTable:
-    """Counts, per token id, the live requests that it would end; a hit still has to be asked of its request."""
+    """Counts, per token id, the requests that have it as a stop token.
+
+    A hit means that some request stops at this token; the caller must check the request that sampled it.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._stops = np.zeros(vocab_size, np.bool_)
@@ -28,7 +31,7 @@ class StopTable:
                 self._stops[token] = False
 
     def positions(self, tokens: Int32) -> list[int]:
-        """Indices of ``tokens``, all of them valid ids, that are a stop token of some request."""
+        """Return the indices of ``tokens`` (valid ids) that are a stop token of some request."""
         if not self._counts:
             return []
         found: list[int] = np.flatnonzero(self._stops[tokens]).tolist()
@@ -36,5 +39,5 @@ class StopTable:
 
     def check(self, live: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless exactly the stop tokens of the ``live`` requests are counted."""
-        assert Counter(token for tokens in live for token in tokens) == self._counts, "stop tokens are miscounted"
+        assert Counter(token for tokens in live for token in tokens) == self._counts, "wrong counts of stop tokens"
         assert np.flatnonzero(self._stops).tolist() == sorted(self._counts), "the table and its counts disagree"

@@ -1,4 +1,4 @@
-"""What is known of a request's text: its tokens, and the names of the blocks that they fill."""
+"""Token stores: the known tokens of a request and the hashes of its full blocks."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -19,29 +19,29 @@ class TokenStore(Protocol):
     def append(self, token: int) -> None: ...
 
     def extend(self, raw: bytes) -> None:
-        """Add the tokens in ``raw``, little-endian int32."""
+        """Append the tokens in ``raw``, little-endian int32."""
         ...
 
     def array(self) -> Int32:
-        """A copy of all known tokens."""
+        """Return a copy of all known tokens."""
         ...
 
     def tail(self, start: int) -> list[int]:
-        """The known tokens from index ``start`` on; copies no others."""
+        """Return the known tokens from index ``start`` on, without copying the others."""
         ...
 
     def follow(self, on_full_block: Callable[[bytes], None]) -> None:
-        """From now on, call this with the name of each block that becomes full."""
+        """Call ``on_full_block`` with the hash of each block that becomes full from now on."""
         ...
 
 
 class Tokens:
-    """The tokens themselves, as little-endian int32."""
+    """Token store with the token ids themselves, as little-endian int32."""
 
     __slots__ = ("_chain", "_data", "_on_full_block", "block_hashes")
 
     def __init__(self, known: Int32, chain: HashChain | None) -> None:
-        """``chain``: an empty one that names the blocks; None where no content is looked up."""
+        """``chain``: a new chain that computes the block hashes, or None without prefix caching."""
         self._on_full_block: Callable[[bytes], None] | None = None
         self._data = bytearray(np.ascontiguousarray(known, "<i4").data.cast("B") if len(known) else b"")
         self._chain = chain

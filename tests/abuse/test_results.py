@@ -181,7 +181,7 @@ def test_a_result_twice() -> None:
     driver.execute()
     taken = driver.deliver()
     assert taken is not None
-    with pytest.raises(WorkerFault, match=f"result of step {taken.step} came"):
+    with pytest.raises(WorkerFault, match=f"result of step {taken.step}"):
         driver.scheduler.consume(taken)
     go_on(driver)
 

@@ -110,7 +110,7 @@ class RecordedEndings:
     def candidates(self, sampled: Sampled) -> list[int]:
         return list(self._ended)
 
-    def verdict(self, request: Request, token: int) -> Ending | None:
+    def ending_after(self, request: Request, token: int) -> Ending | None:
         recorded = self._ended.get(request.handle)
         if recorded is None or request.num_output_tokens < recorded.num_output_tokens:
             return length_ending(request)

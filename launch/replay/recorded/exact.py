@@ -371,6 +371,6 @@ def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
 
 def _faulty_field(fault: str) -> str:
     """Return the result field that a WorkerFault's message is about."""
-    words = {"expected": "step", "other requests": "handles", "bad or failed": "bad", "drafts do": "drafts"}
-    words["more drafts"] = "drafts"
+    words = {"expected": "step", "handles differ": "handles", "bad or failed": "bad"}
+    words |= dict.fromkeys(("counts of drafts", "more drafts"), "drafts")
     return next((field for word, field in words.items() if word in fault), "counts")

@@ -1,4 +1,4 @@
-"""What a front end should never send, sent all the same: it is refused with the field's name, and others go on."""
+"""Fields that a correct front end never sends: the request is refused with the field's name, others continue."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), WRONG, ids=lambda value: repr(value)[:40])
-def test_it_is_refused_and_others_go_on(driver: Driver, param: str, fields: dict[str, Any]) -> None:
+def test_refuses_invalid_field_and_serves_other_requests(driver: Driver, param: str, fields: dict[str, Any]) -> None:
     driver.add("canary", [5, 6, 7], max_tokens=5)
     given = {"request_id": "wrong", "prompt_token_ids": IDS, "sampling": PARAMS, "seed": 0, **fields}
     driver.answers.setdefault(given["request_id"], type(driver.answers["canary"])())
@@ -52,7 +52,7 @@ def test_it_is_refused_and_others_go_on(driver: Driver, param: str, fields: dict
 
 
 @pytest.mark.parametrize("delivered", [4, 5, CONTEXT, 1000])
-def test_a_resubmission_that_has_all_its_tokens_ends_at_once(driver: Driver, delivered: int) -> None:
+def test_complete_resubmission_ends_at_once(driver: Driver, delivered: int) -> None:
     driver.add("full", [5, 6, 7], output=[9] * delivered, max_tokens=4)
     driver.run()
     answer = driver.answers.pop("full")

@@ -1,4 +1,4 @@
-"""Pause, resume, reset, statistics; front ends that leave; an engine that gives up; and the checks themselves."""
+"""Pause, resume, statistics, disconnected front ends, failure of the engine, and ``Scheduler.check``."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def busy(**settings: Any) -> Driver:
     return driver
 
 
-def test_a_pause_lets_nothing_new_out_and_loses_nothing() -> None:
+def test_pause_stops_steps_and_loses_no_request() -> None:
     driver = busy(async_scheduling=True)
     assert driver.control("pause").done
     assert not driver.scheduler.can_schedule and driver.schedule() is None
@@ -29,14 +29,14 @@ def test_a_pause_lets_nothing_new_out_and_loses_nothing() -> None:
         assert driver.answers[f"r{index}"].tokens == expected_tokens([index, 1, 2], 6)
 
 
-def test_requests_end_also_while_paused() -> None:
+def test_abort_while_paused() -> None:
     driver = busy()
     driver.control("pause")
     driver.abort("r0", "r2")
     assert [driver.answers[r].reason for r in ("r0", "r2")] == [EndReason.ABORTED] * 2
 
 
-def test_statistics_answer_the_query_and_count() -> None:
+def test_statistics_contain_query_and_counters() -> None:
     driver = busy(async_scheduling=True)
     told = driver.control("statistics")
     assert (told.query, told.done, told.num_running, told.num_waiting) == (7, True, 2, 2)
@@ -48,7 +48,7 @@ def test_statistics_answer_the_query_and_count() -> None:
     assert (told.prompt_tokens, told.generation_tokens, told.num_steps) == (12, 24, len(driver.diffs))
 
 
-def test_a_client_that_leaves_takes_its_requests_along_and_no_others() -> None:
+def test_dropped_client_aborts_only_its_requests() -> None:
     driver = busy(async_scheduling=True)
     driver.drop_client(1)
     assert {client for client, _ in driver.scheduler.table.requests} == {0}
@@ -59,7 +59,7 @@ def test_a_client_that_leaves_takes_its_requests_along_and_no_others() -> None:
         assert driver.answers[request_id].tokens == expected_tokens([index, 1, 2], 6)
 
 
-def test_an_engine_that_gives_up_ends_every_request_with_the_reason() -> None:
+def test_fail_all_ends_every_request_with_the_reason() -> None:
     driver = busy(async_scheduling=True)
     driver.schedule()
     driver.scheduler.fail_all("engine_fault: the engine stopped")
@@ -71,7 +71,7 @@ def test_an_engine_that_gives_up_ends_every_request_with_the_reason() -> None:
     driver.scheduler.check()
 
 
-def test_each_client_hears_of_its_own_requests_only() -> None:
+def test_client_receives_only_its_own_requests() -> None:
     driver = Driver()
     for client in (0, 1, 2):
         driver.add(f"r{client}", [client], client=client, max_tokens=3)
@@ -87,19 +87,19 @@ def test_each_client_hears_of_its_own_requests_only() -> None:
         assert message.tokens.tolist() == expected_tokens([client], 1)
 
 
-def test_messages_are_handed_over_once() -> None:
+def test_take_messages_returns_each_message_once() -> None:
     driver = busy()
     driver.schedule()
     driver.execute()
     assert driver.scheduler.take_messages() == []
 
 
-def test_endings_have_openais_words() -> None:
+def test_finish_reasons_are_those_of_openai() -> None:
     assert [reason.finish_reason for reason in EndReason] == ["stop", "length", "abort", "error", "repetition"]
 
 
 @pytest.mark.parametrize("damage", ["place", "placeholder", "blocks", "handles", "held"])
-def test_check_fails_when_it_should(damage: str) -> None:
+def test_check_fails_on_damaged_state(damage: str) -> None:
     driver = busy()
     scheduler = driver.scheduler
     scheduler.check()
@@ -112,14 +112,14 @@ def test_check_fails_when_it_should(damage: str) -> None:
     elif damage == "blocks":
         scheduler.kv.free(request)
     elif damage == "handles":
-        scheduler.table.handles.take()
+        scheduler.table.handles.allocate()
     else:
         scheduler.kv.coordinator.managers[0].req_to_blocks[99] = []
     with pytest.raises(AssertionError):
         scheduler.check()
 
 
-def test_ends_of_requests_that_never_ran_are_introduced_first() -> None:
+def test_ending_of_request_that_never_ran_is_introduced() -> None:
     driver = Driver()
     driver.add("a", [1], max_tokens=2)
     driver.abort("a")

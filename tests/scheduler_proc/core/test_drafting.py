@@ -1,4 +1,4 @@
-"""How many drafts there are, by a made-up engine whose costs and texts are known."""
+"""The number of drafts, in a model of an engine with known costs and acceptance."""
 
 import random
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from quire.scheduler_proc.requests.draft_state import PROBE_INTERVAL, Acceptance
 
 @dataclass
 class Engine:
-    """A batch of requests that decode for ever; ``chances[i]``: how often a draft of request i is right.
+    """A batch of requests that decode for ever. ``chances[i]``: probability that a draft of request i is accepted.
 
-    A step takes ``fixed + per_token * tokens``, and ``drafted`` more with drafts in it.
+    A step takes ``fixed + per_token * tokens`` seconds, and ``drafted`` seconds more if it has drafts.
     """
 
     chances: list[float]
@@ -32,7 +32,7 @@ class Engine:
     per_token: float = 0.01
     drafted: float = 0.0
     most: int = 5
-    finds: float = 1.0
+    find_rate: float = 1.0
     slow: Callable[[int], float] = lambda step: 1.0
     step: int = 0
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Engine:
         self.policy = DraftController(self.most)
 
     def run(self, steps: int) -> list[list[int]]:
-        """The numbers of drafts asked for in each of so many more steps, by request."""
+        """Run ``steps`` steps and return the requested numbers of drafts, by step and request."""
         for _ in range(steps):
             self.run_one()
         return self.numbers[-steps:]
@@ -59,7 +59,7 @@ class Engine:
             if not number:
                 continue
             self.policy.drafts_sent(state, self.step)
-            verified = number if self.rng.random() < self.finds else 0
+            verified = number if self.rng.random() < self.find_rate else 0
             accepted = 0
             while accepted < verified and self.rng.random() < chance:
                 accepted += 1
@@ -78,14 +78,14 @@ def mean(numbers: list[list[int]]) -> float:
     return sum(map(sum, numbers)) / sum(map(len, numbers))
 
 
-def test_where_it_pays_there_are_as_many_as_may_be() -> None:
+def test_high_acceptance_uses_the_maximum_number() -> None:
     numbers = Engine([0.95]).run(200)[100:]
-    assert sum(n == [5] for n in numbers) >= 90, "all but the few steps that measure"
+    assert sum(n == [5] for n in numbers) >= 90, "all steps but the few measuring steps"
 
 
 @pytest.mark.parametrize("before", [0, 100])
-def test_without_acceptance_there_are_none_within_32_steps(before: int) -> None:
-    """Of a fresh request, and of one whose drafts were always right until then."""
+def test_no_acceptance_stops_drafts_within_32_steps(before: int) -> None:
+    """For a new request, and for one whose drafts were always accepted before."""
     engine = Engine([1.0])
     engine.run(before)
     engine.chances[0] = 0.0
@@ -94,7 +94,7 @@ def test_without_acceptance_there_are_none_within_32_steps(before: int) -> None:
 
 
 @pytest.mark.full
-def test_a_request_that_rests_probes_in_one_step_of_64_at_most_and_ever_more_rarely() -> None:
+def test_resting_request_probes_at_increasing_intervals() -> None:
     engine = Engine([0.0])
     engine.run(32)
     numbers = engine.run(8000)
@@ -104,24 +104,24 @@ def test_a_request_that_rests_probes_in_one_step_of_64_at_most_and_ever_more_rar
     assert gaps[0] >= PROBE_INTERVAL and gaps == sorted(gaps) and gaps[-1] == MAX_PROBE_INTERVAL
 
 
-def test_a_text_that_becomes_easy_is_noticed() -> None:
+def test_rising_acceptance_resumes_drafts() -> None:
     engine = Engine([0.0])
     engine.run(200)
     engine.chances[0] = 0.95
     assert mean(engine.run(600)[-100:]) > 4
 
 
-def test_all_who_rest_probe_in_the_same_steps() -> None:
-    """The first draft of a step costs the most: the step waits for the sample before."""
+def test_resting_requests_probe_in_the_same_steps() -> None:
+    """The first draft of a step costs the most: the step waits for the previous sample."""
     engine = Engine([0.0] * 16)
     engine.run(40)
-    for request in range(16):  # as if they had begun at different times
+    for request in range(16):  # as if they had started at different times
         engine.states[request].rest(40 + 11 * request)
     steps = [step for step, numbers in enumerate(engine.run(2000), 41) if any(numbers)]
     assert all(step % PROBE_INTERVAL == 0 for step in steps)
 
 
-def test_finding_nothing_is_no_rejection() -> None:
+def test_step_without_drafts_is_not_a_rejection() -> None:
     policy, state = DraftController(3), DraftState()
     for step in range(1, 9):
         assert list(policy.choose([state], 1, step)) == [3]
@@ -131,8 +131,8 @@ def test_finding_nothing_is_no_rejection() -> None:
     assert before == pytest.approx(0.7)
 
 
-def test_who_never_finds_anything_may_cruise_after_a_while_and_probes_at_the_shortest_interval() -> None:
-    engine = Engine([0.9], finds=0.0)
+def test_request_without_drafts_rests_and_probes_at_the_shortest_interval() -> None:
+    engine = Engine([0.9], find_rate=0.0)
     engine.run(150)
     numbers = engine.run(1000)
     probes = [at for at, n in enumerate(numbers) if n != [0]]
@@ -140,13 +140,13 @@ def test_who_never_finds_anything_may_cruise_after_a_while_and_probes_at_the_sho
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.8])
-def test_where_each_token_costs_as_much_as_a_step_nobody_has_drafts(chance: float) -> None:
-    """A large batch, whose steps are as long as their tokens are many: two for one is a loss."""
+def test_no_drafts_where_a_token_costs_as_much_as_a_step(chance: float) -> None:
+    """A large batch whose step time is proportional to its tokens: computing two tokens to gain one is a loss."""
     engine = Engine([chance] * 32, fixed=1.0, per_token=1.0)
     assert mean(engine.run(400)[200:]) < 0.1
 
 
-def test_what_a_step_with_drafts_costs_by_itself_counts_too() -> None:
+def test_fixed_cost_of_drafting_counts() -> None:
     cheap = Engine([0.4], fixed=10.0, drafted=0.5)
     assert mean(cheap.run(400)[200:]) > 1
     dear = Engine([0.4], fixed=10.0, drafted=20.0)
@@ -155,8 +155,8 @@ def test_what_a_step_with_drafts_costs_by_itself_counts_too() -> None:
 
 @pytest.mark.parametrize("per_token", [0.01, 0.5, 1.5, 5.0])
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
-def test_it_is_about_as_fast_as_the_best_fixed_number(per_token: float, chance: float) -> None:
-    """Less what it costs to measure and to find out."""
+def test_close_to_the_speed_of_the_best_fixed_number(per_token: float, chance: float) -> None:
+    """Within 10 %, which measuring and probing cost."""
 
     def speed(number: int) -> float:
         expected = sum(chance**j for j in range(number + 1))
@@ -170,14 +170,14 @@ def test_it_is_about_as_fast_as_the_best_fixed_number(per_token: float, chance: 
     assert reached > 0.9 * max(speed(number) for number in range(6))
 
 
-def test_each_request_has_its_own_number() -> None:
+def test_number_of_drafts_is_per_request() -> None:
     engine = Engine([0.95, 0.0, 0.5])
     numbers = engine.run(300)[100:]
     easy, none, half = (sum(n[i] for n in numbers) / len(numbers) for i in range(3))
     assert easy > 4.5 and none < 0.1 and 1.0 < half < 4.5
 
 
-def test_what_others_showed_is_believed_of_a_new_request() -> None:
+def test_new_request_starts_with_the_acceptance_of_others() -> None:
     engine = Engine([0.0] * 4)
     engine.run(300)
     engine.states[0] = DraftState()
@@ -188,17 +188,17 @@ def test_what_others_showed_is_believed_of_a_new_request() -> None:
     assert optimist.run(1)[0][0] == 5
 
 
-def test_without_times_acceptance_alone_decides() -> None:
+def test_acceptance_alone_decides_without_step_times() -> None:
     engine = Engine([0.95, 0.0], fixed=0.0, per_token=0.0)
     easy, none = engine.run(200)[-20]
     assert (easy, none) == (5, 0)
 
 
-def test_the_same_events_give_the_same_numbers() -> None:
+def test_same_events_give_the_same_numbers() -> None:
     assert Engine([0.5, 0.9]).run(500) == Engine([0.5, 0.9]).run(500)
 
 
-def test_a_chance_is_that_of_the_newest_trials() -> None:
+def test_acceptance_follows_the_newest_trials() -> None:
     acceptance = Acceptance(0.5, 4.0, 10.0)
     for _ in range(40):
         acceptance.observe(3, 3)
@@ -206,11 +206,11 @@ def test_a_chance_is_that_of_the_newest_trials() -> None:
     for _ in range(22):
         acceptance.observe(3, 0)
     assert acceptance.chance < 0.15
-    acceptance.observe(3, 1)  # two trials: one right, one wrong
+    acceptance.observe(3, 1)  # two trials: one accepted, one rejected
     assert 0.05 < acceptance.chance < 0.3
 
 
-def test_times_are_fitted_and_one_slow_step_hardly_counts() -> None:
+def test_one_slow_step_hardly_changes_the_fit() -> None:
     times = StepTimes()
     rng = random.Random(1)
     for _ in range(300):
@@ -223,15 +223,15 @@ def test_times_are_fitted_and_one_slow_step_hardly_counts() -> None:
     assert times.predict(20, drafted=True) == pytest.approx(4.5, rel=0.05)
 
 
-def test_times_that_began_far_too_high_are_forgotten_fast() -> None:
+def test_estimate_that_is_too_high_is_corrected_quickly() -> None:
     times = StepTimes()
-    times.observe(500.0, 1, drafted=False)  # it compiled
+    times.observe(500.0, 1, drafted=False)  # a step with a compilation
     for _ in range(12):
         times.observe(1.0, 1, drafted=False)
     assert times.predict(1, drafted=False) < 1.6
 
 
-def test_times_follow_what_has_changed() -> None:
+def test_fit_follows_changed_step_times() -> None:
     times = StepTimes()
     for seconds in (1.0, 3.0):
         for index in range(1500):
@@ -240,7 +240,7 @@ def test_times_follow_what_has_changed() -> None:
     assert times.per_token == pytest.approx(0.3, rel=0.1)
 
 
-def test_steps_without_a_time_tell_nothing() -> None:
+def test_ignores_steps_without_a_duration() -> None:
     times = StepTimes()
     times.observe(0.0, 5, drafted=False)
     assert times.predict(5, drafted=False) == 1.0
@@ -261,7 +261,7 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize(
     ("most", "adaptive", "kind"), [(0, True, NoDrafts), (3, False, MostDrafts), (3, True, DraftController)]
 )
-def test_the_configuration_chooses_the_policy(most: int, adaptive: bool, kind: type) -> None:
+def test_configuration_selects_the_policy(most: int, adaptive: bool, kind: type) -> None:
     speculative = SpeculativeConfig(method="ngram", adaptive=adaptive) if most else None
     config = EngineConfig(
         model=MODEL, model_path="", max_model_len=64, num_speculative_tokens=most, speculative=speculative
@@ -271,7 +271,7 @@ def test_the_configuration_chooses_the_policy(most: int, adaptive: bool, kind: t
     assert list(policy.choose([DraftState(), DraftState()], 2, 1)) == [most, most]
 
 
-def test_always_the_maximum_is_just_that() -> None:
+def test_non_adaptive_policy_always_uses_the_maximum() -> None:
     policy, state = MostDrafts(4), DraftState()
     for step in range(1, 200):
         assert list(policy.choose([state], 1, step)) == [4] and policy.next_draft_step(state) <= step

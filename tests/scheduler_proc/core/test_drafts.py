@@ -1,4 +1,4 @@
-"""Drafts: positions computed on trust. What is rejected is clawed back, and no client can tell that there were any."""
+"""Draft tokens: rejected ones are subtracted from the progress, and no stream depends on drafts."""
 
 from typing import Any
 
@@ -16,25 +16,25 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def drafting(asynchronous: bool, quality: float = 1.0, **settings: Any) -> Driver:
-    """``quality`` 1: every draft is right; 0: none is. Three drafts at most."""
+    """An engine with up to three drafts. ``quality``: probability that a draft is accepted."""
     driver = Driver(**{"async_scheduling": asynchronous, "num_speculative_tokens": 3} | settings)
     driver.worker.draft_quality = quality
     return driver
 
 
 def always(driver: Driver, count: int) -> None:
-    """The proposer has so many drafts each time, if so many are wanted."""
+    """Make the proposer find ``count`` drafts in each step, or as many as were requested if fewer."""
     driver.worker.draft_rng.randint = lambda low, high: min(count, high)  # type: ignore[method-assign]
 
 
-def told(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
-    """(tokens, drafts) of handle 0 in each step."""
+def tokens_and_drafts(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
+    """Return (tokens, drafts) of handle 0 in each step."""
     return [(dict(d.counts).get(0, 1), dict(d.drafts).get(0, 0)) for d in diffs]
 
 
 @BOTH
 @pytest.mark.parametrize("quality", [0.0, 0.3, 0.7, 1.0])
-def test_the_stream_is_the_same_with_any_drafts(asynchronous: bool, quality: float) -> None:
+def test_stream_does_not_depend_on_drafts(asynchronous: bool, quality: float) -> None:
     driver = drafting(asynchronous, quality)
     for index in range(4):
         driver.add(f"r{index}", [index, *PROMPT], max_tokens=20 + index)
@@ -47,7 +47,7 @@ def test_the_stream_is_the_same_with_any_drafts(asynchronous: bool, quality: flo
     assert statistics.generation_tokens == 20 + 21 + 22 + 23
 
 
-def test_right_drafts_make_fewer_steps_and_their_tokens_come_packed() -> None:
+def test_accepted_drafts_save_steps_and_arrive_in_one_message() -> None:
     driver = drafting(False)
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=9)
@@ -60,20 +60,20 @@ def test_right_drafts_make_fewer_steps_and_their_tokens_come_packed() -> None:
     ((_, message),) = driver.heard
     assert message.handles.tolist() == [0] and message.counts.tolist() == [4] and len(message.tokens) == 4
     driver.finish()
-    assert told(driver.diffs) == [(5, 0), (4, 3), (4, 3)]
+    assert tokens_and_drafts(driver.diffs) == [(5, 0), (4, 3), (4, 3)]
 
 
 @BOTH
-def test_the_last_step_has_no_drafts_beyond_the_limit(asynchronous: bool) -> None:
+def test_no_drafts_beyond_the_length_limit(asynchronous: bool) -> None:
     driver = drafting(asynchronous)
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=7)
     driver.finish()
-    assert [d for _, d in told(driver.diffs)] == [0, 3, 1], "one token needs no draft: the step gives it anyway"
+    assert [d for _, d in tokens_and_drafts(driver.diffs)] == [0, 3, 1], "the last token needs no draft"
     assert len(driver.answers["a"].tokens) == 7
 
 
-def test_drafts_are_trimmed_to_what_the_budget_leaves() -> None:
+def test_drafts_use_only_the_remaining_budget() -> None:
     driver = drafting(False, max_num_seqs=2, max_num_batched_tokens=8)
     always(driver, 3)
     for name in "ab":
@@ -87,7 +87,7 @@ def test_drafts_are_trimmed_to_what_the_budget_leaves() -> None:
 
 
 @pytest.mark.parametrize(("budget", "drafts"), [(5, [(0, 2)]), (4, [(0, 1)]), (3, [])])
-def test_nobody_goes_without_a_token_for_anothers_drafts(budget: int, drafts: list[tuple[int, int]]) -> None:
+def test_no_request_loses_its_token_to_drafts_of_another(budget: int, drafts: list[tuple[int, int]]) -> None:
     driver = drafting(False, max_num_seqs=3, max_num_batched_tokens=12)
     for name in "abc":
         driver.add(name, [ord(name)], max_tokens=30)
@@ -99,25 +99,25 @@ def test_nobody_goes_without_a_token_for_anothers_drafts(budget: int, drafts: li
     driver.finish()
 
 
-def test_nobody_is_put_out_for_a_draft() -> None:
-    """7 usable blocks: a has 8 positions in 2, b has 16 in 4; a draft of b needs a fifth, a ninth position a third."""
+def test_drafts_preempt_no_request() -> None:
+    """7 usable blocks: a fills 2 blocks, b fills 4. A draft of b needs a fifth block, the next token of a a third."""
     driver = drafting(False, num_blocks=8)
     driver.add("a", list(range(8)), max_tokens=3)
     driver.add("b", list(range(50, 65)), max_tokens=3)
     driver.step()
     diff = driver.schedule()
-    assert diff is not None and diff.drafts == [(0, 1)], "b has one position left in its blocks, and a got the last one"
+    assert diff is not None and diff.drafts == [(0, 1)], "b has one position left, and a got the last block"
     driver.finish()
     assert driver.scheduler.statistics().num_preemptions == 0
 
 
 @BOTH
-def test_a_worker_that_finds_no_drafts_computes_one_token(asynchronous: bool) -> None:
+def test_worker_without_drafts_computes_one_token(asynchronous: bool) -> None:
     driver = drafting(asynchronous)
     always(driver, 0)
     driver.add("a", PROMPT, max_tokens=7)
     driver.finish()
-    assert sum(d for _, d in told(driver.diffs)) > 3, "they may have some each time, as far as the limit lets them"
+    assert sum(d for _, d in tokens_and_drafts(driver.diffs)) > 3, "drafts are scheduled up to the length limit"
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 7)
     statistics = driver.scheduler.statistics()
     assert (statistics.num_draft_tokens, statistics.num_accepted_tokens) == (0, 0)
@@ -125,7 +125,7 @@ def test_a_worker_that_finds_no_drafts_computes_one_token(asynchronous: bool) ->
 
 @BOTH
 @pytest.mark.parametrize("there", [1, 2])
-def test_fewer_drafts_than_asked_for_are_clawed_back(asynchronous: bool, there: int) -> None:
+def test_missing_drafts_are_subtracted(asynchronous: bool, there: int) -> None:
     driver = drafting(asynchronous)
     always(driver, there)
     driver.add("a", PROMPT, max_tokens=30)
@@ -135,7 +135,7 @@ def test_fewer_drafts_than_asked_for_are_clawed_back(asynchronous: bool, there: 
     assert statistics.num_draft_tokens == statistics.num_accepted_tokens > 0
 
 
-def test_rejected_drafts_are_clawed_back() -> None:
+def test_rejected_drafts_are_subtracted() -> None:
     driver = drafting(False, quality=0.0)
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=30)
@@ -149,7 +149,7 @@ def test_rejected_drafts_are_clawed_back() -> None:
     driver.finish()
 
 
-def test_one_step_ahead_the_worker_is_where_it_is_and_the_count_is_an_upper_bound() -> None:
+def test_scheduled_count_is_an_upper_bound_of_the_workers() -> None:
     driver = drafting(True, quality=0.0)
     driver.add("a", PROMPT, max_tokens=30)
     driver.schedule()
@@ -166,8 +166,8 @@ def test_one_step_ahead_the_worker_is_where_it_is_and_the_count_is_an_upper_boun
 
 
 @BOTH
-def test_a_stop_token_among_accepted_drafts_drops_the_later_ones(asynchronous: bool) -> None:
-    """The first sampled token ends nothing, the third does; the worker has accepted two more by then."""
+def test_stop_token_among_accepted_drafts_drops_later_tokens(asynchronous: bool) -> None:
+    """The third token ends the request; the worker has accepted two more in the same step."""
     want = expected_tokens(PROMPT, 9)
     driver = drafting(asynchronous)
     always(driver, 3)
@@ -183,7 +183,7 @@ def test_a_stop_token_among_accepted_drafts_drops_the_later_ones(asynchronous: b
 
 
 @BOTH
-def test_aborted_with_drafts_in_flight(asynchronous: bool) -> None:
+def test_abort_with_drafts_in_flight(asynchronous: bool) -> None:
     driver = drafting(asynchronous)
     driver.add("a", PROMPT, max_tokens=30)
     driver.add("b", [9], max_tokens=12)
@@ -196,8 +196,8 @@ def test_aborted_with_drafts_in_flight(asynchronous: bool) -> None:
     assert driver.scheduler.statistics().dropped_tokens > 0
 
 
-def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
-    """4 placeholders in flight are all that its limit allows: nothing more is sent until it is known."""
+def test_request_that_drafts_may_complete_waits_for_the_result() -> None:
+    """4 placeholders in flight reach the length limit: the request is parked until their result is known."""
     driver = drafting(True, quality=0.0)
     driver.add("a", PROMPT, max_tokens=5)
     driver.add("b", [9], max_tokens=40)
@@ -211,15 +211,13 @@ def test_who_may_be_done_if_all_drafts_are_right_waits_for_the_answer() -> None:
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 5)
 
 
-def test_a_step_has_room_for_all_drafts_of_all_requests() -> None:
+def test_token_budget_must_have_room_for_all_drafts() -> None:
     drafting(False, max_num_seqs=8, max_num_batched_tokens=32)
-    with pytest.raises(
-        ConfigError, match=r"at least max_num_seqs \* \(1 \+ num_speculative_tokens\), which is 32; it is 31"
-    ):
+    with pytest.raises(ConfigError, match=r"at least max_num_seqs \* \(1 \+ num_speculative_tokens\) = 32 \(got 31\)"):
         drafting(False, max_num_seqs=8, max_num_batched_tokens=31)
 
 
-def test_nobody_cruises_while_there_are_drafts() -> None:
+def test_no_steady_decode_with_drafts() -> None:
     driver = drafting(True)
     driver.add("a", PROMPT, max_tokens=20)
     driver.finish()
@@ -227,15 +225,15 @@ def test_nobody_cruises_while_there_are_drafts() -> None:
 
 
 @BOTH
-def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
+def test_blocks_of_accepted_drafts_are_cached(asynchronous: bool) -> None:
     driver = drafting(asynchronous, quality=0.5)
     driver.add("a", PROMPT, max_tokens=20)
     driver.run()
-    again = [*PROMPT, *driver.answers["a"].tokens]
-    driver.add("b", again, max_tokens=3)
+    longer = [*PROMPT, *driver.answers["a"].tokens]
+    driver.add("b", longer, max_tokens=3)
     driver.finish()
     assert driver.answers["b"].num_cached_tokens >= 20
-    assert driver.answers["b"].tokens == expected_tokens(again, 3)
+    assert driver.answers["b"].tokens == expected_tokens(longer, 3)
 
 
 @pytest.mark.parametrize(
@@ -247,12 +245,12 @@ def test_blocks_of_accepted_drafts_are_found_again(asynchronous: bool) -> None:
         lambda r: change(r, counts=np.array([1, 1], np.int32)),
         lambda r: change(r, drafts=np.array([-1], np.int32)),
         lambda r: change(r, drafts=np.array([1, 1], np.int32)),
-        lambda r: change(r, drafts=np.array([4], np.int32)),  # 3 were asked for
+        lambda r: change(r, drafts=np.array([4], np.int32)),  # 3 were requested
         lambda r: change(r, drafts=np.array([1], np.int32)),  # 3 were accepted
         lambda r: change(r, drafts=None),
     ],
 )
-def test_results_whose_drafts_cannot_be_are_refused(damage: Any) -> None:
+def test_refuses_results_with_invalid_drafts(damage: Any) -> None:
     driver = drafting(False)
     always(driver, 3)
     driver.add("a", PROMPT, max_tokens=20)
@@ -264,19 +262,19 @@ def test_results_whose_drafts_cannot_be_are_refused(damage: Any) -> None:
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 20)
 
 
-def test_several_tokens_without_drafts_are_refused() -> None:
+def test_refuses_several_tokens_without_drafts() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=20)
     driver.schedule()
     several = ModelRunnerOutput(1, np.array([1, 2], np.int32), np.array([0], np.int32), np.array([2], np.int32))
-    with pytest.raises(WorkerFault, match="more tokens of a request than it had drafts for"):
+    with pytest.raises(WorkerFault, match=r"token count of a request outside of 1 to 1 \+ drafts"):
         driver.scheduler.consume(several)
-    with pytest.raises(WorkerFault, match="more drafts of a request than it was to have"):
+    with pytest.raises(WorkerFault, match="more drafts for a request than were scheduled"):
         driver.scheduler.consume(change(several, drafts=np.array([1], np.int32)))
 
 
 def adaptive(quality: float, asynchronous: bool) -> Driver:
-    """One request of 380 tokens, whose drafts cost next to nothing."""
+    """A finished run of one request with 380 tokens, whose drafts cost almost nothing."""
     driver = drafting(asynchronous, quality, adaptive=True, max_model_len=400, num_blocks=120)
     driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.001 * tokens
     always(driver, 3)
@@ -287,15 +285,15 @@ def adaptive(quality: float, asynchronous: bool) -> Driver:
 
 
 @BOTH
-def test_drafts_that_are_never_right_are_given_up_and_the_request_cruises(asynchronous: bool) -> None:
+def test_rejected_drafts_stop_and_the_request_joins_steady_decode(asynchronous: bool) -> None:
     driver = adaptive(0.0, asynchronous)
-    drafts = [number for _, number in told(driver.diffs)]
-    assert sum(drafts[:34]) > 20 and sum(drafts[34:]) <= 5, "later on one at a time is tried, more and more rarely"
+    drafts = [number for _, number in tokens_and_drafts(driver.diffs)]
+    assert sum(drafts[:34]) > 20 and sum(drafts[34:]) <= 5, "only probes remain, at increasing intervals"
     assert driver.num_cruising > 300
 
 
 @BOTH
-def test_drafts_that_are_right_stay_at_the_maximum(asynchronous: bool) -> None:
+def test_accepted_drafts_stay_at_the_maximum(asynchronous: bool) -> None:
     driver = adaptive(1.0, asynchronous)
-    drafts = [number for _, number in told(driver.diffs)]
+    drafts = [number for _, number in tokens_and_drafts(driver.diffs)]
     assert sum(number == 3 for number in drafts) > 0.9 * len(drafts) and driver.num_cruising == 0

@@ -1,4 +1,4 @@
-"""Every request ends exactly once, at the right token, from wherever it stands; and nothing of it stays behind."""
+"""Every request ends exactly once, at the correct token, from every state, and leaves nothing behind."""
 
 from collections.abc import Callable
 
@@ -25,25 +25,25 @@ def test_max_tokens_is_exact(asynchronous: bool, max_tokens: int) -> None:
     assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, max_tokens))
     assert driver.answers["a"].ended.num_output_tokens == max_tokens
     assert driver.scheduler.statistics().dropped_tokens == 0
-    assert len(driver.diffs) == max_tokens, "a length limit is known ahead: no step is computed in vain"
+    assert len(driver.diffs) == max_tokens, "a length limit is known ahead, so no step is wasted"
 
 
 @BOTH
-def test_the_context_is_a_limit_too(asynchronous: bool) -> None:
+def test_context_length_is_a_limit(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous, max_model_len=9)
     driver.add("a", PROMPT, max_tokens=None)
     driver.finish()
     assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, 4))
 
 
-def test_the_removal_of_a_full_request_goes_out_one_step_ahead() -> None:
+def test_request_at_its_length_is_removed_one_step_ahead() -> None:
     driver = Driver(async_scheduling=True)
     driver.add("a", PROMPT, max_tokens=2)
     driver.add("b", PROMPT, max_tokens=9)
     driver.schedule()
     driver.schedule()
     driver.answer()
-    # Its last token is in flight: gone from the workers, not yet ended, and its blocks are still held.
+    # The last token is in flight: removed from the workers, not yet ended, and its blocks are still held.
     diff = driver.schedule()
     assert diff is not None and diff.removed == [0]
     assert driver.answers["a"].ended is None and 0 in driver.scheduler.table.leaving
@@ -53,7 +53,7 @@ def test_the_removal_of_a_full_request_goes_out_one_step_ahead() -> None:
 
 
 @BOTH
-def test_a_stop_token_ends_and_is_named(asynchronous: bool) -> None:
+def test_stop_token_ends_the_request_and_is_reported(asynchronous: bool) -> None:
     want = expected_tokens(PROMPT, 6)
     driver = one(asynchronous, max_tokens=30, stop_token_ids=[want[2], 999])
     driver.finish()
@@ -62,7 +62,7 @@ def test_a_stop_token_ends_and_is_named(asynchronous: bool) -> None:
 
 
 @BOTH
-def test_the_end_of_text_ends_unless_it_is_ignored(asynchronous: bool) -> None:
+def test_eos_ends_the_request_unless_ignored(asynchronous: bool) -> None:
     want = expected_tokens(PROMPT, 6)
     driver = Driver(async_scheduling=asynchronous, eos=[want[1]])
     driver.add("a", PROMPT, max_tokens=6)
@@ -77,7 +77,7 @@ def test_the_end_of_text_ends_unless_it_is_ignored(asynchronous: bool) -> None:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(("min_tokens", "end"), [(0, 3), (2, 3), (3, 6), (5, 6), (6, 12)])
 def test_no_stop_token_among_the_first_min_tokens(asynchronous: bool, drafts: int, min_tokens: int, end: int) -> None:
-    """The workers ban them; should one come all the same, it is a token like others."""
+    """The workers ban stop tokens until then; if one is sampled nevertheless, it does not end the request."""
     want = expected_tokens(PROMPT, 12)
     driver = Driver(async_scheduling=asynchronous, num_speculative_tokens=drafts, eos=[want[5]])
     driver.add("a", PROMPT, max_tokens=12, min_tokens=min_tokens, stop_token_ids=[want[2]])
@@ -85,7 +85,7 @@ def test_no_stop_token_among_the_first_min_tokens(asynchronous: bool, drafts: in
     assert end_of(driver, "a") == (EndReason.LENGTH if end == 12 else EndReason.STOPPED, want[:end])
 
 
-def test_a_stop_token_is_known_late_so_one_surplus_token_is_dropped_and_counted() -> None:
+def test_surplus_token_after_a_stop_token_is_dropped_and_counted() -> None:
     for asynchronous, surplus in ((False, 0), (True, 1)):
         want = expected_tokens(PROMPT, 3)
         driver = one(asynchronous, max_tokens=30, stop_token_ids=[want[2]])
@@ -95,7 +95,7 @@ def test_a_stop_token_is_known_late_so_one_surplus_token_is_dropped_and_counted(
         assert len(driver.diffs) == 3 + surplus
 
 
-def test_a_stop_token_that_is_also_the_last_allowed_one_counts_as_a_stop() -> None:
+def test_stop_token_at_the_length_limit_is_a_stop() -> None:
     want = expected_tokens(PROMPT, 3)
     driver = one(True, max_tokens=3, stop_token_ids=[want[2]])
     driver.finish()
@@ -103,23 +103,23 @@ def test_a_stop_token_that_is_also_the_last_allowed_one_counts_as_a_stop() -> No
 
 
 @BOTH
-@pytest.mark.parametrize("told", [0, 1, 2])
-def test_a_stop_of_the_front_end_bills_what_it_says(asynchronous: bool, told: int) -> None:
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_front_end_stop_counts_the_given_tokens(asynchronous: bool, given: int) -> None:
     driver = one(asynchronous, max_tokens=30)
     driver.step(4)
     assert len(driver.answers["a"].tokens) >= 3
-    driver.stop("a", told)
+    driver.stop("a", given)
     assert driver.answers["a"].reason is EndReason.STOPPED
-    assert driver.answers["a"].ended.num_output_tokens == told
-    assert driver.scheduler.statistics().generation_tokens == told
+    assert driver.answers["a"].ended.num_output_tokens == given
+    assert driver.scheduler.statistics().generation_tokens == given
     driver.finish()
 
 
-@pytest.mark.parametrize(("told", "counted"), [(99, 2), (-5, 0)])
-def test_a_stop_cannot_bill_more_than_there_is_nor_less_than_nothing(told: int, counted: int) -> None:
+@pytest.mark.parametrize(("given", "counted"), [(99, 2), (-5, 0)])
+def test_front_end_stop_count_is_clamped(given: int, counted: int) -> None:
     driver = one(False)
     driver.step(2)
-    driver.stop("a", told)
+    driver.stop("a", given)
     assert driver.answers["a"].ended.num_output_tokens == counted
     assert driver.scheduler.statistics().generation_tokens == counted
 
@@ -175,21 +175,21 @@ MOMENTS: list[Callable[[Driver], None]] = [
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_an_abort_ends_at_once_from_anywhere(moment: Callable[[Driver], None]) -> None:
+def test_abort_in_every_state(moment: Callable[[Driver], None]) -> None:
     driver = Driver(async_scheduling=True, max_num_batched_tokens=3, max_num_seqs=2)
     driver.add("a", PROMPT, max_tokens=8)
     moment(driver)
-    had = list(driver.answers["a"].tokens)
+    received = list(driver.answers["a"].tokens)
     driver.abort("a")
-    assert end_of(driver, "a") == (EndReason.ABORTED, had)
-    assert driver.scheduler.kv.pool.num_free_blocks == 32, "its blocks are free at once"
+    assert end_of(driver, "a") == (EndReason.ABORTED, received)
+    assert driver.scheduler.kv.pool.num_free_blocks == 32, "its blocks are free immediately"
     driver.add("b", [9, 9], max_tokens=4)
     driver.finish()
-    assert end_of(driver, "a") == (EndReason.ABORTED, had)
+    assert end_of(driver, "a") == (EndReason.ABORTED, received)
     assert driver.answers["b"].tokens == expected_tokens([9, 9], 4)
 
 
-def test_an_abort_while_preempted_and_in_flight() -> None:
+def test_abort_while_preempted_with_a_result_in_flight() -> None:
     driver = Driver(num_blocks=7, async_scheduling=True, enable_prefix_caching=False)
     driver.add("old", PROMPT, max_tokens=15)
     driver.add("a", [7, 7, 7, 7, 7], max_tokens=15)
@@ -203,7 +203,7 @@ def test_an_abort_while_preempted_and_in_flight() -> None:
     assert driver.answers["old"].tokens == expected_tokens(PROMPT, 15)
 
 
-def test_the_token_of_an_aborted_request_is_dropped_and_counted() -> None:
+def test_token_of_an_aborted_request_is_dropped_and_counted() -> None:
     driver = one(True)
     driver.schedule()
     driver.schedule()
@@ -212,7 +212,7 @@ def test_the_token_of_an_aborted_request_is_dropped_and_counted() -> None:
     assert driver.answers["a"].tokens == [] and driver.scheduler.statistics().dropped_tokens == 2
 
 
-def test_a_handle_is_used_again_only_when_its_removal_was_acknowledged() -> None:
+def test_handle_is_reused_only_after_its_removal_is_acknowledged() -> None:
     driver = Driver(async_scheduling=True)
     driver.add("keep", [1, 2], max_tokens=30)
     driver.add("a", PROMPT, max_tokens=30)
@@ -233,7 +233,7 @@ def test_a_handle_is_used_again_only_when_its_removal_was_acknowledged() -> None
     driver.finish()
 
 
-def test_a_bad_row_ends_alone_with_an_error() -> None:
+def test_bad_row_ends_only_its_request() -> None:
     driver = Driver(async_scheduling=True)
     for name in ("a", "b"):
         driver.add(name, [*PROMPT, ord(name)], max_tokens=8)
@@ -246,7 +246,7 @@ def test_a_bad_row_ends_alone_with_an_error() -> None:
 
 @pytest.mark.parametrize("reader_is_bad_too", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_who_read_a_bad_rows_blocks_computes_them_itself(asynchronous: bool, reader_is_bad_too: bool) -> None:
+def test_reader_of_a_bad_rows_blocks_recomputes_them(asynchronous: bool, reader_is_bad_too: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
     prompt = [*range(3, 40)]
     driver.add("writer", prompt, max_tokens=30)
@@ -266,8 +266,8 @@ def test_who_read_a_bad_rows_blocks_computes_them_itself(asynchronous: bool, rea
     assert driver.scheduler.statistics().preemptions_by_reason["bad_prefix"] == 1
 
 
-def test_a_reader_that_was_preempted_computes_a_bad_rows_blocks_again() -> None:
-    """Whether it wrote them itself is not known any more."""
+def test_preempted_reader_recomputes_a_bad_rows_blocks() -> None:
+    """After the preemption it is not known whether the reader wrote the blocks itself."""
     driver = Driver()
     prompt = [*range(3, 40)]
     driver.add("writer", prompt, max_tokens=30)
@@ -282,16 +282,16 @@ def test_a_reader_that_was_preempted_computes_a_bad_rows_blocks_again() -> None:
     assert driver.scheduler.statistics().preemptions_by_reason["bad_prefix"] == 1
 
 
-def test_a_request_that_outgrows_the_pool_ends_as_length() -> None:
+def test_request_as_large_as_the_pool_ends_with_length() -> None:
     driver = Driver(num_blocks=5, async_scheduling=True)
     driver.add("a", PROMPT, max_tokens=100)
     driver.finish()
-    # 4 blocks are 16 positions, and the last token needs none.
+    # 4 blocks have 16 positions, and the last token needs none.
     assert end_of(driver, "a") == (EndReason.LENGTH, expected_tokens(PROMPT, 12))
 
 
 @BOTH
-def test_a_resubmission_goes_on_after_what_was_delivered(asynchronous: bool) -> None:
+def test_resubmission_continues_after_delivered_tokens(asynchronous: bool) -> None:
     want = expected_tokens(PROMPT, 6)
     driver = Driver(async_scheduling=asynchronous)
     driver.add("a", PROMPT, want[:2], max_tokens=6)
@@ -300,7 +300,7 @@ def test_a_resubmission_goes_on_after_what_was_delivered(asynchronous: bool) -> 
     assert driver.answers["a"].ended.num_output_tokens == 6
 
 
-def test_an_id_can_be_used_again_after_its_end() -> None:
+def test_request_id_can_be_reused_after_its_end() -> None:
     driver = one(False)
     driver.finish()
     driver.answers.clear()
@@ -309,7 +309,7 @@ def test_an_id_can_be_used_again_after_its_end() -> None:
     assert driver.answers["a"].tokens == expected_tokens(PROMPT, 2)
 
 
-def test_a_vocabulary_of_one_token_works() -> None:
+def test_vocabulary_of_one_token() -> None:
     driver = Driver(vocab_size=1)
     driver.add("a", [0, 0], max_tokens=3)
     driver.finish()

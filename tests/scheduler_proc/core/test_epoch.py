@@ -1,4 +1,4 @@
-"""A new epoch: what the workers hold is not to be trusted. Everything is computed again, and no client can tell."""
+"""New worker epoch: the workers' state is not trusted. All tokens are recomputed, and no stream changes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 def busy(asynchronous: bool = True, **settings: Any) -> Driver:
-    """Two run, one waits."""
+    """Return an engine with two running requests and one waiting."""
     driver = Driver(**{"max_num_seqs": 2, "async_scheduling": asynchronous} | settings)
     for index, name in enumerate("abc"):
         driver.add(name, [index, 7, 8, 9, 10], max_tokens=12 + index, client=index % 2)
@@ -33,7 +33,7 @@ def check_all(driver: Driver) -> None:
 
 @BOTH
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
-def test_everything_is_computed_again_and_the_tokens_are_the_same(asynchronous: bool, in_flight: int) -> None:
+def test_all_is_recomputed_and_tokens_are_the_same(asynchronous: bool, in_flight: int) -> None:
     driver = busy(asynchronous)
     driver.settle()
     for _ in range(in_flight):
@@ -54,27 +54,27 @@ def test_late_results_are_ignored_and_counted() -> None:
     late = len(driver.scheduler.in_flight)
     before = driver.scheduler.statistics()
     driver.begin_worker_epoch()
-    heard = {name: list(answer.tokens) for name, answer in driver.answers.items()}
+    received = {name: list(answer.tokens) for name, answer in driver.answers.items()}
     while driver.execute():
         driver.deliver()
     after = driver.scheduler.statistics()
-    assert {name: answer.tokens for name, answer in driver.answers.items()} == heard
+    assert {name: answer.tokens for name, answer in driver.answers.items()} == received
     assert after.num_stray_messages == before.num_stray_messages + late == before.num_stray_messages + 2
     assert after.generation_tokens == before.generation_tokens
     check_all(driver)
 
 
-def test_late_results_come_between_those_of_the_new_epoch_steps() -> None:
+def test_pipeline_has_room_beside_late_results() -> None:
     driver = busy()
     driver.fill()
     driver.begin_worker_epoch()
     assert driver.schedule() is not None and driver.schedule() is not None
-    assert not driver.scheduler.can_schedule, "the pipeline has room for two steps that count"
+    assert not driver.scheduler.can_schedule, "late results do not count as steps in flight"
     check_all(driver)
 
 
-def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
-    """It is gone from the workers already, and leaves: its token will not come, so it runs once more."""
+def test_request_with_its_last_token_in_flight_runs_again() -> None:
+    """The leaving request is no longer on the workers, and its token is lost, so it must run again."""
     driver = Driver(async_scheduling=True)
     driver.add("a", [1, 2, 3], max_tokens=2)
     driver.add("b", [4], max_tokens=9)
@@ -90,7 +90,7 @@ def test_one_whose_last_token_was_in_flight_gets_it_again() -> None:
     assert driver.answers["b"].tokens == expected_tokens([4], 9)
 
 
-def test_the_order_stays_that_of_arrival() -> None:
+def test_order_of_arrival_is_kept() -> None:
     driver = busy()
     driver.begin_worker_epoch()
     assert [r.request_id for r in driver.scheduler.table.waiting] == ["a", "b", "c"]
@@ -98,7 +98,7 @@ def test_the_order_stays_that_of_arrival() -> None:
     assert states == [RequestStatus.PREEMPTED, RequestStatus.PREEMPTED, RequestStatus.WAITING]
 
 
-def test_the_reason_is_its_own_and_no_preemption_for_want_of_blocks() -> None:
+def test_reason_is_new_epoch_and_not_a_counted_preemption() -> None:
     driver = busy()
     driver.scheduler.decisions.take()
     driver.begin_worker_epoch()
@@ -108,7 +108,7 @@ def test_the_reason_is_its_own_and_no_preemption_for_want_of_blocks() -> None:
     assert statistics.preemptions_by_reason["new_epoch"] == 2 and statistics.num_preemptions == 0
 
 
-def test_nothing_of_before_is_found_but_what_came_after_is() -> None:
+def test_cached_blocks_are_only_those_of_the_new_epoch() -> None:
     driver = Driver()
     prompt = list(range(20))
     driver.add("before", prompt, max_tokens=1)
@@ -122,7 +122,7 @@ def test_nothing_of_before_is_found_but_what_came_after_is() -> None:
 
 
 @BOTH
-def test_twice_in_a_row_and_with_nothing_there(asynchronous: bool) -> None:
+def test_repeated_and_with_no_requests(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
     driver.begin_worker_epoch()
     assert driver.schedule() is None
@@ -135,7 +135,7 @@ def test_twice_in_a_row_and_with_nothing_there(asynchronous: bool) -> None:
 
 
 @BOTH
-def test_ends_between_the_epochs(asynchronous: bool) -> None:
+def test_requests_end_after_an_epoch(asynchronous: bool) -> None:
     driver = busy(asynchronous)
     driver.schedule()
     driver.begin_worker_epoch()
@@ -146,7 +146,7 @@ def test_ends_between_the_epochs(asynchronous: bool) -> None:
     assert driver.answers["c"].tokens == expected_tokens([2, 7, 8, 9, 10], 14)
 
 
-def test_handles_of_before_are_not_given_out_while_the_workers_may_hold_them() -> None:
+def test_old_handles_are_not_reused_while_workers_may_hold_them() -> None:
     driver = busy()
     driver.schedule()
     driver.abort("a")
@@ -169,7 +169,7 @@ def test_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
     check_all(driver)
 
 
-def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
+def test_event_log_replays_with_and_without_tokens() -> None:
     driver = busy()
     driver.fill()
     driver.begin_worker_epoch()
@@ -178,7 +178,7 @@ def test_it_is_in_the_log_which_replays_with_and_without_tokens() -> None:
     assert driver.replay_lines() is None
 
 
-def test_steps_are_not_halved_below_a_prompt_that_may_not_be_cut() -> None:
+def test_halved_budget_has_room_for_the_longest_whole_prompt() -> None:
     driver = Driver(enable_chunked_prefill=False, max_num_batched_tokens=60, max_model_len=40, max_num_seqs=4)
     assert driver.scheduler.halve_steps() and driver.scheduler.config.max_num_batched_tokens == 40
     assert not driver.scheduler.halve_steps()

@@ -1,4 +1,4 @@
-"""Requests that end for a reason of their own: in the worker, or because their grammar came to nothing."""
+"""Requests that fail alone: in the worker, or because their grammar does not compile."""
 
 import pytest
 from log_replay import replay
@@ -18,7 +18,7 @@ def finish(driver: Driver) -> None:
 
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_failed_request_ends_alone_and_says_why(asynchronous: bool, drafts: int) -> None:
+def test_failed_request_ends_alone_with_its_detail(asynchronous: bool, drafts: int) -> None:
     driver = Driver(async_scheduling=asynchronous, num_speculative_tokens=drafts)
     driver.worker.failed_at["a"] = 3
     driver.add("a", PROMPT, max_tokens=12)
@@ -31,8 +31,8 @@ def test_a_failed_request_ends_alone_and_says_why(asynchronous: bool, drafts: in
     assert end_of(driver, "b") == (EndReason.LENGTH, expected_tokens([9, *PROMPT], 12))
 
 
-def test_what_it_wrote_is_right_and_found_again() -> None:
-    """Unlike a bad row's: nobody who read it begins again, and who comes later reads it."""
+def test_blocks_of_a_failed_request_stay_cached() -> None:
+    """Unlike those of a bad row: readers are not preempted, and later requests get hits."""
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=12)
     driver.worker.failed_at["a"] = 5
@@ -47,7 +47,7 @@ def test_what_it_wrote_is_right_and_found_again() -> None:
     assert end_of(driver, "reader") == (EndReason.LENGTH, expected_tokens(PROMPT, 12))
 
 
-def test_one_that_was_preempted_meanwhile_fails_too() -> None:
+def test_preempted_request_can_fail() -> None:
     driver = Driver(num_blocks=7, async_scheduling=True, enable_prefix_caching=False)
     driver.add("old", [3, 1, 4, 1, 5], max_tokens=15)
     driver.add("a", [7] * 5, max_tokens=15)
@@ -62,8 +62,8 @@ def test_one_that_was_preempted_meanwhile_fails_too() -> None:
     assert driver.answers["old"].tokens == expected_tokens([3, 1, 4, 1, 5], 15)
 
 
-def test_failing_and_a_stop_token_at_once_is_a_failure() -> None:
-    """Its token means nothing, so it stops nothing."""
+def test_failure_takes_precedence_over_a_stop_token() -> None:
+    """The token of a failed row is not valid, so it is no stop token."""
     want = expected_tokens(PROMPT, 3)
     driver = Driver(async_scheduling=True)
     driver.worker.failed_at["a"] = 2
@@ -72,7 +72,7 @@ def test_failing_and_a_stop_token_at_once_is_a_failure() -> None:
     assert end_of(driver, "a") == (EndReason.ERROR, want[:2])
 
 
-def test_a_refused_grammar_is_a_rejection() -> None:
+def test_refused_grammar_rejects_the_request() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=3)
     driver.hold("a")
@@ -86,7 +86,7 @@ def test_a_refused_grammar_is_a_rejection() -> None:
     finish(driver)
 
 
-def test_only_who_is_held_can_be_refused() -> None:
+def test_only_held_requests_can_be_refused() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=3)
     driver.refuse("a")
@@ -95,8 +95,8 @@ def test_only_who_is_held_can_be_refused() -> None:
     assert driver.answers["a"].reason is EndReason.LENGTH
 
 
-def test_who_had_begun_before_it_was_held_ends_with_an_error() -> None:
-    """It was introduced, perhaps with tokens: it cannot be rejected any more."""
+def test_refused_request_that_ran_before_ends_with_an_error() -> None:
+    """Its client may have received tokens, so it cannot be rejected."""
     driver = Driver(num_blocks=7, enable_prefix_caching=False)
     driver.add("old", [3, 1, 4, 1, 5], max_tokens=15)
     driver.add("a", [7] * 5, max_tokens=15)
@@ -110,14 +110,14 @@ def test_who_had_begun_before_it_was_held_ends_with_an_error() -> None:
 
 
 @BOTH
-def test_a_request_can_be_failed_from_within(asynchronous: bool) -> None:
+def test_internal_fail_event(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
     driver.add("a", PROMPT, max_tokens=12)
     driver.step(4)
-    had = list(driver.answers["a"].tokens)
+    received = list(driver.answers["a"].tokens)
     driver.fail("a")
     driver.fail("a")
-    assert end_of(driver, "a") == (EndReason.ERROR, had) and had
+    assert end_of(driver, "a") == (EndReason.ERROR, received) and received
     ended = driver.answers["a"].ended
     assert ended is not None and ended.detail == "grammar_failed: no memory"
     finish(driver)

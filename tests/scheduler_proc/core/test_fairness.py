@@ -1,4 +1,4 @@
-"""Tenants take turns, and none takes more than its share from another: queue, rows, blocks and budget, counted."""
+"""Tenants take turns in the queue, and share rows, blocks and prefill tokens."""
 
 import random
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ def waiting_request(number: int, tenant: int, priority: int = 0, arrival: float 
 
 @dataclass
 class PlainQueue:
-    """The same rules, looked up afresh each time: O(n) for everything."""
+    """A model of RequestQueue with O(n) operations and no caches."""
 
     policy: str
     waiting: list[Request] = field(default_factory=list)
@@ -91,7 +91,7 @@ OPERATIONS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["fcfs", "priority"]), OPERATIONS)
-def test_the_queue_is_the_plain_one(policy: str, operations: list[tuple[str, int, int, int]]) -> None:
+def test_queue_equals_a_plain_model(policy: str, operations: list[tuple[str, int, int, int]]) -> None:
     queue, plain = RequestQueue(policy), PlainQueue(policy)
     taken: list[Request] = []
     for number, (kind, tenant, priority, amount) in enumerate(operations):
@@ -126,7 +126,7 @@ def test_the_queue_is_the_plain_one(policy: str, operations: list[tuple[str, int
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["fcfs", "priority"]), st.integers(0, 2), OPERATIONS)
-def test_for_one_tenant_only_the_policy_counts(
+def test_one_tenant_is_ordered_by_the_policy_only(
     policy: str, tenant: int, operations: list[tuple[str, int, int, int]]
 ) -> None:
     queue, waiting, taken = RequestQueue(policy), set[Request](), list[Request]()
@@ -153,7 +153,7 @@ def test_for_one_tenant_only_the_policy_counts(
 
 
 def admission_order(driver: Driver) -> list[str]:
-    """Runs all that is there; who is let in from now on, in order."""
+    """Run all requests and return the ids admitted from now on, in order."""
     before = len(driver.diffs)
     driver.run()
     return [row.request_id for diff in driver.diffs[before:] for row in diff.new_requests]
@@ -161,7 +161,7 @@ def admission_order(driver: Driver) -> list[str]:
 
 @POLICIES
 @BOTH
-def test_an_arrival_goes_before_the_many_of_who_floods(policy: str, asynchronous: bool) -> None:
+def test_new_tenant_is_admitted_before_a_flood(policy: str, asynchronous: bool) -> None:
     driver = Driver(max_num_seqs=1, scheduling_policy=policy, async_scheduling=asynchronous)
     for i in range(60):
         driver.add(f"flood{i:02}", [1, 2, 3], max_tokens=2, tenant=1)
@@ -174,7 +174,7 @@ def test_an_arrival_goes_before_the_many_of_who_floods(policy: str, asynchronous
     driver.check_drained()
 
 
-def test_without_fair_admission_it_waits_for_all_of_them() -> None:
+def test_new_tenant_waits_without_fair_admission() -> None:
     driver = Driver(max_num_seqs=1, fair_admission=False)
     for i in range(20):
         driver.add(f"flood{i}", [1, 2, 3], max_tokens=2, tenant=1)
@@ -182,7 +182,7 @@ def test_without_fair_admission_it_waits_for_all_of_them() -> None:
     assert admission_order(driver)[-1] == "late"
 
 
-def test_a_better_priority_still_goes_first() -> None:
+def test_priority_comes_before_turns() -> None:
     driver = Driver(max_num_seqs=1, scheduling_policy="priority")
     driver.add("runs", [1], max_tokens=4, tenant=1, priority=-9)
     driver.step()
@@ -193,8 +193,8 @@ def test_a_better_priority_still_goes_first() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_always_waits_is_served_alike(seed: int) -> None:
-    """The theorem of the virtual token counter: two tenants that wait all the time differ by two requests at most."""
+def test_tenants_that_always_wait_are_served_equally(seed: int) -> None:
+    """The bound of the virtual token counter on the difference in service between two tenants that always wait."""
     rng = random.Random(seed)
     driver = Driver(num_blocks=200, max_num_seqs=rng.choice((1, 2, 4)), enable_prefix_caching=False)
     served, largest = {1: 0, 2: 0}, 0
@@ -220,7 +220,7 @@ def test_who_always_waits_is_served_alike(seed: int) -> None:
 
 @BOTH
 @POLICIES
-def test_long_answers_of_one_tenant_give_up_rows_for_another(policy: str, asynchronous: bool) -> None:
+def test_long_requests_give_up_rows_for_another_tenant(policy: str, asynchronous: bool) -> None:
     driver = Driver(
         num_blocks=200, max_num_seqs=6, max_model_len=200, scheduling_policy=policy, async_scheduling=asynchronous
     )
@@ -239,7 +239,7 @@ def test_long_answers_of_one_tenant_give_up_rows_for_another(policy: str, asynch
         assert driver.answers[f"flood{i}"].tokens == expected_tokens([i + 1] * 5, 100)
 
 
-def test_what_was_claimed_is_not_claimed_back() -> None:
+def test_no_claims_between_tenants_with_equal_shares() -> None:
     driver = Driver(num_blocks=90, max_num_seqs=4)
     for tenant in (1, 2):
         for i in range(6):
@@ -249,8 +249,8 @@ def test_what_was_claimed_is_not_claimed_back() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_several_claim_rows_in_one_step(asynchronous: bool) -> None:
-    """Not one after the other, a step apart: who comes together to a full engine is let in together."""
+def test_several_rows_are_claimed_in_one_step(asynchronous: bool) -> None:
+    """Requests that arrive together at a full engine are admitted together, not one per step."""
     driver = Driver(num_blocks=200, max_num_seqs=8, async_scheduling=asynchronous)
     for i in range(12):
         driver.add(f"flood{i}", [1, i], max_tokens=60, ignore_eos=True, tenant=1)
@@ -263,7 +263,7 @@ def test_several_claim_rows_in_one_step(asynchronous: bool) -> None:
     driver.finish()
 
 
-def test_blocks_are_claimed_up_to_a_share() -> None:
+def test_blocks_are_claimed_up_to_the_share() -> None:
     driver = Driver(num_blocks=33, max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
     for i in range(4):
         driver.add(f"flood{i}", [i + 1] * 30, max_tokens=2 + 40 * (i == 0), ignore_eos=True, tenant=1)
@@ -277,8 +277,8 @@ def test_blocks_are_claimed_up_to_a_share() -> None:
     driver.finish()
 
 
-def test_the_only_request_of_a_tenant_is_not_put_out_for_others() -> None:
-    """It has nearly the whole pool, and gets on although others come all the time."""
+def test_only_request_of_a_tenant_is_not_preempted_for_others() -> None:
+    """The request holds almost the whole pool, and makes progress although others arrive all the time."""
     driver = Driver(num_blocks=33, max_num_seqs=8, max_model_len=128, enable_prefix_caching=False)
     driver.add("giant", [7] * 100, max_tokens=20, ignore_eos=True, tenant=1)
     driver.step(4)
@@ -289,7 +289,7 @@ def test_the_only_request_of_a_tenant_is_not_put_out_for_others() -> None:
     driver.finish()
 
 
-def test_a_long_prompt_of_one_tenant_leaves_a_part_of_each_step() -> None:
+def test_long_prompt_leaves_half_of_each_step_to_another_tenant() -> None:
     driver = Driver(num_blocks=300, max_model_len=900, max_num_batched_tokens=20, max_num_seqs=4)
     driver.add("long", [1] * 800, max_tokens=1, tenant=1)
     driver.step(3)
@@ -300,7 +300,7 @@ def test_a_long_prompt_of_one_tenant_leaves_a_part_of_each_step() -> None:
     assert len(driver.diffs) - begun == 3, "ten tokens in each step"
     assert driver.counts(driver.diffs[-1])["long"] >= 10
     driver.finish()
-    assert len(driver.diffs) == (800 + 30) // 20 + 1, "none of a step was left unused"
+    assert len(driver.diffs) == (800 + 30) // 20 + 1, "no token of a step was left unused"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_equal_parts(total: int, wanted: dict[int, int], parts: dict[int, int]) 
     assert equal_parts(total, wanted) == parts
 
 
-def test_who_lacks_a_block_takes_it_from_the_tenant_with_the_most() -> None:
+def test_block_is_taken_from_the_tenant_with_the_most() -> None:
     driver = Driver(num_blocks=25, max_num_seqs=8, enable_prefix_caching=False)
     for i in range(4):
         driver.add(f"many{i}", [i + 1] * 15, max_tokens=40, ignore_eos=True, tenant=1)
@@ -327,16 +327,16 @@ def test_who_lacks_a_block_takes_it_from_the_tenant_with_the_most() -> None:
     driver.add("one", [9] * 7, max_tokens=40, ignore_eos=True, tenant=2)
     driver.run()
     decisions = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
-    assert [d.request_id for d in decisions[:2]] == ["many3", "many2"], "one is the last admitted, but not the heaviest"
+    assert [d.request_id for d in decisions[:2]] == ["many3", "many2"], "its tenant has the most blocks"
     assert driver.answers["many0"].tokens == expected_tokens([1] * 15, 40)
     driver.check_drained()
 
 
-# ---- counted: a hostile tenant beside a well-behaved one
+# ---- measured: a hostile tenant beside a well-behaved one
 
 
 def steps_of_victim(flood: bool, **settings: object) -> list[int]:
-    """Steps that each of six requests of tenant 2 takes from its arrival to its end."""
+    """Return the steps that each of six requests of tenant 2 takes from arrival to end."""
     driver = Driver(num_blocks=300, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, **settings)
     taken = []
     for i in range(6):
@@ -355,22 +355,22 @@ def steps_of_victim(flood: bool, **settings: object) -> list[int]:
 
 @pytest.mark.full
 @BOTH
-def test_a_flood_of_another_tenant_costs_a_request_few_steps(asynchronous: bool) -> None:
+def test_flood_of_another_tenant_costs_few_steps(asynchronous: bool) -> None:
     alone = steps_of_victim(False, async_scheduling=asynchronous)
     beside = steps_of_victim(True, async_scheduling=asynchronous)
     unfair = steps_of_victim(True, async_scheduling=asynchronous, fair_admission=False)
     assert sum(beside) <= 1.1 * sum(alone)
-    assert sum(unfair) > 1.5 * sum(alone), "a flood that costs nothing shows nothing"
+    assert sum(unfair) > 1.5 * sum(alone), "the flood must cost steps without fair admission"
 
 
-# ---- all of it together
+# ---- random runs
 
 
 @pytest.mark.parametrize(
     "seed", thinned([*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))], keep=2)
 )
 def test_random_runs_of_several_tenants(seed: int) -> None:
-    """Cruising or not, every decision is the same; every answer is right; a replay without tokens decides the same."""
+    """Decisions do not depend on steady decode, outputs are correct, and a replay without tokens decides the same."""
     rng = random.Random(seed)
     chosen = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 1) | {"num_tenants": seed % 4}
     drivers = Driver(**chosen), Driver(steady_decode=False, **chosen)

@@ -1,4 +1,4 @@
-"""Requests that cannot start yet stand aside, and nobody waits behind them; a pause stops all, or only newcomers."""
+"""Held requests block no other request; a pause stops all steps, or only admission."""
 
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
@@ -27,16 +27,11 @@ def strays(driver: Driver) -> int:
     return driver.scheduler.statistics().num_stray_messages
 
 
-def quiet(driver: Driver) -> None:
-    """All that was sent is answered."""
-    driver.settle()
-
-
 # ---- holds
 
 
 @POLICIES
-def test_nobody_waits_behind_a_held_one(policy: str) -> None:
+def test_no_request_waits_behind_a_held_one(policy: str) -> None:
     driver = three(scheduling_policy=policy)
     driver.hold("a")
     assert waiting(driver) == ["b", "c"] and driver.scheduler.table.num_waiting == 3
@@ -49,7 +44,7 @@ def test_nobody_waits_behind_a_held_one(policy: str) -> None:
 
 
 @POLICIES
-def test_a_released_one_comes_back_at_its_place(policy: str) -> None:
+def test_released_request_returns_to_its_place(policy: str) -> None:
     driver = three(scheduling_policy=policy)
     driver.hold("a")
     driver.hold("b")
@@ -60,25 +55,25 @@ def test_a_released_one_comes_back_at_its_place(policy: str) -> None:
     driver.finish()
 
 
-def test_holds_and_releases_of_the_wrong_ones_are_counted_and_ignored() -> None:
+def test_invalid_holds_and_releases_are_counted_and_ignored() -> None:
     driver = three()
     driver.step()
     before = strays(driver)
-    driver.hold("a")  # it runs
-    driver.hold("nobody")
-    driver.hold("b", "boredom")  # no such reason
+    driver.hold("a")  # running
+    driver.hold("unknown")
+    driver.hold("b", "boredom")  # unknown reason
     driver.release("b")  # not held
-    driver.release("nobody")
-    driver.hold("c", client=1)  # another front end's
+    driver.release("unknown")
+    driver.hold("c", client=1)  # request of another front end
     driver.hold("b")
-    driver.hold("b", "streaming")  # held already
+    driver.hold("b", "streaming")  # already held
     assert strays(driver) == before + 7
     assert waiting(driver) == ["c"]
     driver.release("b")
     driver.finish()
 
 
-def test_a_held_one_can_be_aborted_stopped_and_dropped() -> None:
+def test_held_request_can_be_aborted_stopped_and_dropped() -> None:
     driver = three()
     for name in "abc":
         driver.hold(name)
@@ -91,7 +86,7 @@ def test_a_held_one_can_be_aborted_stopped_and_dropped() -> None:
     driver.check_drained()
 
 
-def test_one_that_was_preempted_can_be_held_too_and_keeps_its_tokens() -> None:
+def test_preempted_request_can_be_held_and_keeps_its_tokens() -> None:
     driver = Driver(num_blocks=9, enable_prefix_caching=False)
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=13)
     driver.add("young", [11, 12, 13, 14, 15, 16, 17], max_tokens=13)
@@ -107,7 +102,7 @@ def test_one_that_was_preempted_can_be_held_too_and_keeps_its_tokens() -> None:
     assert driver.answers["young"].tokens == expected_tokens([11, 12, 13, 14, 15, 16, 17], 13)
 
 
-def test_held_requests_count_as_waiting_for_a_full_queue() -> None:
+def test_held_requests_count_for_the_queue_limit() -> None:
     driver = Driver(max_num_queued_reqs=1)
     driver.add("a", [1], max_tokens=1)
     driver.hold("a")
@@ -120,7 +115,7 @@ def test_held_requests_count_as_waiting_for_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_pause_for_newcomers_lets_the_running_go_on(asynchronous: bool) -> None:
+def test_pause_new_lets_running_requests_continue(asynchronous: bool) -> None:
     driver = three(async_scheduling=asynchronous)
     driver.step()
     driver.control("pause_new")
@@ -132,14 +127,14 @@ def test_a_pause_for_newcomers_lets_the_running_go_on(asynchronous: bool) -> Non
     driver.finish()
 
 
-def test_a_pause_stops_those_that_cruise_and_resume_takes_them_up() -> None:
+def test_pause_and_resume_in_steady_decode() -> None:
     driver = Driver(async_scheduling=True)
     for index in range(3):
         driver.add(f"r{index}", [index], max_tokens=40)
     driver.step(4)
     assert len(driver.scheduler.steady_decode) == 3
     driver.control("pause")
-    quiet(driver)
+    driver.settle()
     sent = len(driver.diffs)
     driver.step(3)
     assert len(driver.diffs) == sent and len(driver.scheduler.steady_decode) == 3
@@ -149,7 +144,7 @@ def test_a_pause_stops_those_that_cruise_and_resume_takes_them_up() -> None:
         assert driver.answers[f"r{index}"].tokens == expected_tokens([index], 40)
 
 
-def test_one_pause_replaces_the_other_and_one_resume_ends_both() -> None:
+def test_pauses_replace_each_other_and_one_resume_ends_both() -> None:
     driver = three()
     driver.control("pause")
     driver.control("pause_new")
@@ -160,7 +155,7 @@ def test_one_pause_replaces_the_other_and_one_resume_ends_both() -> None:
     driver.finish()
 
 
-def test_one_that_is_put_out_during_a_pause_for_newcomers_waits_for_its_end() -> None:
+def test_request_preempted_during_pause_new_waits_for_resume() -> None:
     driver = Driver(num_blocks=9, enable_prefix_caching=False)
     driver.add("old", [1] * 7, max_tokens=13)
     driver.add("young", [2] * 7, max_tokens=13)

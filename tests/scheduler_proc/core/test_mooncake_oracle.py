@@ -1,8 +1,9 @@
-"""The real KVCacheManager on a real trace, one request after another: exactly the hits that the definitions give.
+"""KVCacheManager on a real trace, one request after another: its hits equal those of a plain model.
 
-"engine" is a paged pool with a first-in first-out free queue; "engine-u" is the same, but a freed block without a
-content goes to the head of the queue. Ours is engine-u; engine is what replays of other engines have. For the
-excerpt both are worked out here by plain lists and dicts; for the whole half hour the figures were published with it.
+"engine" is a paged pool with a first-in first-out free queue. "engine-u" differs in one point: a freed block without
+cached content goes to the head of the queue. BlockPool is engine-u; FifoBlockPool, for replays of other engines, is
+engine. The expected hits of the excerpt are computed here with lists and dicts; those of the whole half hour were
+published with the trace.
 """
 
 import gzip
@@ -32,7 +33,7 @@ class Arrival(NamedTuple):
     hash_ids: list[int]
 
     def content(self, index: int, block_size: int) -> tuple[int, int]:
-        """What block ``index`` of the prompt is known by: the last id that it touches, and its place within it."""
+        """Return the identity of block ``index`` of the prompt: its last hash id, and its index within that id."""
         last_token = (index + 1) * block_size - 1
         inside = index % (TRACE_BLOCK // block_size) if block_size < TRACE_BLOCK else 0
         return self.hash_ids[last_token // TRACE_BLOCK], inside
@@ -49,11 +50,11 @@ def read_arrivals(lines: Iterable[str]) -> list[Arrival]:
     return [Arrival(row["input_length"], row["output_length"], row["hash_ids"]) for row in rows]
 
 
-# ---- the definitions, by plain lists and dicts
+# ---- plain model
 
 
 def simulate(arrivals: list[Arrival], block_size: int, capacity: int, *, plain_first: bool) -> Found:
-    """``plain_first``: engine-u rather than engine."""
+    """Compute the hits with lists and dicts. ``plain_first``: engine-u instead of engine."""
     queue = list(range(capacity))
     content_of: dict[int, Hashable] = {}
     copies: dict[Hashable, list[int]] = {}  # the oldest first
@@ -92,12 +93,12 @@ def simulate(arrivals: list[Arrival], block_size: int, capacity: int, *, plain_f
     return Found(hit_blocks, with_hit, rejected)
 
 
-# ---- the same through the real manager
+# ---- KVCacheManager
 
 
 @dataclass
 class Replayed:
-    """What the manager is told of a request."""
+    """The fields of a request that the manager reads."""
 
     handle: int
     block_hashes: list[bytes]
@@ -109,7 +110,7 @@ class Replayed:
 
 
 def replay(arrivals: list[Arrival], block_size: int, capacity: int, pool_class: type[BlockPool] = BlockPool) -> Found:
-    """Each request is looked up, computed, extended by its answer, and freed before the next one comes."""
+    """Look up, compute, extend and free each request before the next one."""
     layout = KVLayout([KVGroup("full_attention", block_size, [0])], num_kv_heads=1, head_dim=4, dtype="float32")
     kv = KVCacheManager(layout, capacity + 1, True, pool_class=pool_class)
     hit_blocks = with_hit = rejected = 0
@@ -122,7 +123,7 @@ def replay(arrivals: list[Arrival], block_size: int, capacity: int, pool_class: 
         request = Replayed(number, [b"%d %d" % content for content in contents], arrival.input_length)
         hits, num_hit_tokens = kv.get_computed_blocks(request)
         given = kv.allocate_slots(request, arrival.input_length - num_hit_tokens, hits, num_hit_tokens)
-        assert given is not None, "there is room, for nothing else runs"
+        assert given is not None, "no other request holds blocks"
         request.num_computed_tokens = arrival.input_length
         kv.cache_blocks(request, arrival.input_length)
         assert kv.allocate_slots(request, arrival.output_length - 1) is not None
@@ -153,7 +154,7 @@ def half_hour() -> list[Arrival]:
 
 
 class TestExcerpt:
-    """Capacities from "the longest prompts are rejected" to "nothing is ever evicted"."""
+    """Capacities from one that rejects the longest prompts to one that never evicts."""
 
     sizes = pytest.mark.parametrize(
         ("block_size", "capacity"),
@@ -161,16 +162,16 @@ class TestExcerpt:
     )
 
     @sizes
-    def test_our_pool_is_engine_u(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
+    def test_block_pool_equals_engine_u(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
         expected = simulate(excerpt, block_size, capacity, plain_first=True)
         assert replay(excerpt, block_size, capacity) == expected
 
     @sizes
-    def test_with_the_plain_queue_it_is_engine(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
+    def test_fifo_pool_equals_engine(self, excerpt: list[Arrival], block_size: int, capacity: int) -> None:
         expected = simulate(excerpt, block_size, capacity, plain_first=False)
         assert replay(excerpt, block_size, capacity, FifoBlockPool) == expected
 
-    def test_the_excerpt_can_tell_policies_and_capacities_apart(self, excerpt: list[Arrival]) -> None:
+    def test_excerpt_distinguishes_policies_and_capacities(self, excerpt: list[Arrival]) -> None:
         small, usual, large = (simulate(excerpt, 512, n, plain_first=True) for n in (60, 500, 5000))
         assert small.rejected > 0 and usual.rejected == large.rejected == 0
         assert small.hit_blocks < usual.hit_blocks < large.hit_blocks == 191

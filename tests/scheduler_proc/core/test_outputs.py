@@ -1,4 +1,4 @@
-"""What front ends are told when several results come at once."""
+"""Messages to front ends when several results are applied before they are taken."""
 
 import numpy as np
 from scheduler_driver import Driver
@@ -19,8 +19,8 @@ def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOut
     )
 
 
-def test_each_token_keeps_the_log_probability_of_its_own_step() -> None:
-    """Two results are applied before anyone is told: with two steps in flight that happens."""
+def test_each_token_has_the_logprob_of_its_step() -> None:
+    """With two steps in flight, two results can be applied before messages are sent."""
     driver = Driver(async_scheduling=True)
     driver.add("a", [3, 4, 5], max_tokens=4, logprobs=0)
     driver.schedule()
@@ -28,7 +28,7 @@ def test_each_token_keeps_the_log_probability_of_its_own_step() -> None:
     handle = driver.request("a").handle
     driver.scheduler.consume(result(1, handle, 5, -0.5))
     driver.scheduler.consume(result(2, handle, 6, -0.25))
-    told = [message for _, message in driver.scheduler.take_messages() if isinstance(message, StepOutputs)]
-    assert [message.tokens.tolist() for message in told if message.tokens is not None] == [[5], [6]]
-    logprobs = [message.logprobs for message in told if message.logprobs is not None]
+    outputs = [message for _, message in driver.scheduler.take_messages() if isinstance(message, StepOutputs)]
+    assert [message.tokens.tolist() for message in outputs if message.tokens is not None] == [[5], [6]]
+    logprobs = [message.logprobs for message in outputs if message.logprobs is not None]
     assert [each.arrays.values.tolist() for each in logprobs] == [[-0.5], [-0.25]]

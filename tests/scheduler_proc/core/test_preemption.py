@@ -1,4 +1,4 @@
-"""A pool too small for all: the last admitted gives way, comes back at the front, and its client sees nothing of it."""
+"""Preemption under fcfs: the last admitted request is preempted, resumes first, and its output does not change."""
 
 from scheduler_driver import Driver, end_of, expected_tokens
 
@@ -6,14 +6,14 @@ from quire.protocol.wire.front_end_messages import EndReason
 
 
 def two_that_do_not_fit(**settings: object) -> Driver:
-    """8 blocks of 4: each request ends with 5, so the younger is preempted on the way."""
+    """8 blocks of 4: each request needs 5 blocks in the end, so the younger is preempted."""
     driver = Driver(**{"num_blocks": 9, "enable_prefix_caching": False} | settings)
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=13)
     driver.add("young", [11, 12, 13, 14, 15, 16, 17], max_tokens=13)
     return driver
 
 
-def test_the_last_admitted_is_preempted_first() -> None:
+def test_last_admitted_request_is_preempted_first() -> None:
     driver = Driver(num_blocks=10, enable_prefix_caching=False)
     for index, name in enumerate(("a", "b", "c")):
         driver.add(name, [index] * 8, max_tokens=12)
@@ -25,14 +25,14 @@ def test_the_last_admitted_is_preempted_first() -> None:
         assert driver.answers[name].tokens == expected_tokens([index] * 8, 12)
 
 
-def test_a_preempted_request_comes_before_all_who_wait() -> None:
+def test_preempted_request_is_first_in_the_queue() -> None:
     driver = two_that_do_not_fit(max_num_seqs=2)
     driver.add("waits", [9], max_tokens=1)
     driver.until_preemption()
     assert [r.request_id for r in driver.scheduler.table.waiting] == ["young", "waits"]
 
 
-def test_its_cached_blocks_are_found_again() -> None:
+def test_resumed_request_finds_its_cached_blocks() -> None:
     driver = Driver(num_blocks=9)
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=13)
     driver.add("young", [11, 12, 13, 14, 15, 16, 17, 18, 19], max_tokens=10)
@@ -41,11 +41,11 @@ def test_its_cached_blocks_are_found_again() -> None:
     driver.run()
     (resumed,) = [n for d in driver.diffs[sent:] for n in d.new_requests]
     assert 0 < resumed.num_computed_tokens < resumed.num_tokens
-    assert driver.answers["young"].num_cached_tokens == 0, "its own blocks are no hit that its client would hear of"
+    assert driver.answers["young"].num_cached_tokens == 0, "its own blocks are not reported as hits"
 
 
-def test_it_is_not_resumed_while_a_result_of_it_is_in_flight() -> None:
-    """#48245: the late token belongs to the request; only then it is known what to compute again."""
+def test_not_resumed_while_a_result_is_in_flight() -> None:
+    """#48245: the late token belongs to the request, so the tokens to recompute are known only after it."""
     driver = two_that_do_not_fit(async_scheduling=True)
     driver.until_preemption()
     young = driver.request("young")
@@ -64,7 +64,7 @@ def test_it_is_not_resumed_while_a_result_of_it_is_in_flight() -> None:
     assert driver.answers["young"].tokens == expected_tokens([11, 12, 13, 14, 15, 16, 17], 13)
 
 
-def test_a_token_in_flight_may_end_a_preempted_request() -> None:
+def test_token_in_flight_can_end_a_preempted_request() -> None:
     driver = two_that_do_not_fit(async_scheduling=True)
     driver.until_preemption()
     young = driver.request("young")
@@ -77,16 +77,16 @@ def test_a_token_in_flight_may_end_a_preempted_request() -> None:
     driver.check_drained()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_admission_in_a_step_that_preempts() -> None:
     driver = two_that_do_not_fit(long_prefill_token_threshold=4)
     diff = driver.until_preemption()
-    # Its first chunk would fit into what its own blocks left free: it would come and go for ever.
+    # Its first chunk would fit into the blocks that it just freed: it would be admitted and preempted for ever.
     assert not diff.new_requests and len(diff.removed) == 1
     assert driver.scheduler.kv.pool.num_free_blocks >= 2
 
 
-def test_the_oldest_gets_on_in_every_step_whatever_the_pool() -> None:
-    """No livelock (#25538, #41951): the head of the running never gives way to younger ones."""
+def test_oldest_request_always_makes_progress() -> None:
+    """No livelock (#25538, #41951): the oldest running request is never preempted for younger ones."""
     driver = Driver(num_blocks=6, enable_prefix_caching=False, async_scheduling=True)
     for index in range(6):
         driver.add(f"r{index}", [index] * 6, max_tokens=12)
@@ -100,7 +100,7 @@ def test_the_oldest_gets_on_in_every_step_whatever_the_pool() -> None:
     driver.check_drained()
 
 
-def test_preemptions_are_counted_for_request_and_engine() -> None:
+def test_preemptions_are_counted_per_request_and_in_total() -> None:
     driver = two_that_do_not_fit()
     driver.until_preemption()
     assert driver.request("young").num_preemptions == 1

@@ -1,4 +1,4 @@
-"""While others decode, prefill gets a part of the step only, so that their next token does not wait for all of it."""
+"""Prefill share: while requests decode, prefills get only a part of the token budget."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def prompt_of(n: int, first: int = 0) -> list[int]:
 
 
 def decoding(share: float, **settings: Any) -> Driver:
-    """One request decodes, and the budget is 32."""
+    """Return an engine with a budget of 32 tokens and one decoding request."""
     driver = Driver(**{"max_prefill_share": share, "max_num_batched_tokens": 32} | settings)
     driver.add("decodes", [900], max_tokens=60)
     driver.step()
@@ -21,17 +21,17 @@ def decoding(share: float, **settings: Any) -> Driver:
 
 
 def one_step(driver: Driver) -> dict[str, int]:
-    """Tokens per request of one step, run and answered."""
+    """Run and answer one step; return its tokens per request."""
     diff = driver.schedule()
     assert diff is not None
-    told = driver.counts(diff)
+    counts = driver.counts(diff)
     driver.answer()
-    return told
+    return counts
 
 
 @pytest.mark.parametrize("steady_decode", [True, False])
 @pytest.mark.parametrize(("share", "tokens"), [(0.25, 8), (0.5, 16), (0.1, 3), (1.0, 31), (0.0, 1), (0.001, 1)])
-def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: int, steady_decode: bool) -> None:
+def test_long_prompt_gets_the_share_and_at_least_one_token(share: float, tokens: int, steady_decode: bool) -> None:
     driver = decoding(share, steady_decode=steady_decode)
     driver.add("long", prompt_of(70), max_tokens=2)
     assert one_step(driver) == {"decodes": 1, "long": tokens}
@@ -40,13 +40,13 @@ def test_a_long_prompt_gets_its_part_and_at_least_a_token(share: float, tokens: 
     assert driver.answers["long"].tokens == expected_tokens(prompt_of(70), 2)
 
 
-def test_it_gets_all_while_nobody_decodes() -> None:
+def test_prefill_gets_the_whole_budget_without_decodes() -> None:
     driver = Driver(max_prefill_share=0.25, max_num_batched_tokens=32)
     driver.add("long", prompt_of(70), max_tokens=2)
     assert [one_step(driver) for _ in range(3)] == [{"long": 32}, {"long": 32}, {"long": 6}]
 
 
-def test_it_gets_all_again_when_those_that_decoded_are_gone() -> None:
+def test_prefill_gets_the_whole_budget_after_the_last_decode() -> None:
     driver = decoding(0.25)
     driver.add("long", prompt_of(70), max_tokens=2)
     assert one_step(driver) == {"decodes": 1, "long": 8}
@@ -54,7 +54,7 @@ def test_it_gets_all_again_when_those_that_decoded_are_gone() -> None:
     assert one_step(driver) == {"long": 32}
 
 
-def test_several_prompts_share_the_part_in_order_of_admission() -> None:
+def test_prompts_use_the_share_in_order_of_admission() -> None:
     driver = decoding(0.5, long_prefill_token_threshold=10)
     for index, name in enumerate(("one", "two", "three")):
         driver.add(name, prompt_of(25, 30 * index), max_tokens=2)
@@ -65,7 +65,7 @@ def test_several_prompts_share_the_part_in_order_of_admission() -> None:
     driver.finish()
 
 
-def test_decodes_first_and_then_never_more_than_is_left() -> None:
+def test_prefill_gets_only_what_decodes_leave() -> None:
     driver = Driver(max_prefill_share=0.9, max_num_batched_tokens=10, max_num_seqs=8)
     for index in range(5):
         driver.add(f"d{index}", [index], max_tokens=40)
@@ -74,15 +74,15 @@ def test_decodes_first_and_then_never_more_than_is_left() -> None:
     assert one_step(driver)["long"] == 5
 
 
-def test_without_chunks_a_prompt_is_never_cut() -> None:
+def test_no_prompt_is_cut_without_chunked_prefill() -> None:
     driver = decoding(0.1, enable_chunked_prefill=False, max_num_batched_tokens=128)
     driver.add("long", prompt_of(70), max_tokens=2)
     assert one_step(driver) == {"decodes": 1, "long": 70}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_it_is_a_bound_on_every_step_while_others_decode(asynchronous: bool) -> None:
-    """Newcomers of every length, all the time: whoever decodes gets a token in each step, and prefill its part."""
+def test_share_bounds_every_step_with_decodes(asynchronous: bool) -> None:
+    """With arrivals of many lengths, each decoding request gets a token in each step, and prefills their share."""
     driver = Driver(
         max_prefill_share=0.5, max_num_batched_tokens=16, async_scheduling=asynchronous, enable_prefix_caching=False
     )

@@ -1,4 +1,4 @@
-"""The priority policy: the lowest number first; who is worth less gives way, and nobody among equals."""
+"""Priority policy: the lowest number is first and preempts higher numbers, but not equal ones."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ def waiting(driver: Driver) -> list[str]:
 
 
 def preempted(driver: Driver) -> list[tuple[str, str, str]]:
-    """(who, why, for whom) since the last call."""
+    """Return (request id, reason, beneficiary) of the preemptions since the last call."""
     taken = driver.scheduler.decisions.take()
     return [(d.request_id, d.reason, d.beneficiary) for d in taken if d.kind == "preempt"]
 
 
-def test_the_lowest_number_goes_first_then_the_earliest_arrival() -> None:
+def test_order_is_lowest_number_then_earliest_arrival() -> None:
     driver = by_priority(max_num_seqs=1)
     for name, priority, arrival in (("late", 1, 9.0), ("worse", 2, 1.0), ("early", 1, 3.0), ("best", -7, 99.0)):
         driver.add(name, [1, 2], max_tokens=1, priority=priority, arrival=arrival)
@@ -40,14 +40,14 @@ def test_the_lowest_number_goes_first_then_the_earliest_arrival() -> None:
     assert order == ["best", "early", "late", "worse"]
 
 
-def test_among_the_same_arrivals_the_order_in_this_engine_decides() -> None:
+def test_equal_arrivals_keep_the_order_of_the_engine() -> None:
     driver = by_priority()
     for name in "cab":
         driver.add(name, [1], max_tokens=1, arrival=5.0)
     assert waiting(driver) == ["c", "a", "b"]
 
 
-def test_first_come_first_served_does_not_look_at_priorities() -> None:
+def test_fcfs_ignores_priorities() -> None:
     driver = Driver(max_num_seqs=1)
     driver.add("first", [1], max_tokens=2, priority=5)
     driver.add("second", [2], max_tokens=2, priority=-5)
@@ -56,7 +56,7 @@ def test_first_come_first_served_does_not_look_at_priorities() -> None:
 
 
 @BOTH
-def test_short_of_blocks_the_worst_gives_way_not_the_last(asynchronous: bool) -> None:
+def test_preempts_lowest_priority_request_for_blocks(asynchronous: bool) -> None:
     driver = by_priority(num_blocks=9, enable_prefix_caching=False, async_scheduling=asynchronous)
     driver.add("worse", [1] * 7, max_tokens=13, priority=3, arrival=1.0)
     driver.add("better", [2] * 7, max_tokens=13, priority=1, arrival=2.0)
@@ -68,7 +68,7 @@ def test_short_of_blocks_the_worst_gives_way_not_the_last(asynchronous: bool) ->
     assert driver.answers["worse"].tokens == expected_tokens([1] * 7, 13)
 
 
-def test_among_equals_the_latest_gives_way() -> None:
+def test_preempts_latest_arrival_among_equals() -> None:
     driver = by_priority(num_blocks=9, enable_prefix_caching=False)
     driver.add("late", [1] * 7, max_tokens=13, arrival=2.0)
     driver.add("early", [2] * 7, max_tokens=13, arrival=1.0)
@@ -77,8 +77,8 @@ def test_among_equals_the_latest_gives_way() -> None:
     assert preempted(driver) == [("late", PreemptReason.LOWEST_PRIORITY, "early")]
 
 
-def test_who_needs_a_block_and_is_the_worst_puts_itself_out() -> None:
-    """Its own share cannot be found room for without taking from somebody better."""
+def test_lowest_priority_request_preempts_itself() -> None:
+    """It could only get a block from a request of higher priority."""
     driver = by_priority(num_blocks=5, enable_prefix_caching=False)
     driver.add("better", [1] * 5, max_tokens=9, priority=0)
     driver.add("worse", [2] * 6, max_tokens=7, priority=1)
@@ -90,8 +90,8 @@ def test_who_needs_a_block_and_is_the_worst_puts_itself_out() -> None:
 
 
 @BOTH
-def test_a_better_one_that_waits_puts_out_a_worse_one_where_no_seat_is_free(asynchronous: bool) -> None:
-    """#41951: an answer of little worth would keep it waiting to the end."""
+def test_waiting_request_preempts_lower_priority_for_a_row(asynchronous: bool) -> None:
+    """#41951: otherwise a long request of low priority would block it until its end."""
     driver = by_priority(max_num_seqs=2, async_scheduling=asynchronous)
     driver.add("bad", [1, 2, 3], max_tokens=20, priority=5)
     driver.add("worst", [4, 5, 6], max_tokens=20, priority=9)
@@ -102,14 +102,14 @@ def test_a_better_one_that_waits_puts_out_a_worse_one_where_no_seat_is_free(asyn
         driver.answer()
         diff = driver.schedule()
     assert running(driver) == ["bad", "best"] and waiting(driver) == ["worst"]
-    assert len(diff.removed) == 1, "the seat is given away in the diff that takes it"
+    assert len(diff.removed) == 1, "the row is removed and reused in the same diff"
     driver.finish()
     assert preempted(driver) == [("worst", PreemptReason.LOWEST_PRIORITY, "best")]
     for name, prompt in (("bad", [1, 2, 3]), ("worst", [4, 5, 6])):
         assert driver.answers[name].tokens == expected_tokens(prompt, 20)
 
 
-def test_a_better_one_that_waits_puts_out_worse_ones_until_its_blocks_are_there() -> None:
+def test_waiting_request_preempts_lower_priorities_for_blocks() -> None:
     driver = by_priority(num_blocks=9, enable_prefix_caching=False)
     for index, name in enumerate(("a", "b", "c")):
         driver.add(name, [index] * 7, max_tokens=4, priority=index + 1)
@@ -121,8 +121,8 @@ def test_a_better_one_that_waits_puts_out_worse_ones_until_its_blocks_are_there(
 
 
 @pytest.mark.parametrize("priority", [5, 6])
-def test_nobody_gives_way_to_one_that_is_not_strictly_better(priority: int) -> None:
-    """Equals would take turns for ever (#54530)."""
+def test_no_preemption_among_equal_priorities(priority: int) -> None:
+    """Equals would preempt each other for ever (#54530)."""
     driver = by_priority(max_num_seqs=1)
     driver.add("runs", [1, 2], max_tokens=9, priority=5, arrival=2.0)
     driver.step()
@@ -131,9 +131,9 @@ def test_nobody_gives_way_to_one_that_is_not_strictly_better(priority: int) -> N
     assert preempted(driver) == []
 
 
-def test_a_share_taken_back_is_not_in_the_cache() -> None:
-    """ "low" got a share of the step, whose block was full with it; then "high" took its seat. What that share would
-    have written is nowhere, and must not be found when "low" comes back."""
+def test_withdrawn_row_is_not_cached() -> None:
+    """ "low" got tokens in the step that fill a block; then "high" preempted it. The block is never written, so it
+    must not be found when "low" resumes."""
     driver = by_priority(max_num_seqs=1, long_prefill_token_threshold=4)
     prompt = list(range(14))
     driver.add("low", prompt, max_tokens=2, priority=5)
@@ -148,21 +148,21 @@ def test_a_share_taken_back_is_not_in_the_cache() -> None:
     assert driver.answers["same"].tokens == expected_tokens([*prompt, 99], 2)
 
 
-def test_a_cruising_victim_takes_no_more_of_the_budget() -> None:
+def test_victim_in_steady_decode_returns_its_budget() -> None:
     driver = by_priority(max_num_seqs=2, max_num_batched_tokens=4)
     for name, priority in (("low", 5), ("mid", 3)):
         driver.add(name, [priority], max_tokens=20, priority=priority)
     driver.step(2)
     driver.add("high", [1, 2, 3, 4, 5, 6], max_tokens=1, priority=0)
-    assert driver.counts(driver.schedule()) == {"mid": 1, "high": 2}, "what prefill may have was fixed before"
+    assert driver.counts(driver.schedule()) == {"mid": 1, "high": 2}, "the prefill budget was set before the preemption"
     assert len(driver.scheduler.steady_decode) == 1
     driver.answer()
     driver.finish()
     assert driver.answers["low"].tokens == expected_tokens([5], 20)
 
 
-def test_who_was_put_out_waits_in_its_old_place_and_is_not_starved() -> None:
-    """It ends as soon as the better ones leave it a seat, though they keep coming for a while."""
+def test_preempted_request_keeps_its_place_and_is_not_starved() -> None:
+    """It resumes before later requests of equal priority, as soon as better ones leave a row."""
     driver = by_priority(max_num_seqs=2)
     driver.add("low", [1, 2], max_tokens=30, priority=9, arrival=0.0)
     for index in range(10):
@@ -177,14 +177,14 @@ def test_who_was_put_out_waits_in_its_old_place_and_is_not_starved() -> None:
     assert driver.answers["low"].tokens == expected_tokens([1, 2], 30)
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority, not 'lottery'"):
+def test_unknown_policy_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority \(got 'lottery'\)"):
         Driver(scheduling_policy="lottery")
 
 
 @BOTH
-def test_a_better_one_does_not_wait_for_a_worse_ones_long_prompt(asynchronous: bool) -> None:
-    """Whose prefill takes all tokens of each step: the tokens of this step go to the better one."""
+def test_high_priority_does_not_wait_for_a_long_prefill(asynchronous: bool) -> None:
+    """The prefill of a lower priority uses the whole budget of each step; it is preempted for the tokens."""
     driver = by_priority(max_num_batched_tokens=16, async_scheduling=asynchronous)
     driver.add("long", list(range(100)), max_tokens=3, priority=3)
     driver.step()
@@ -197,7 +197,7 @@ def test_a_better_one_does_not_wait_for_a_worse_ones_long_prompt(asynchronous: b
     assert driver.answers["long"].tokens == expected_tokens(list(range(100)), 3)
 
 
-def test_a_prompt_that_must_come_whole_takes_a_worse_ones_tokens() -> None:
+def test_whole_prompt_takes_tokens_of_a_lower_priority() -> None:
     driver = by_priority(max_num_batched_tokens=24, enable_chunked_prefill=False)
     driver.add("worse", list(range(20)), max_tokens=3, priority=3)
     driver.add("better", list(range(22)), max_tokens=3, priority=1)
@@ -207,8 +207,8 @@ def test_a_prompt_that_must_come_whole_takes_a_worse_ones_tokens() -> None:
         assert driver.answers[name].tokens == expected_tokens(prompt, 3)
 
 
-def test_a_taken_share_gives_its_tokens_back_to_prefill() -> None:
-    """While others decode, prefill has half of the step; what a victim gives back is part of that half."""
+def test_withdrawn_prefill_returns_its_tokens_to_prefill() -> None:
+    """While requests decode, prefills have half of the budget; the victim's tokens return to that half."""
     driver = by_priority(max_num_batched_tokens=16, max_prefill_share=0.5)
     driver.add("decodes", [1], max_tokens=30)
     driver.step()

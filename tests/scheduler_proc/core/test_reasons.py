@@ -1,5 +1,4 @@
-"""Each reason to wait and to be put out can be reached, is recorded with the decision, and is counted. And what comes
-in that makes no sense is refused or counted, each with its own words."""
+"""Each reason to wait or to be preempted is reachable, recorded and counted; invalid messages are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,12 @@ from quire.scheduler_proc.requests.reasons import HOLD_REASONS, PreemptReason, W
 
 
 def waits(driver: Driver, request_id: str) -> list[str]:
-    """Reasons recorded for one request, in order."""
+    """Return the reasons recorded for one request, in order."""
     return [d.reason for d in driver.scheduler.decisions.take() if (d.kind, d.request_id) == ("wait", request_id)]
 
 
 def pair(*, first: list[int] | None = None, second: list[int] | None = None, **settings: Any) -> Driver:
-    """Two requests, ``first`` and ``second``, of which both, or one, came in the first step."""
+    """Return an engine with two waiting requests."""
     driver = Driver(**settings)
     driver.add("first", first or [1, 2, 3], max_tokens=20)
     driver.add("second", second or [4, 5, 6], max_tokens=20)
@@ -80,8 +79,8 @@ def preempting() -> Driver:
 
 
 def result_in_flight() -> Driver:
-    """ "second" puts itself out, for "old" holds its blocks until its last token is there; nothing else is to be done,
-    so the next step is asked for while the token of "second" is still on its way."""
+    """ "second" preempts itself, because "old" holds its blocks until its last result. No other work remains, so the
+    next step is requested while the token of "second" is in flight."""
     driver = Driver(num_blocks=5, enable_prefix_caching=False, async_scheduling=True)
     driver.add("old", [1] * 7, max_tokens=2)
     driver.add("second", [2] * 7, max_tokens=9)
@@ -126,7 +125,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
 
 
 @pytest.mark.parametrize("reason", CASES)
-def test_why_one_waits_is_recorded_and_told(reason: WaitReason) -> None:
+def test_reason_to_wait_is_recorded_and_reported(reason: WaitReason) -> None:
     driver = CASES[reason]()
     assert driver.request("second").wait_reason is reason
     assert reason.value in driver.scheduler.statistics().waiting_by_reason
@@ -139,19 +138,19 @@ def test_why_one_waits_is_recorded_and_told(reason: WaitReason) -> None:
     assert driver.answers["second"].reason is EndReason.LENGTH
 
 
-def test_every_reason_to_wait_has_its_case() -> None:
+def test_every_reason_to_wait_has_a_case() -> None:
     assert set(CASES) == set(WaitReason) - {WaitReason.QUEUED}
     driver = pair()
     assert driver.scheduler.statistics().waiting_by_reason == {WaitReason.QUEUED: 2}
 
 
-def test_a_reason_is_recorded_once_until_it_changes() -> None:
+def test_reason_is_recorded_once_until_it_changes() -> None:
     driver = max_num_seqs()
     driver.step(8)
     assert waits(driver, "second") == [WaitReason.MAX_NUM_SEQS]
 
 
-def test_who_waits_behind_the_first_waits_for_what_it_waits_for() -> None:
+def test_requests_behind_the_first_count_for_its_reason() -> None:
     driver = max_num_seqs()
     driver.add("third", [1], max_tokens=1)
     assert driver.scheduler.statistics().waiting_by_reason == {"max_num_seqs": 2}
@@ -184,7 +183,7 @@ def new_epoch() -> Driver:
 
 
 def suspect() -> Driver:
-    """Both were there when the workers died, twice: the first one runs alone."""
+    """Both were running when the workers died, twice: the first one runs alone."""
     driver = pair()
     for _ in range(2):
         driver.schedule()
@@ -233,20 +232,20 @@ PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
 
 
 @pytest.mark.parametrize("reason", PreemptReason)
-def test_why_one_was_put_out_is_recorded_and_counted(reason: PreemptReason) -> None:
-    case, who, beneficiary = PREEMPTIONS[reason]
+def test_reason_of_preemption_is_recorded_and_counted(reason: PreemptReason) -> None:
+    case, victim, beneficiary = PREEMPTIONS[reason]
     driver = case()
     assert driver.scheduler.statistics().preemptions_by_reason[reason.value] > 0
     found = [d for d in driver.scheduler.decisions.take() if (d.kind, d.reason) == ("preempt", reason)]
-    assert (found[0].request_id, found[0].beneficiary) == (who, beneficiary)
+    assert (found[0].request_id, found[0].beneficiary) == (victim, beneficiary)
     driver.finish()
 
 
-def test_counts_begin_at_zero_for_every_reason() -> None:
+def test_preemption_counts_start_at_zero() -> None:
     assert Driver().scheduler.statistics().preemptions_by_reason == dict.fromkeys(map(str, PreemptReason), 0)
 
 
-def test_evictions_tell_for_whom() -> None:
+def test_evictions_record_their_beneficiary() -> None:
     driver = Driver(num_blocks=9)
     driver.add("gone", list(range(20)), max_tokens=2)
     driver.run()
@@ -257,21 +256,21 @@ def test_evictions_tell_for_whom() -> None:
     assert sum(d.num_blocks for d in evictions) == driver.scheduler.statistics().num_evicted_blocks > 0
 
 
-# ---- what makes no sense
+# ---- invalid messages
 
 
-def test_strangers_are_counted_and_ignored() -> None:
+def test_messages_for_unknown_requests_are_counted_and_ignored() -> None:
     driver = pair()
     driver.step()
-    driver.abort("nobody")
-    driver.abort("first", client=1)  # somebody else's
-    driver.stop("nobody", 3)
+    driver.abort("unknown")
+    driver.abort("first", client=1)  # request of another client
+    driver.stop("unknown", 3)
     driver.stop("second", 3, client=2)
     assert driver.scheduler.statistics().num_stray_messages == 4
     assert driver.answers["first"].ended is None and driver.answers["second"].ended is None
 
 
-def test_ends_after_the_end_are_counted_and_ignored() -> None:
+def test_messages_after_the_end_are_counted_and_ignored() -> None:
     driver = pair()
     driver.run()
     ends = [driver.answers[name].ended for name in ("first", "second")]
@@ -283,7 +282,7 @@ def test_ends_after_the_end_are_counted_and_ignored() -> None:
     driver.check_drained()
 
 
-def test_the_same_id_twice_is_refused_while_it_lives_and_only_from_the_same_client() -> None:
+def test_duplicate_request_id_is_refused_while_in_use() -> None:
     driver = Driver()
     driver.add("a", [1], max_tokens=3)
     driver.add("a", [2], max_tokens=3)
@@ -298,7 +297,7 @@ def test_the_same_id_twice_is_refused_while_it_lives_and_only_from_the_same_clie
     assert driver.answers["a"].reason is EndReason.LENGTH
 
 
-def test_a_full_queue_says_how_many_wait() -> None:
+def test_full_queue_reports_the_number_of_waiting_requests() -> None:
     driver = Driver(max_num_seqs=1, max_num_queued_reqs=2)
     for name in "abcd":
         driver.add(name, [1], max_tokens=2)
@@ -306,7 +305,7 @@ def test_a_full_queue_says_how_many_wait() -> None:
     assert rejected is not None and rejected.code == "queue_full" and "2 requests wait" in rejected.message
     driver.step()
     driver.add("e", [1], max_tokens=2)
-    assert driver.answers["e"].rejected is None, "one runs by now"
+    assert driver.answers["e"].rejected is None, "one is running now"
     driver.run()
     assert driver.scheduler.statistics().num_requests_refused == 2
 
@@ -317,40 +316,40 @@ def result(**fields: Any) -> ModelRunnerOutput:
 
 
 @pytest.mark.parametrize(
-    ("odd", "text"),
+    ("invalid", "text"),
     [
-        (result(step=2), "result of step 2 came, expected 1"),
-        (result(step=0), "result of step 0 came, expected 1"),
-        (result(handles=np.array([0, 5], np.int32)), "tokens of other requests than those that sample"),
-        (result(handles=np.array([0, 0], np.int32)), "tokens of other requests"),
-        (result(handles=np.array([0], np.int32), tokens=np.array([1], np.int32)), "tokens of other requests"),
-        (result(handles=None, tokens=None), "tokens of other requests"),
+        (result(step=2), "unexpected result of step 2, expected 1"),
+        (result(step=0), "unexpected result of step 0, expected 1"),
+        (result(handles=np.array([0, 5], np.int32)), "handles differ from those of the sampling requests"),
+        (result(handles=np.array([0, 0], np.int32)), "handles differ"),
+        (result(handles=np.array([0], np.int32), tokens=np.array([1], np.int32)), "handles differ"),
+        (result(handles=None, tokens=None), "handles differ"),
         (result(tokens=np.array([1], np.int32)), "1 tokens for 2 requests"),
-        (result(tokens=np.array([1, 1000], np.int32)), "a token id outside the vocabulary"),
-        (result(tokens=np.array([1, -1], np.int32)), "a token id outside the vocabulary"),
-        (result(counts=np.array([1, 2], np.int32)), "its counts do not add up"),
-        (result(counts=np.array([2, 0], np.int32)), "more tokens of a request than it had drafts for"),
-        (result(bad=[7]), "bad or failed rows that did not sample"),
-        (result(failed=[(0, "x"), (5, "x")]), "bad or failed rows that did not sample"),
+        (result(tokens=np.array([1, 1000], np.int32)), "token id outside of the vocabulary"),
+        (result(tokens=np.array([1, -1], np.int32)), "token id outside of the vocabulary"),
+        (result(counts=np.array([1, 2], np.int32)), "counts do not match handles and tokens"),
+        (result(counts=np.array([2, 0], np.int32)), r"token count of a request outside of 1 to 1 \+ drafts"),
+        (result(bad=[7]), "bad or failed handles that did not sample"),
+        (result(failed=[(0, "x"), (5, "x")]), "bad or failed handles that did not sample"),
     ],
 )
-def test_an_odd_result_is_refused_and_changes_nothing(odd: ModelRunnerOutput, text: str) -> None:
+def test_refuses_invalid_result_without_change(invalid: ModelRunnerOutput, text: str) -> None:
     driver = pair()
     driver.schedule()
     before = driver.scheduler.statistics()
     with pytest.raises(WorkerFault, match=text):
-        driver.scheduler.consume(odd)
+        driver.scheduler.consume(invalid)
     driver.scheduler.check()
     assert driver.scheduler.statistics() == before and driver.scheduler.take_messages() == []
     driver.finish()
 
 
-def test_a_result_that_nobody_waits_for_is_refused() -> None:
-    with pytest.raises(WorkerFault, match="result of step 1 came, expected none"):
+def test_refuses_unexpected_result() -> None:
+    with pytest.raises(WorkerFault, match="unexpected result of step 1, expected none"):
         Driver().scheduler.consume(result())
 
 
-def test_a_control_that_is_none_is_answered_and_does_nothing() -> None:
+def test_unknown_control_is_answered_and_ignored() -> None:
     driver = pair()
     driver.scheduler.consume(Control("self_destruct", 9))
     ((_, message),) = driver.scheduler.take_messages()

@@ -1,10 +1,10 @@
-"""Bugs that came back in other engines, each as a scenario, by their number in our list (issues are vllm-project/vllm's
-where no other repository is named).
+"""Bugs that recurred in other engines, one scenario each, numbered as in ``tests/simulation/README.md``.
 
-What does not exist here has no scenario: 15 (states of recurrent layers), 17 (remote loads of KV), 18 (encoder cache).
-9 (log probabilities), 10 (grammars with drafts), 13 (a page of another group is read before it is written) and 23
-(per-row state of processors) are not the scheduler's alone: ``tests/test_guards.py`` names their tests. Of 14, 16, 22
-and 24 it is the part that exists: no sessions, no transfers, no tiers.
+Issue numbers refer to vllm-project/vllm unless another repository is named. Three bugs concern features that do not
+exist here and have no scenario: 15 (states of recurrent layers), 17 (remote loads of KV), 18 (encoder cache). Four
+involve other components, and ``tests/test_guards.py`` names their tests: 9 (logprobs), 10 (grammars with drafts), 13 (a
+block of another group is read before it is written), 23 (per-row state of processors). 14, 16, 22 and 24 are tested as
+far as their features exist: without sessions, transfers and cache tiers.
 """
 
 from collections import Counter, deque
@@ -24,7 +24,7 @@ OLD, YOUNG = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
 
 
 def short_of_blocks(**settings: Any) -> Driver:
-    """Two requests that end with 5 blocks each, of 8."""
+    """Two requests that need 5 blocks each in the end, in a pool of 8."""
     driver = Driver(**{"num_blocks": 9, "async_scheduling": True, "enable_prefix_caching": False} | settings)
     driver.add("old", OLD, max_tokens=13)
     driver.add("young", YOUNG, max_tokens=13)
@@ -32,7 +32,7 @@ def short_of_blocks(**settings: Any) -> Driver:
 
 
 def test_bug_01_resumed_with_all_its_tokens() -> None:
-    """#26385: also with the token that came after it was put out."""
+    """#26385: including the token that arrived after its preemption."""
     driver = short_of_blocks()
     driver.until_preemption()
     known = len(driver.answers["young"].tokens)
@@ -46,7 +46,7 @@ def test_bug_01_resumed_with_all_its_tokens() -> None:
 
 @pytest.mark.parametrize("num_blocks", range(6, 14))
 def test_bug_02_late_result_of_a_preempted_request(num_blocks: int) -> None:
-    """#48245 (after #46066, #47900, #38624): its placeholder is settled once, and never below zero."""
+    """#48245 (after #46066, #47900, #38624): its placeholder is subtracted once, and never below zero."""
     driver = short_of_blocks(num_blocks=num_blocks)
     while driver.scheduler.table.requests:
         driver.fill()
@@ -58,13 +58,13 @@ def test_bug_02_late_result_of_a_preempted_request(num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "old", "young"), [(5, 2, 7), (6, 4, 5), (7, 6, 7)])
-def test_bug_02_nobody_is_let_in_before_its_result(num_blocks: int, old: int, young: int) -> None:
-    """It puts out itself beside one that leaves: there is room for what is known of it while its token is in flight."""
+def test_bug_02_not_admitted_before_its_result(num_blocks: int, old: int, young: int) -> None:
+    """It preempts itself beside a leaving request: there is room for its known tokens while its token is in flight."""
     driver = Driver(num_blocks=num_blocks, async_scheduling=True, enable_prefix_caching=False)
     driver.add("old", OLD, max_tokens=old)
     driver.add("young", list(range(11, 11 + young)), max_tokens=9)
     while driver.scheduler.table.requests:
-        for _ in range(3):  # whatever arrives has a step decided again, in which nothing may run
+        for _ in range(3):  # each event triggers another decision, in which no request may run
             driver.schedule()
         driver.answer()
     driver.finish()
@@ -72,14 +72,14 @@ def test_bug_02_nobody_is_let_in_before_its_result(num_blocks: int, old: int, yo
     assert driver.answers["young"].tokens == expected_tokens(list(range(11, 11 + young)), 9)
 
 
-def test_bug_02_late_result_of_one_that_is_gone() -> None:
-    """Its token is nobody's: not even that of who comes next, and would be taken for it by the same handle."""
+def test_bug_02_late_result_of_an_ended_request() -> None:
+    """Its token must not go to the next request, which could have the same handle."""
     driver = Driver(async_scheduling=True)
-    driver.add("gone", OLD, max_tokens=60)
+    driver.add("aborted", OLD, max_tokens=60)
     driver.add("stays", YOUNG, max_tokens=40)
     driver.step(4)
     driver.fill()
-    driver.abort("gone")
+    driver.abort("aborted")
     driver.add("next", [9], max_tokens=10)
     driver.finish()
     assert driver.answers["stays"].tokens == expected_tokens(YOUNG, 40)
@@ -88,7 +88,7 @@ def test_bug_02_late_result_of_one_that_is_gone() -> None:
 
 @pytest.mark.parametrize("budget", range(4, 40, 5))
 def test_bug_03_chunked_prefills_side_by_side(budget: int) -> None:
-    """#57562: no drafts, no preemption, and yet a placeholder too few: a chunk that does not sample counts none."""
+    """#57562: a placeholder was missing without drafts or preemption. A chunk that does not sample has none."""
     driver = Driver(num_blocks=200, max_num_batched_tokens=max(budget, 8), async_scheduling=True)
     for index in range(8):
         driver.add(f"r{index}", list(range(index, index + 5 * index + 3)), max_tokens=4 + index)
@@ -108,7 +108,7 @@ def test_bug_03_chunked_prefills_side_by_side(budget: int) -> None:
 
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
 def test_bug_04_no_placeholder_reaches_the_model(quality: float) -> None:
-    """#46899, #40768: what a resumed request is made of are its known tokens, and nothing for drafts in flight."""
+    """#46899, #40768: a resumed request is sent with its known tokens only, without placeholders for drafts."""
     driver = short_of_blocks(num_speculative_tokens=3)
     driver.worker.draft_quality = quality
     driver.until_preemption()
@@ -122,7 +122,7 @@ def test_bug_04_no_placeholder_reaches_the_model(quality: float) -> None:
 
 @pytest.mark.parametrize("end", ["abort", "stop", "preempt"])
 def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
-    """vllm-ascend#14055: whoever gets them, gets them in the diff that takes them away, or later."""
+    """vllm-ascend#14055: the next owner gets them in the diff that removes the previous owner, or later."""
     driver = short_of_blocks()
     driver.schedule()
     driver.schedule()
@@ -134,19 +134,19 @@ def test_bug_05_blocks_freed_while_a_step_is_in_flight(end: str) -> None:
         driver.answer()
         (driver.abort("young") if end == "abort" else driver.stop("young", 1))
         driver.add("next", list(range(50, 70)), max_tokens=2)
-        told = driver.schedule()
-        assert told is not None
-        diff = told
+        scheduled = driver.schedule()
+        assert scheduled is not None
+        diff = scheduled
         assert diff.block_ids is not None and held & set(diff.block_ids.tolist()), "a step that wrote them is in flight"
     assert young in diff.removed
-    driver.finish()  # the worker runs all in order, and reads what it wrote
+    driver.finish()  # the worker executes all steps in order, and checks the content that it reads
 
 
 @pytest.mark.parametrize("steady_decode", [True, False])
 @pytest.mark.parametrize("young", [1, 2, 3])
 @pytest.mark.parametrize("length", thinned(range(22, 30), keep=3))
-def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, steady_decode: bool) -> None:
-    """#23347: of a share or a block that was taken back, nothing is left in the diff."""
+def test_bug_06_scheduled_and_preempted_in_the_same_step(length: int, young: int, steady_decode: bool) -> None:
+    """#23347: the diff contains nothing of a withdrawn row or block."""
     driver = Driver(
         num_blocks=9, steady_decode=steady_decode, long_prefill_token_threshold=7, enable_prefix_caching=False
     )
@@ -160,7 +160,7 @@ def test_bug_06_scheduled_and_put_out_in_the_same_pass(length: int, young: int, 
     assert driver.answers["young"].tokens == expected_tokens(prompt, 25 - young)
 
 
-def test_bug_07_a_better_one_does_not_wait_for_a_seat() -> None:
+def test_bug_07_higher_priority_does_not_wait_for_a_row() -> None:
     """#41951, #51574: priority inversion at max_num_seqs."""
     driver = Driver(max_num_seqs=1, scheduling_policy="priority", async_scheduling=True)
     driver.add("worse", [1, 2], max_tokens=60, priority=1)
@@ -173,8 +173,8 @@ def test_bug_07_a_better_one_does_not_wait_for_a_seat() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
-    """#40004, #54530: each that is put out makes room for good; nobody is starved."""
+def test_bug_07_equals_do_not_preempt_each_other(policy: str) -> None:
+    """#40004, #54530: each preemption is final for the step, and no request starves."""
     driver = Driver(num_blocks=9, max_num_seqs=4, scheduling_policy=policy, enable_prefix_caching=False)
     for index in range(4):
         driver.add(f"r{index}", [index] * 7, max_tokens=13)
@@ -186,9 +186,9 @@ def test_bug_07_equals_do_not_take_turns(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("reserve", [False, True])
-def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) -> None:
-    """#25538: it does not fit beside the other to its end. It waits until all its prompt has room; and the other gets
-    its token in every step all the while."""
+def test_bug_08_long_prefill_is_not_preempted_repeatedly(policy: str, reserve: bool) -> None:
+    """#25538: the two requests do not fit together. The long one waits until its whole prompt has room, and the other
+    gets a token in every step meanwhile."""
     driver = Driver(
         num_blocks=13,
         max_num_batched_tokens=8,
@@ -210,8 +210,8 @@ def test_bug_08_a_long_prefill_does_not_come_and_go(policy: str, reserve: bool) 
     assert len(preempt) <= 1
 
 
-def test_bug_11_the_null_block_is_nobodys() -> None:
-    """#22209: a window beside full attention: entries that are skipped, and hits with holes."""
+def test_bug_11_null_block_is_never_held() -> None:
+    """#22209: a window group beside full attention has null entries, and hits with gaps."""
     layout = layout_of(full(4), sliding(8, 4))
     driver = Driver(num_blocks=40, layout=layout, async_scheduling=True)
     prompt = list(range(30))
@@ -227,21 +227,21 @@ def test_bug_11_the_null_block_is_nobodys() -> None:
 
 
 def test_bug_12_shared_window_blocks_are_freed_once() -> None:
-    """#42571: two requests share a window and leave it behind in the same step."""
+    """#42571: requests share a window and pass beyond it in the same step."""
     driver = Driver(num_blocks=30, layout=layout_of(sliding(6, 4), full(4)))
     prompt = list(range(12))
     driver.add("first", prompt, max_tokens=1)
     driver.run()
     for name in ("a", "b", "c"):
         driver.add(name, [*prompt, ord(name)], max_tokens=20)
-    driver.finish()  # ``check`` finds a block that is free twice
+    driver.finish()  # ``check`` fails on a block that was freed twice
     assert [driver.answers[n].num_cached_tokens for n in "abc"] == [12, 12, 12]
     free = [b.block_id for b in driver.scheduler.kv.pool.free_block_queue.blocks()]
     assert len(set(free)) == len(free) == 29
 
 
-def test_bug_14_no_hash_of_what_was_cut_off() -> None:
-    """#49377, #49449, #53156: a stop string cuts an answer; who goes on otherwise from there reads its own tokens."""
+def test_bug_14_no_hash_of_tokens_after_a_stop() -> None:
+    """#49377, #49449, #53156: a stop string cuts an output; a request that continues differently gets its own."""
     driver = Driver(async_scheduling=True)
     prompt = list(range(6))
     driver.add("a", prompt, max_tokens=40)
@@ -256,8 +256,8 @@ def test_bug_14_no_hash_of_what_was_cut_off() -> None:
 
 
 @pytest.mark.parametrize("layout", [None, layout_of(full(4), sliding(6, 4))])
-def test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits(layout: Any) -> None:
-    """#45474, #45138, #49250: placeholders, blocks, contents and its row go; the next in line runs."""
+def test_bug_16_bad_row_frees_everything_and_the_next_runs(layout: Any) -> None:
+    """#45474, #45138, #49250: its placeholders, blocks, hashes and row are freed; the next waiting request runs."""
     driver = Driver(num_blocks=12, layout=layout, max_num_seqs=1, async_scheduling=True)
     prompt = list(range(10))
     driver.worker.bad_from["bad"] = 3
@@ -266,12 +266,12 @@ def test_bug_16_a_bad_row_leaves_nothing_and_wakes_who_waits(layout: Any) -> Non
     driver.finish()
     assert driver.answers["bad"].reason is EndReason.ERROR
     assert driver.answers["bad"].tokens == expected_tokens(prompt, 3)
-    assert driver.answers["next"].num_cached_tokens == 0, "nothing that the bad row wrote is found"
+    assert driver.answers["next"].num_cached_tokens == 0, "no block that the bad row wrote is found"
     assert driver.answers["next"].tokens == expected_tokens(prompt, 5)
 
 
-def test_bug_19_a_held_head_does_not_park_the_queue() -> None:
-    """#45388, #45406, #45414, #53130, #53868: Running 0, waiting for ever."""
+def test_bug_19_held_head_does_not_block_the_queue() -> None:
+    """#45388, #45406, #45414, #53130, #53868: no request was running, and all waited for ever."""
     driver = Driver(max_num_seqs=1)
     for name in "abc":
         driver.add(name, [ord(name)], max_tokens=2)
@@ -294,8 +294,8 @@ def test_bug_19_a_held_head_does_not_park_the_queue() -> None:
         {"layout": layout_of(sliding(5, 2), full(4)), "watermark": 0.5},
     ],
 )
-def test_bug_19_whatever_was_accepted_can_run_alone(settings: dict[str, Any]) -> None:
-    """A gate that no state of the pool opens would park the queue: the longest that is accepted gets through."""
+def test_bug_19_every_accepted_request_can_run_alone(settings: dict[str, Any]) -> None:
+    """An admission condition that no pool state fulfils would block the queue: the longest accepted request runs."""
     driver = Driver(num_blocks=10, block_size=1, **settings)
     longest = min(driver.scheduler.kv.max_tokens, 40)
     driver.add("long", list(range(longest - 1)), max_tokens=None if longest < 40 else 3)
@@ -304,8 +304,8 @@ def test_bug_19_whatever_was_accepted_can_run_alone(settings: dict[str, Any]) ->
     assert [driver.answers[n].reason for n in ("long", "next")] == [EndReason.LENGTH, EndReason.LENGTH]
 
 
-def kept_things(root: object) -> Counter[str]:
-    """How many things lie in each container that ``root`` can reach, by the class and name that holds it."""
+def container_sizes(root: object) -> Counter[str]:
+    """Return the size of each container reachable from ``root``, by the class and attribute that holds it."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     ahead: list[tuple[str, object]] = [("", root)]
@@ -323,8 +323,8 @@ def kept_things(root: object) -> Counter[str]:
     return found
 
 
-def test_bug_20_no_list_grows_from_step_to_step() -> None:
-    """#44490: after thousands of steps, all that lies about when idle is what lay about after the first hundreds."""
+def test_bug_20_no_container_grows_from_step_to_step() -> None:
+    """#44490: the containers of an idle scheduler do not grow from the first hundreds of steps to thousands."""
     driver = Driver(num_blocks=12, async_scheduling=True, scheduling_policy="priority")
     sizes = []
     for turn in range(6):
@@ -339,14 +339,14 @@ def test_bug_20_no_list_grows_from_step_to_step() -> None:
                 driver.begin_worker_epoch()
         driver.run()
         driver.scheduler.decisions.take()
-        sizes.append(kept_things(driver.scheduler))
-    assert len(sizes[0]) > 15, "it looked into something"
+        sizes.append(container_sizes(driver.scheduler))
+    assert len(sizes[0]) > 15, "too few containers were found"
     grown = {name: (sizes[1][name], n) for name, n in sizes[-1].items() if n > sizes[1][name] + 20}
     assert not grown, grown
 
 
-def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
-    """#18957: a try that failed for want of blocks saw hits, which were gone when it got in."""
+def test_bug_21_hits_are_counted_at_admission() -> None:
+    """#18957: an attempt that failed for lack of blocks found hits, which were evicted before the admission."""
     driver = Driver(num_blocks=9)
     prompt = list(range(8))
     driver.add("first", prompt, max_tokens=1)
@@ -359,14 +359,14 @@ def test_bug_21_hits_are_counted_when_they_are_taken() -> None:
     assert second.wait_reason is WaitReason.KV_BLOCKS and second.num_cached_tokens == -1
     assert driver.scheduler.kv.get_computed_blocks(second)[1] == 8
     queries = driver.scheduler.statistics().prefix_cache_queries
-    assert queries == 8 + 17, "a failed try asked nothing that counts"
+    assert queries == 8 + 17, "a failed attempt is not counted"
     driver.finish()
     (new,) = [n for d in driver.diffs for n in d.new_requests if n.request_id == "second"]
     assert driver.answers["second"].num_cached_tokens == new.num_computed_tokens < 8
 
 
 def test_bug_21_a_resumed_request_is_counted_once() -> None:
-    """What it finds of its own when it comes back is no hit that anybody gained by."""
+    """Hits in its own blocks after a preemption save no computation that was counted before."""
     driver = short_of_blocks(enable_prefix_caching=True)
     driver.finish()
     statistics = driver.scheduler.statistics()
@@ -375,7 +375,7 @@ def test_bug_21_a_resumed_request_is_counted_once() -> None:
 
 
 def test_bug_22_released_but_no_blocks() -> None:
-    """#18631: what it waited for is there, the blocks are not: it waits in its place and takes nothing meanwhile."""
+    """#18631: a released request without enough blocks waits in its place and holds no blocks."""
     driver = Driver(num_blocks=9)
     driver.add("big", list(range(100, 125)), max_tokens=6)
     driver.add("remote", list(range(12)), max_tokens=3)
@@ -391,8 +391,8 @@ def test_bug_22_released_but_no_blocks() -> None:
     assert driver.answers["remote"].tokens == expected_tokens(list(range(12)), 3)
 
 
-def test_bug_24_an_admission_that_fails_holds_nothing() -> None:
-    """sglang#35270, #16067, #27586: hits were found, the rest did not fit: counts and queue are as before."""
+def test_bug_24_failed_admission_holds_nothing() -> None:
+    """sglang#35270, #16067, #27586: hits were found but the rest did not fit: reference counts and free queue stay."""
     driver = Driver(num_blocks=9)
     prompt = list(range(8))
     driver.add("first", prompt, max_tokens=1)
@@ -413,8 +413,8 @@ def test_bug_24_an_admission_that_fails_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_bug_25_a_resumed_request_has_its_new_blocks_only(asynchronous: bool) -> None:
-    """rbln#676: block ids that were meant for its first life are not sent in its second."""
+def test_bug_25_resumed_request_has_only_its_new_blocks(asynchronous: bool) -> None:
+    """rbln#676: block ids from before the preemption are not sent after it."""
     driver = short_of_blocks(async_scheduling=asynchronous)
     driver.until_preemption()
     while "young" not in [r.request_id for r in driver.scheduler.table.running.values()]:

@@ -1,4 +1,4 @@
-"""What is not accepted: requests that cannot run, with field and numbers; results no worker can have computed."""
+"""Rejected requests, with field and numbers, and the use of handles and logprobs in results."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
 def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None, **extra: Any) -> tuple[str, str, str]:
-    """Code, param and text; nothing else may have happened."""
+    """Submit a request that must be rejected without side effects; return code, param and text."""
     driver.add("x", prompt, output, **extra)
     rejected = driver.answers["x"].rejected
     assert rejected is not None, "it was accepted"
@@ -20,7 +20,7 @@ def rejection(driver: Driver, prompt: list[int], output: list[int] | None = None
     return rejected.code, rejected.param, rejected.message
 
 
-def test_a_prompt_needs_room_for_one_token_in_the_context() -> None:
+def test_prompt_needs_room_for_one_token_in_the_context() -> None:
     driver = Driver(max_model_len=10)
     code, param, text = rejection(driver, list(range(10)))
     assert (code, param) == ("context_length_exceeded", "prompt")
@@ -30,7 +30,7 @@ def test_a_prompt_needs_room_for_one_token_in_the_context() -> None:
     assert end_of(driver, "fits") == (EndReason.LENGTH, expected_tokens(list(range(9)), 1))
 
 
-def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers() -> None:
+def test_refuses_prompt_larger_than_the_pool() -> None:
     driver = Driver(num_blocks=5)
     code, param, text = rejection(driver, list(range(16)))
     assert (code, param) == ("kv_pool_too_small", "prompt")
@@ -41,7 +41,7 @@ def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers() -> 
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31 - 1, -(2**31)])
-def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+def test_refuses_token_ids_outside_the_vocabulary(token: int) -> None:
     for prompt, output in (([1, token], None), ([1], [token])):
         code, param, text = rejection(Driver(), prompt, output)
         assert (code, param) == ("invalid_value", "prompt") and f"from 0 to {VOCAB_SIZE - 1}" in text
@@ -59,7 +59,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(token: int) -> None:
         ("bad_words_token_ids", [[1], [5, VOCAB_SIZE, 2]], [[1], [5, VOCAB_SIZE - 1]]),
     ],
 )
-def test_sampling_names_only_tokens_of_the_vocabulary(name: str, beyond: Any, within: Any) -> None:
+def test_refuses_sampling_parameters_outside_the_vocabulary(name: str, beyond: Any, within: Any) -> None:
     code, param, text = rejection(Driver(), [1], **{name: beyond})
     assert (code, param) == ("invalid_value", name) and f"{name} must be from 0 to {VOCAB_SIZE - 1}" in text
     driver = Driver()
@@ -67,7 +67,7 @@ def test_sampling_names_only_tokens_of_the_vocabulary(name: str, beyond: Any, wi
     assert driver.run()["edge"].reason is not None
 
 
-def test_a_thinking_budget_needs_the_engines_markers() -> None:
+def test_thinking_budget_needs_thinking_markers() -> None:
     code, param, _ = rejection(Driver(), [1], thinking_token_budget=5)
     assert (code, param) == ("invalid_value", "thinking_token_budget")
     driver = Driver(thinking_start_token_ids=[7], thinking_end_token_ids=[8])
@@ -76,7 +76,7 @@ def test_a_thinking_budget_needs_the_engines_markers() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63)])
-def test_a_seed_that_no_row_can_hold_is_refused(seed: int) -> None:
+def test_refuses_seed_out_of_range(seed: int) -> None:
     assert rejection(Driver(), [1], seed=seed)[:2] == ("invalid_value", "seed")
 
 
@@ -87,11 +87,11 @@ RESERVED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("reserved", RESERVED, ids=str)
-def test_reserved_fields_must_be_left_alone(reserved: dict[str, Any]) -> None:
+def test_refuses_reserved_fields(reserved: dict[str, Any]) -> None:
     assert rejection(Driver(), [1], **reserved)[0] == "unsupported"
 
 
-def test_two_clients_may_use_the_same_id() -> None:
+def test_two_clients_can_use_the_same_request_id() -> None:
     driver = Driver()
     for client in (0, 1):
         driver.scheduler.consume(make_request("same", [1], max_tokens=1), client)
@@ -99,7 +99,7 @@ def test_two_clients_may_use_the_same_id() -> None:
 
 
 def running_pair() -> Driver:
-    """Two requests, whose first step is executed and not answered."""
+    """Return an engine with two requests and two steps in flight."""
     driver = Driver(async_scheduling=True)
     driver.add("a", [1, 2, 3], max_tokens=9)
     driver.add("b", [4, 5], max_tokens=9)
@@ -122,20 +122,20 @@ def logprobs(*rows: int, **fields: Any) -> dict[str, Any]:
 GOOD = ModelRunnerOutput(1, ints(10, 11), ints(0, 1))
 
 
-def test_handles_are_needed_only_when_they_change() -> None:
+def test_result_contains_handles_only_when_they_change() -> None:
     driver = running_pair()
     driver.scheduler.consume(GOOD)
     driver.scheduler.consume(ModelRunnerOutput(2, ints(20, 21)))
     assert [driver.request(request_id).num_output_tokens for request_id in "ab"] == [2, 2]
 
 
-def test_logprobs_reach_the_client_whose_token_they_are_of() -> None:
+def test_logprobs_are_sent_to_the_client_of_their_token() -> None:
     driver = Driver()
     for client, name in enumerate("ab"):
         driver.add(name, [1, client], client=client, max_tokens=9, logprobs=client or None)
     driver.schedule()
     driver.scheduler.consume(change(GOOD, **logprobs(1)))
-    told = dict(driver.scheduler.take_messages())
-    assert told[0].logprobs is None
-    assert told[1].logprobs.rows == [0]
-    assert told[1].logprobs.arrays.entries() == [TokenLogprobs(5, -1.0, 1, [(6, -2.0)])]
+    messages = dict(driver.scheduler.take_messages())
+    assert messages[0].logprobs is None
+    assert messages[1].logprobs.rows == [0]
+    assert messages[1].logprobs.arrays.entries() == [TokenLogprobs(5, -1.0, 1, [(6, -2.0)])]

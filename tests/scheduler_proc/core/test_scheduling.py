@@ -1,4 +1,4 @@
-"""Who runs in a step, and how many tokens each gets: one budget, decodes first, then in order of arrival."""
+"""Scheduled requests and tokens of a step: one budget, decodes first, then in order of arrival."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ def prompt_of(n: int, first: int = 0) -> list[int]:
 
 
 def steps_until_done(driver: Driver) -> list[dict[str, int]]:
-    """Tokens per request of each step."""
+    """Run all requests; return the tokens per request of each step."""
     found = []
     while driver.scheduler.table.requests:
         diff = driver.schedule()
@@ -22,7 +22,7 @@ def steps_until_done(driver: Driver) -> list[dict[str, int]]:
     return found
 
 
-def test_requests_are_admitted_in_the_order_of_arrival() -> None:
+def test_admits_in_order_of_arrival() -> None:
     driver = Driver(max_num_seqs=2)
     for index in range(5):
         driver.add(f"r{index}", prompt_of(3, index), max_tokens=2)
@@ -31,7 +31,7 @@ def test_requests_are_admitted_in_the_order_of_arrival() -> None:
 
 
 def test_the_head_of_the_queue_is_never_overtaken() -> None:
-    """A small request that would fit does not run before a large one that came first and does not."""
+    """A small request that fits is not admitted before an earlier large one that does not."""
     driver = Driver(num_blocks=9)
     driver.add("first", prompt_of(20), max_tokens=4)
     driver.step()
@@ -52,28 +52,28 @@ def test_no_step_computes_more_tokens_than_the_budget(budget: int) -> None:
     assert max(len(step) for step in steps) <= 4
 
 
-def test_a_long_prompt_is_spread_over_steps() -> None:
+def test_long_prompt_is_spread_over_steps() -> None:
     driver = Driver(max_num_batched_tokens=8)
     driver.add("a", prompt_of(21), max_tokens=2)
     assert steps_until_done(driver) == [{"a": 8}, {"a": 8}, {"a": 5}, {"a": 1}]
     assert driver.answers["a"].tokens == expected_tokens(prompt_of(21), 2)
 
 
-def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+def test_prompt_waits_until_it_fits_without_chunked_prefill() -> None:
     driver = Driver(max_num_batched_tokens=128, enable_chunked_prefill=False)
     driver.add("a", prompt_of(100), max_tokens=1)
     driver.add("b", prompt_of(40, 200), max_tokens=2)
     assert steps_until_done(driver) == [{"a": 100}, {"b": 40}, {"b": 1}]
 
 
-def test_the_long_prefill_threshold_bounds_each_prompts_share() -> None:
+def test_long_prefill_threshold_bounds_each_prompt() -> None:
     driver = Driver(long_prefill_token_threshold=5)
     driver.add("long", prompt_of(12), max_tokens=1)
     driver.add("short", prompt_of(3, 50), max_tokens=2)
     assert steps_until_done(driver) == [{"long": 5, "short": 3}, {"short": 1, "long": 5}, {"long": 2}]
 
 
-def test_decoding_requests_come_before_prefills_that_came_earlier() -> None:
+def test_decodes_come_before_earlier_prefills() -> None:
     driver = Driver(long_prefill_token_threshold=3)
     driver.add("early", prompt_of(12), max_tokens=1)
     driver.add("decodes", [50], max_tokens=20)
@@ -82,7 +82,7 @@ def test_decoding_requests_come_before_prefills_that_came_earlier() -> None:
     assert driver.counts(driver.schedule()) == {"early": 1, "decodes": 1}
 
 
-def test_a_prefill_gets_what_decodes_leave() -> None:
+def test_prefill_gets_the_budget_that_decodes_leave() -> None:
     driver = Driver(max_num_seqs=4, max_num_batched_tokens=4)
     for name in ("a", "b"):
         driver.add(name, [ord(name)], max_tokens=30)
@@ -96,8 +96,8 @@ def test_a_prefill_gets_what_decodes_leave() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_without_a_share_are_parked_and_taken_up_again(asynchronous: bool) -> None:
-    """As after running out of memory: the budget shrinks below the number of those that decode."""
+def test_requests_without_tokens_are_parked_and_resumed(asynchronous: bool) -> None:
+    """The budget can shrink below the number of decoding requests after the workers ran out of memory."""
     driver = Driver(max_num_batched_tokens=8, async_scheduling=asynchronous)
     for name in "abcd":
         driver.add(name, [ord(name)], max_tokens=4)
@@ -111,7 +111,7 @@ def test_requests_without_a_share_are_parked_and_taken_up_again(asynchronous: bo
         assert driver.answers[name].tokens == expected_tokens([ord(name)], 4)
 
 
-def test_a_parked_request_can_be_aborted() -> None:
+def test_parked_request_can_be_aborted() -> None:
     driver = Driver(max_num_batched_tokens=8)
     for name in "abc":
         driver.add(name, [ord(name)], max_tokens=6)
@@ -124,14 +124,14 @@ def test_a_parked_request_can_be_aborted() -> None:
     assert not any(diff.unparked for diff in driver.diffs)
 
 
-def test_no_more_requests_run_than_may() -> None:
+def test_no_more_requests_run_than_max_num_seqs() -> None:
     driver = Driver(max_num_seqs=3)
     for index in range(8):
         driver.add(f"r{index}", [index], max_tokens=index + 1)
     assert max(len(step) for step in steps_until_done(driver)) == 3
 
 
-def test_a_steady_batch_costs_an_almost_empty_diff() -> None:
+def test_steady_batch_has_an_empty_diff() -> None:
     driver = Driver(block_size=16, max_model_len=128)
     for index in range(8):
         driver.add(f"r{index}", [index], max_tokens=10)
@@ -140,7 +140,7 @@ def test_a_steady_batch_costs_an_almost_empty_diff() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_many_steps_are_in_flight_as_may_be(asynchronous: bool) -> None:
+def test_pipeline_depth_limits_steps_in_flight(asynchronous: bool) -> None:
     driver = Driver(async_scheduling=asynchronous)
     driver.add("a", prompt_of(3), max_tokens=10)
     sent = 0
@@ -152,7 +152,7 @@ def test_as_many_steps_are_in_flight_as_may_be(asynchronous: bool) -> None:
     assert driver.scheduler.can_schedule
 
 
-def test_one_step_ahead_needs_no_token_of_the_step_before() -> None:
+def test_next_step_needs_no_token_of_the_previous_one() -> None:
     """The second step decodes a token that the scheduler has not seen."""
     driver = Driver(async_scheduling=True)
     driver.add("a", prompt_of(3), max_tokens=3)
@@ -166,14 +166,14 @@ def test_one_step_ahead_needs_no_token_of_the_step_before() -> None:
     assert driver.answers["a"].tokens == expected_tokens(prompt_of(3), 3)
 
 
-def test_an_idle_scheduler_has_nothing_to_say() -> None:
+def test_idle_scheduler_returns_nothing() -> None:
     driver = Driver()
     assert not driver.scheduler.can_schedule and driver.scheduler.schedule() is None
     assert driver.scheduler.take_messages() == []
 
 
-def test_every_request_gets_on_within_bounded_steps() -> None:
-    """Fairness: under a steady stream of later arrivals nobody waits longer than those before it need."""
+def test_every_request_makes_progress_within_bounded_steps() -> None:
+    """Under continuous arrivals, no running request is later than a waiting one."""
     driver = Driver(num_blocks=12, max_num_seqs=3, async_scheduling=True)
     for index in range(60):
         driver.add(f"r{index}", prompt_of(6, 10 * index), max_tokens=6)

@@ -1,4 +1,4 @@
-"""The worked example of docs/scheduling.md is what happens."""
+"""The worked example of docs/scheduling.md, and the text of a decision."""
 
 from scheduler_driver import Driver
 
@@ -42,13 +42,13 @@ def test_the_worked_example() -> None:
         ([C], [], [], [], {}),
         ([], [], [], [], {}),
     ]
-    told = [(d.step, d.kind, d.request_id, str(d.reason)) for d in decisions]
-    assert (3, "wait", "C", "prefill_share") in told
-    assert (8, "preempt", "C", "youngest") in told and (9, "preempt", "B", "itself") in told
-    assert (10, "evict", "", "admission") in told
+    recorded = [(d.step, d.kind, d.request_id, str(d.reason)) for d in decisions]
+    assert (3, "wait", "C", "prefill_share") in recorded
+    assert (8, "preempt", "C", "youngest") in recorded and (9, "preempt", "B", "itself") in recorded
+    assert (10, "evict", "", "admission") in recorded
 
 
-def test_a_decision_is_one_line_whatever_a_client_calls_itself() -> None:
+def test_decision_is_one_line_for_any_request_id() -> None:
     line = str(Decision(8, "preempt", "a\nquire: all is well\x1b[2J", "youngest", "b"))
-    assert line == "step 8: preempt 'a\\nquire: all is well\\x1b[2J' (youngest) for 'b'"
-    assert str(Decision(9, "evict", "", "decode", num_blocks=3)) == "step 9: evict 3 blocks (decode)"
+    assert line == "preempt step=8 request='a\\nquire: all is well\\x1b[2J' reason=youngest beneficiary='b'"
+    assert str(Decision(9, "evict", "", "decode", num_blocks=3)) == "evict step=9 num_blocks=3 reason=decode"

@@ -1,9 +1,9 @@
-"""Hypothesis looks for the events, in an order that nobody thought of, that break the scheduler.
+"""Hypothesis searches for sequences of events that break the scheduler.
 
-After every step ``check()`` and the worker that remembers hold it to the invariants of docs and protocol: blocks and
-holders (I1, I2), no slot written twice or given away early (I3, I4), content behind hashes (I5: each hit is read), the
-worker's mirror (I6), streams (I7), one ending (I9), budgets (I11), nothing left behind (I13), order (I14). The same
-actions without hypothesis, for as long as one likes: ``scheduler_long_run.py``.
+After every step ``check()`` and a worker model that records all contents verify the invariants: blocks and holders (I1,
+I2), no slot written twice or freed early (I3, I4), content behind hashes (I5: each hit is read), the worker's state
+(I6), streams (I7), one ending (I9), budgets (I11), nothing left behind (I13), order (I14). ``scheduler_long_run.py``
+runs the same actions without hypothesis, for any duration.
 """
 
 import random
@@ -23,7 +23,7 @@ GOVERNING = ("pause", "resume", "resume", "reset_prefix_cache", "change_budget")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Each rule is one event; ``advance`` lets time pass. Teardown drains, and looks at every answer."""
+    """Each rule is one event; ``advance`` executes steps. Teardown finishes all requests and checks every output."""
 
     load: Load
 
@@ -48,7 +48,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 30))
     def step(self, count: int) -> None:
-        """In order, as it mostly is."""
         self.load.driver.step(count)
 
     @precondition(lambda self: self.load.driver.scheduler.table.requests)
@@ -90,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class LongSchedulerMachine(SchedulerMachine):
-    """The same for longer."""
+    """A copy for the longer settings below."""
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -99,10 +98,10 @@ TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestLongSchedulerMachine.settings = settings(max_examples=600, stateful_step_count=80, deadline=None)
 
 
-def test_such_events_go_far_enough() -> None:
-    """Runs that never preempt, share, draft or fail would prove nothing. One seed: what hypothesis draws is chance."""
-    told = long_run(seed=0, steps=4000)
-    assert told["found"] == ""
+def test_random_events_reach_all_cases() -> None:
+    """Runs without preemptions, hits, drafts or failures would prove nothing. A fixed seed makes the counts stable."""
+    totals = long_run(seed=0, steps=4000)
+    assert totals["found"] == ""
     least = {
         "requests": 1000,
         "preemptions": 50,
@@ -111,4 +110,4 @@ def test_such_events_go_far_enough() -> None:
         "accepted_drafts": 20,
         "hit_tokens": 300,
     }
-    assert {name: told[name] for name in least if told[name] < least[name]} == {}
+    assert {name: totals[name] for name in least if totals[name] < least[name]} == {}

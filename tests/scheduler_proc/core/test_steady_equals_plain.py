@@ -1,4 +1,4 @@
-"""Steady decode only costs less: under the same events, decisions and answers are those of the plain algorithm."""
+"""Steady decode changes no decision and no output: runs with and without it are compared on the same events."""
 
 import random
 from typing import Any
@@ -20,13 +20,13 @@ TOTALS = dict.fromkeys(COUNTED, 0)
 
 @pytest.fixture(autouse=True)
 def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are short here."""
+    """Shorten the probe intervals, because outputs are short here."""
     monkeypatch.setattr("quire.scheduler_proc.requests.draft_state.PROBE_INTERVAL", 6)
     monkeypatch.setattr("quire.scheduler_proc.core.drafting.MAX_PROBE_INTERVAL", 12)
 
 
 def plain_driver(**settings: Any) -> Driver:
-    """No request is in steady decode, and those that wait are looked at again in each step."""
+    """Return an engine without steady decode, which checks waiting requests again in each step."""
     driver = Driver(steady_decode=False, **settings)
     planner = driver.scheduler.planner
     planner.admission_obstacle = planner.admit  # type: ignore[method-assign]
@@ -34,7 +34,7 @@ def plain_driver(**settings: Any) -> Driver:
 
 
 def both_ways(seed: int, **settings: Any) -> Load:
-    """A whole run; ``Load`` compares each diff, and all that the clients hear."""
+    """Run both engines to the end; ``Load`` compares each diff and all messages to clients."""
     rng = random.Random(seed)
     settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 0) | settings
     load = Load(rng, Driver(**settings), plain_driver(**settings))
@@ -52,12 +52,12 @@ def statistics_of(driver: Driver) -> object:
 
 
 def and_slow(default: range, more: range) -> list[object]:
-    """Seeds of every run, and those of a long one."""
+    """Return the default seeds, and more seeds for slow runs."""
     return [*default, *(pytest.param(seed, marks=pytest.mark.slow) for seed in more)]
 
 
 @pytest.mark.parametrize("seed", thinned(and_slow(SEEDS, range(18, 60)), keep=4))
-def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
+def test_every_decision_and_output_is_the_same(seed: int) -> None:
     load = both_ways(seed)
     cruising, plain = load.drivers
     assert plain.num_cruising == 0
@@ -76,19 +76,19 @@ def test_every_decision_and_every_answer_is_the_same(seed: int) -> None:
 
 
 @pytest.mark.full
-def test_the_runs_reached_what_they_are_for() -> None:
-    """(Skipped when only some seeds were run.)"""
+def test_runs_reached_all_cases() -> None:
+    """The random runs covered all cases. Skipped if not all seeds ran."""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
-    assert TOTALS["cruising"] > TOTALS["steps"] / 3, "hardly anybody cruised"
+    assert TOTALS["cruising"] > TOTALS["steps"] / 3, "too few requests were in steady decode"
     assert TOTALS["hits"] > 400 and TOTALS["dropped"] > 40 and TOTALS["parked"] >= 4 and TOTALS["rejected"] > 80
     assert TOTALS["accepted"] > 40 and TOTALS["cruising_drafters"] > 10
     assert TOTALS["preemptions"] > 25 and TOTALS["epochs"] > 10 and TOTALS["several"] > 10
 
 
 @pytest.mark.parametrize("seed", thinned(and_slow(range(103, 106), range(106, 120)), keep=1))
-def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
-    """Blocks begin, calendars turn and tables widen, with nothing else going on for long."""
+def test_long_outputs_in_steady_decode_are_the_same(seed: int) -> None:
+    """Long stretches of steady decode: new blocks, calendar entries and a growing table, with no other events."""
     rng = random.Random(seed)
     settings: dict[str, Any] = {
         "num_blocks": rng.choice((40, 120, 400)),
@@ -111,23 +111,23 @@ def test_long_answers_cruise_and_are_the_same(seed: int) -> None:
     for driver in drivers:
         driver.finish()
     assert drivers[0].answers == drivers[1].answers
-    if settings["num_blocks"] == 400 and not settings.get("num_speculative_tokens"):  # drafts are no steady decode
+    if settings["num_blocks"] == 400 and not settings.get("num_speculative_tokens"):  # no steady decode with drafts
         assert drivers[0].num_cruising > 2 * len(drivers[0].diffs)
 
 
-def test_who_waits_is_not_looked_at_in_each_step() -> None:
+def test_waiting_request_is_not_checked_in_each_step() -> None:
     driver = Driver(max_num_seqs=1, block_size=16)
-    looks: list[int] = []
+    calls: list[int] = []
     admit = driver.scheduler.planner.admit
-    driver.scheduler.planner.admit = lambda *args: (looks.append(1), admit(*args))[1]  # type: ignore[method-assign]
+    driver.scheduler.planner.admit = lambda *args: (calls.append(1), admit(*args))[1]  # type: ignore[method-assign]
     driver.add("a", [1], max_tokens=60)
     driver.add("b", [2], max_tokens=1)
     driver.finish()
-    assert 2 <= len(looks) < 20
+    assert 2 <= len(calls) < 20
 
 
 @pytest.mark.parametrize("seed", thinned(and_slow(range(200, 204), range(204, 220)), keep=2))
-def test_the_log_of_a_run_that_cruised_replays_with_and_without_tokens(seed: int) -> None:
+def test_event_log_with_steady_decode_replays_with_and_without_tokens(seed: int) -> None:
     rng = random.Random(seed)
     driver = Driver(**random_settings(rng, drafts=seed % 2 == 0))
     load = Load(rng, driver)

@@ -1,4 +1,4 @@
-"""Workers that die: nobody loses a token, and a request that always ends them is found and fails alone."""
+"""Worker deaths: no request loses a token, and a request that always crashes the workers is found and fails alone."""
 
 import random
 from typing import Any
@@ -13,12 +13,12 @@ from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
-class Mortal(Driver):
-    """A worker that dies of some requests: at their first step, or when they would say their n-th token."""
+class CrashingDriver(Driver):
+    """A driver whose workers crash on some requests: ``crashes`` has the number of tokens after which they do."""
 
-    def __init__(self, poison: dict[str, int], **settings: Any) -> None:
+    def __init__(self, crashes: dict[str, int], **settings: Any) -> None:
         super().__init__(**({"max_num_seqs": 4} | settings))
-        self.poison = poison
+        self.crashes = crashes
         self.num_deaths = 0
         self.died_with: list[list[str]] = []
 
@@ -28,7 +28,7 @@ class Mortal(Driver):
             names = [row.request_id for row in self.worker.rows.values() if row.handle not in step.removed]
             names += [new.request_id for new in step.new_requests]
             for name in names:
-                if name in self.poison and len(self.answers[name].tokens) >= self.poison[name]:
+                if name in self.crashes and len(self.answers[name].tokens) >= self.crashes[name]:
                     self.num_deaths += 1
                     self.died_with.append(sorted(set(names)))
                     self.restart_worker()
@@ -36,27 +36,27 @@ class Mortal(Driver):
         return super().execute()
 
 
-def check(driver: Mortal, names: str, poisoned: set[str], n: int) -> None:
+def check(driver: CrashingDriver, names: str, crashing: set[str], n: int) -> None:
     driver.finish()
     for index, name in enumerate(names):
         prompt = [index, 7, 8, 9, 10]
-        if name in poisoned:
+        if name in crashing:
             ended = driver.answers[name].ended
             assert ended is not None and ended.reason == EndReason.ERROR and ended.detail.startswith("engine_fault: ")
-            assert driver.answers[name].tokens == expected_tokens(prompt, driver.poison[name])
+            assert driver.answers[name].tokens == expected_tokens(prompt, driver.crashes[name])
         else:
             assert end_of(driver, name) == (EndReason.LENGTH, expected_tokens(prompt, n))
 
 
-def add_all(driver: Mortal, names: str, n: int) -> None:
+def add_all(driver: CrashingDriver, names: str, n: int) -> None:
     for index, name in enumerate(names):
         driver.add(name, [index, 7, 8, 9, 10], max_tokens=n, ignore_eos=True, client=index % 2)
 
 
 @BOTH
 @pytest.mark.parametrize("after", [0, 1, 6])
-def test_a_poisonous_request_fails_alone(asynchronous: bool, after: int) -> None:
-    driver = Mortal({"b": after}, async_scheduling=asynchronous)
+def test_crashing_request_fails_alone(asynchronous: bool, after: int) -> None:
+    driver = CrashingDriver({"b": after}, async_scheduling=asynchronous)
     add_all(driver, "abcdef", 12)
     check(driver, "abcdef", {"b"}, 12)
     assert driver.num_deaths == 3 and driver.died_with[-1] == ["b"]
@@ -64,23 +64,23 @@ def test_a_poisonous_request_fails_alone(asynchronous: bool, after: int) -> None
 
 
 @BOTH
-def test_two_of_them_are_found_one_after_the_other(asynchronous: bool) -> None:
-    driver = Mortal({"b": 0, "d": 3}, async_scheduling=asynchronous)
+def test_two_crashing_requests_are_found_one_after_the_other(asynchronous: bool) -> None:
+    driver = CrashingDriver({"b": 0, "d": 3}, async_scheduling=asynchronous)
     add_all(driver, "abcdef", 12)
     check(driver, "abcdef", {"b", "d"}, 12)
     assert driver.num_deaths <= 7
     assert driver.replay_lines() is None
 
 
-def test_one_that_only_ever_runs_alone_is_found_too() -> None:
-    driver = Mortal({"a": 2}, max_num_seqs=1)
+def test_crashing_request_without_others_is_found() -> None:
+    driver = CrashingDriver({"a": 2}, max_num_seqs=1)
     add_all(driver, "a", 12)
     check(driver, "a", {"a"}, 12)
     assert driver.num_deaths == 3
 
 
-def test_while_one_is_suspected_nobody_else_is_let_in() -> None:
-    driver = Mortal({"a": 0})
+def test_no_other_request_is_admitted_beside_a_suspect() -> None:
+    driver = CrashingDriver({"a": 0})
     add_all(driver, "abc", 6)
     while driver.num_deaths < 2:
         driver.step()
@@ -93,22 +93,22 @@ def test_while_one_is_suspected_nobody_else_is_let_in() -> None:
     assert end_of(driver, "late")[0] is EndReason.LENGTH
 
 
-def test_a_suspect_that_gets_a_token_is_cleared_and_the_next_one_has_the_pool() -> None:
-    driver = Mortal({})
+def test_suspect_with_a_token_is_cleared_and_the_next_runs_alone() -> None:
+    driver = CrashingDriver({})
     add_all(driver, "ab", 40)
     driver.schedule()
     driver.restart_worker()
     driver.schedule()
-    driver.restart_worker()  # both were there, twice: a runs alone, then b
+    driver.restart_worker()  # both were running at two deaths: a runs alone, then b
     while not driver.answers["b"].tokens:
         driver.step()
-    assert driver.scheduler.decisions.preemptions[PreemptReason.SUSPECT] == 1, "a gave way"
+    assert driver.scheduler.decisions.preemptions[PreemptReason.SUSPECT] == 1, "a was preempted"
     check(driver, "ab", set(), 40)
     assert driver.replay_lines() is None
 
 
-def test_deaths_with_a_token_in_between_are_nobodys_fault() -> None:
-    driver = Mortal({})
+def test_deaths_with_tokens_in_between_make_no_suspect() -> None:
+    driver = CrashingDriver({})
     add_all(driver, "abc", 80)
     for _ in range(12):
         known = {name: len(answer.tokens) for name, answer in driver.answers.items()}
@@ -119,15 +119,15 @@ def test_deaths_with_a_token_in_between_are_nobodys_fault() -> None:
     check(driver, "abc", set(), 80)
 
 
-def test_who_only_waited_is_not_suspected() -> None:
-    driver = Mortal({"a": 0}, max_num_seqs=1)
+def test_waiting_request_is_not_suspected() -> None:
+    driver = CrashingDriver({"a": 0}, max_num_seqs=1)
     add_all(driver, "ab", 5)
     check(driver, "ab", {"a"}, 5)
     assert driver.died_with == [["a"]] * 3
 
 
-def test_a_suspect_that_is_given_up_makes_way() -> None:
-    driver = Mortal({"a": 0})
+def test_aborted_suspect_releases_the_other_requests() -> None:
+    driver = CrashingDriver({"a": 0})
     add_all(driver, "abc", 6)
     while driver.num_deaths < 2:
         driver.step()
@@ -138,18 +138,18 @@ def test_a_suspect_that_is_given_up_makes_way() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_deaths_at_random_change_nothing(seed: int) -> None:
+def test_random_worker_deaths_change_no_output(seed: int) -> None:
     rng = random.Random(seed)
     settings: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 3}
-    driver = Mortal({}, async_scheduling=rng.random() < 0.7, **settings)
+    driver = CrashingDriver({}, async_scheduling=rng.random() < 0.7, **settings)
     names = "abcdefgh"
     add_all(driver, names, 15)
     progress, deaths = 0, 0
     while driver.scheduler.table.requests:
         driver.random_step(rng)
-        told = sum(len(answer.tokens) for answer in driver.answers.values())
-        if rng.random() < 0.05 and told > progress:  # deaths with no token at all in between are another test's
-            progress, deaths = told, deaths + 1
+        received = sum(len(answer.tokens) for answer in driver.answers.values())
+        if rng.random() < 0.05 and received > progress:  # deaths without a token in between would make suspects
+            progress, deaths = received, deaths + 1
             driver.restart_worker()
     assert deaths > 3
     check(driver, names, set(), 15)

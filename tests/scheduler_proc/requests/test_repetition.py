@@ -1,4 +1,4 @@
-"""An answer that repeats itself ends, whatever happened to its request on the way."""
+"""Repetition detection ends a request, also after preemption and resubmission."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 def repeats(tokens: list[int], detection: RepetitionDetection) -> bool:
-    """By the definition."""
+    """Whether ``tokens`` end with a repetition, by the definition."""
     for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
         length = size * detection.min_count
         if len(tokens) >= length and tokens[-length:] == tokens[-size:] * detection.min_count:
@@ -31,9 +31,7 @@ def repeats(tokens: list[int], detection: RepetitionDetection) -> bool:
     known=st.integers(0, 60),
 )
 @settings(deadline=None, max_examples=400)
-def test_found_exactly_where_the_definition_says(
-    tokens: list[int], sizes: tuple[int, int], min_count: int, known: int
-) -> None:
+def test_found_exactly_by_the_definition(tokens: list[int], sizes: tuple[int, int], min_count: int, known: int) -> None:
     detection = RepetitionDetection(min_pattern_size=min(sizes), max_pattern_size=max(sizes), min_count=min_count)
     watch = RepetitionWatch(detection, tokens[:known])
     assert watch.found == repeats(tokens[:known], detection)
@@ -43,7 +41,7 @@ def test_found_exactly_where_the_definition_says(
 
 
 def repeating(driver: Driver, pattern: list[int], first: int, **extra: object) -> list[int]:
-    """Request a: what the model says, but from output token ``first`` on it is ``pattern`` over and over."""
+    """Add request a, whose output repeats ``pattern`` from token ``first`` on; return its unlimited output."""
     for index in range(first, 60):
         driver.worker.forced["a", index] = pattern[(index - first) % len(pattern)]
     driver.add("a", PROMPT, max_tokens=50, **extra)
@@ -53,9 +51,7 @@ def repeating(driver: Driver, pattern: list[int], first: int, **extra: object) -
 @BOTH
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(("pattern", "count"), [([7], 4), ([7, 8], 3), ([7, 8, 7, 9], 2)])
-def test_it_ends_with_the_repeated_tokens_in_it(
-    asynchronous: bool, drafts: int, pattern: list[int], count: int
-) -> None:
+def test_output_keeps_the_repeated_tokens(asynchronous: bool, drafts: int, pattern: list[int], count: int) -> None:
     driver = Driver(async_scheduling=asynchronous, num_speculative_tokens=drafts)
     driver.worker.draft_quality = 0.9
     detection = RepetitionDetection(max_pattern_size=4, min_count=count)
@@ -68,7 +64,7 @@ def test_it_ends_with_the_repeated_tokens_in_it(
     assert driver.answers["b"].tokens == expected_tokens([9], 40)
 
 
-def test_patterns_of_other_sizes_and_fewer_repetitions_do_not_count() -> None:
+def test_other_sizes_and_fewer_repetitions_do_not_count() -> None:
     driver = Driver()
     detection = RepetitionDetection(min_pattern_size=3, max_pattern_size=4, min_count=3)
     repeating(driver, [7, 8, 9, 6, 5], 2, repetition_detection=detection)
@@ -76,7 +72,7 @@ def test_patterns_of_other_sizes_and_fewer_repetitions_do_not_count() -> None:
     assert driver.answers["a"].reason is EndReason.LENGTH
 
 
-def test_a_prompt_that_repeats_itself_does_not_count() -> None:
+def test_repetition_in_the_prompt_does_not_count() -> None:
     driver = Driver()
     driver.add("a", [7] * 20, max_tokens=5, repetition_detection=RepetitionDetection(max_pattern_size=1, min_count=3))
     driver.run()
@@ -91,8 +87,8 @@ def test_not_before_min_tokens() -> None:
     assert end_of(driver, "a") == (EndReason.REPETITION, want[:9])
 
 
-def test_found_again_after_a_preemption() -> None:
-    """What it has seen are its tokens, and it keeps those."""
+def test_found_after_a_preemption() -> None:
+    """The detector depends on the output tokens only, and a preempted request keeps them."""
     driver = Driver(num_blocks=7, async_scheduling=True, enable_prefix_caching=False)
     driver.add("old", [2, 7, 1, 8], max_tokens=15)
     want = repeating(driver, [7, 8], 6, repetition_detection=RepetitionDetection(max_pattern_size=2, min_count=4))
@@ -102,7 +98,7 @@ def test_found_again_after_a_preemption() -> None:
 
 
 @pytest.mark.parametrize("delivered", range(5, 12))
-def test_a_resubmission_goes_on_counting_where_it_was(delivered: int) -> None:
+def test_resubmission_continues_the_detection(delivered: int) -> None:
     driver = Driver()
     detection = RepetitionDetection(max_pattern_size=2, min_count=3)
     answer = [*expected_tokens(PROMPT, 5), *[7, 8] * 3]
@@ -113,15 +109,15 @@ def test_a_resubmission_goes_on_counting_where_it_was(delivered: int) -> None:
     assert end_of(driver, "a") == (EndReason.REPETITION, answer[delivered:])
 
 
-def test_who_is_watched_does_not_cruise() -> None:
+def test_no_steady_decode_with_repetition_detection() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=20, repetition_detection=RepetitionDetection(max_pattern_size=8))
     driver.run()
     assert driver.num_cruising == 0 and driver.answers["a"].reason is EndReason.LENGTH
 
 
-def test_a_long_answer_is_told_by_its_last_tokens_alone() -> None:
-    """Tokens are int32 on the wire, and the watch keeps only as many as the longest pattern has."""
+def test_only_the_last_tokens_matter() -> None:
+    """Token ids can have any int32 value, and the detector keeps only as many tokens as the longest pattern."""
     watch = RepetitionWatch(RepetitionDetection(max_pattern_size=256, min_count=2))
     tokens = np.random.default_rng(0).integers(0, 2**31 - 1, 5000).tolist()
     for token in [*tokens, *tokens[-256:]]:
