@@ -71,7 +71,7 @@ class SchedulerLoop:
         self._deadline = StepDeadline()
         self._child = child
         self._clock = clock
-        self._journal = Journal(config, clock, again=worker_epoch > FIRST_WORKER_EPOCH)
+        self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
         self._scheduler: Scheduler | None = None
         self._num_too_large = 0
@@ -186,7 +186,7 @@ class SchedulerLoop:
                 self._front_ends.send(client, reply)
         if self._dump_wanted:
             self._dump_wanted = False
-            self._journal.dump_aside("requested by signal")
+            self._journal.dump_in_thread("requested by signal")
 
     def _with_losses(self, statistics: Statistics) -> Statistics:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow

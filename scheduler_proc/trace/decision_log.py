@@ -1,4 +1,4 @@
-"""What happened inside a Scheduler, as lists."""
+"""The inner events of a Scheduler, collected as lists."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class Hit(NamedTuple):
-    """An admission, first or after a preemption, with so many tokens from the prefix cache."""
+    """An admission, first or after a preemption, with its number of tokens from the prefix cache."""
 
     handle: int
     request_id: str

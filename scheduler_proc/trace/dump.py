@@ -1,4 +1,4 @@
-"""The event log as a trace file, written when an engine has failed, or when somebody asks."""
+"""Writes the event log as a trace file when the engine has failed or on SIGUSR2."""
 
 import os
 import time
@@ -21,11 +21,11 @@ from quire.scheduler_proc.trace.translate import arrival_line, decision_line, ev
 
 log = event_logger("scheduler.trace")
 
-MOST_NAMES = 100
+MAX_NAMES = 100
 
 
 class Dump(msgspec.Struct, frozen=True):
-    """What there is to write: ``records`` of an engine with ``header``, which can be replayed if ``complete``."""
+    """The content of a dump: the newest ``records`` of an engine. ``complete``: whether they can be replayed."""
 
     header: TraceHeader
     records: list[Record]
@@ -35,9 +35,9 @@ class Dump(msgspec.Struct, frozen=True):
 
 
 def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
-    """Write a new file in ``folder``, which is made if need be. None, and a line in the log, when that fails.
+    """Write a new file in ``folder``, which is created if needed. Returns None, after logging, when that fails.
 
-    Never raises: whoever calls it has another failure to tell of.
+    Never raises, because the caller is handling another failure.
     """
     path = folder / f"quire-dump-{os.getpid()}-{number}.jsonl"
     try:
@@ -54,27 +54,30 @@ def write_dump(folder: Path, number: int, dump: Dump) -> Path | None:
 
 
 def _free_name(path: Path) -> Path:
-    """An older process may have had the same number; and what waits under a name that can be foretold may be a link."""
-    names = (path, *(path.with_stem(f"{path.stem}-{again}") for again in range(1, MOST_NAMES)))
+    """Return a path that does not exist, not even as a link, or ``path`` after MAX_NAMES attempts.
+
+    An earlier process may have used the same numbers, and another user may have prepared a link at a predictable name.
+    """
+    names = (path, *(path.with_stem(f"{path.stem}-{again}") for again in range(1, MAX_NAMES)))
     return next((name for name in names if not os.path.lexists(name)), path)
 
 
 def _lines(dump: Dump) -> Iterator[Line]:
-    """All that can be said, and how it ends. What the failed engine cannot take, cannot be taken again either."""
+    """Yield all lines. When replaying the records fails, the trace ends there, with the error in its End line."""
     begin = dump.records[0].now if dump.records else dump.now
     complete = dump.complete and not begins_at_keyframe(dump.records)
     yield make_header(dump.header, begin, time.time() - (dump.now - begin), complete=complete)
     reason = dump.reason
     try:
         yield from lines_of_log(dump.header, dump.records) if dump.complete else lines_of_frames(dump.records)
-    except Exception as error:  # a bug, perhaps the very one that is looked for
+    except Exception as error:  # possibly the bug that the dump is written for
         log.exception("event dump cannot be replayed")
-        reason = f"{reason}; its replay: {type(error).__name__}: {error}"
+        reason = f"{reason}; its replay failed with {type(error).__name__}: {error}"
     yield End(now=dump.now, reason=reason)
 
 
 def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
-    """What records say by themselves, without the Scheduler that they belong to: no hashes, endings, hits, reasons."""
+    """Yield lines from the records alone, without a Scheduler: no hashes, endings, cache hits or reasons."""
     consumed: Codec[Any] = Codec(Consumed)
     produced: Codec[Any] = Codec(SchedulerOutput)
     for record in records:
@@ -86,11 +89,11 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
                 yield decision_line(record.now, diff, [0] * len(diff.new_requests), [], [])
             case RecordKind.TICK:
                 yield Tick(now=record.now)
-            case RecordKind.DROPPED:
+            case RecordKind.CLIENT_DROPPED:
                 yield ClientDropped(now=record.now, client=record.client)
-            case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-                yield WorkerEpoch(now=record.now, new_workers=kind is RecordKind.RESTARTED)
-            case RecordKind.HALVED | RecordKind.KEYFRAME:
+            case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
+                yield WorkerEpoch(now=record.now, new_workers=kind is RecordKind.NEW_WORKERS)
+            case RecordKind.BUDGET_HALVED | RecordKind.KEYFRAME:
                 pass
 
 

@@ -1,7 +1,7 @@
-"""The event log: everything that a Scheduler consumed, in the order it did, and the diffs it produced.
+"""The event log: everything that a Scheduler consumed and the diffs that it produced, in order.
 
-Order, not time, makes a live asynchronous run replayable exactly. Records keep the frames as they came over the wire,
-so that recording a step costs one append; a ring of the newest is always kept.
+The order, not the time, makes an asynchronous run exactly replayable. Records keep the frames of the wire, so that
+recording a step is one append. The newest records are kept in a ring.
 """
 
 import enum
@@ -20,18 +20,26 @@ from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 
 
 class RecordKind(enum.IntEnum):
-    """CONSUMED: the scheduler took a message. PRODUCED: ``schedule()`` gave a diff. TICK: it was asked and gave none.
-    DROPPED: a front end went away. EPOCH: what ran began again. HALVED: steps have half as many tokens from here on.
-    KEYFRAME: nobody lived, and this is what the Scheduler was like. RESTARTED: as EPOCH, with other workers."""
+    """The kinds of records.
+
+    * CONSUMED: the scheduler consumed a message.
+    * PRODUCED: ``schedule()`` returned a diff.
+    * TICK: ``schedule()`` returned None.
+    * CLIENT_DROPPED: a front end disconnected.
+    * WORKER_EPOCH: running requests restarted on the same workers.
+    * BUDGET_HALVED: the token budget of steps was halved.
+    * KEYFRAME: the state of the Scheduler while it was idle.
+    * NEW_WORKERS: running requests restarted on new workers.
+    """
 
     CONSUMED = 1
     PRODUCED = 2
     TICK = 3
-    DROPPED = 4
-    EPOCH = 5
-    HALVED = 6
+    CLIENT_DROPPED = 4
+    WORKER_EPOCH = 5
+    BUDGET_HALVED = 6
     KEYFRAME = 7
-    RESTARTED = 8
+    NEW_WORKERS = 8
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -42,11 +50,11 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 KEYFRAMES_PER_RING = 4
-"""At most: one of these parts of the ring must have come since the last, and none is larger than such a part."""
+"""Most keyframes in the ring: each is at most 1/4 of it, and at least 1/4 is recorded between two."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
-    """What a replay needs to build the same Scheduler."""
+    """The data from which a replay makes the same Scheduler."""
 
     config: EngineConfig
     kv_layout: KVLayout
@@ -61,17 +69,16 @@ class TraceHeader(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """A ring of records, bounded in bytes. ``dropped`` counts what fell out at the old end.
+    """A ring of records, bounded in bytes. ``dropped``: number of records removed at its old end.
 
-    A ring that has dropped records cannot be replayed from its start, but from its oldest keyframe, if it has one:
-    ``complete`` tells.
+    When records were dropped, a replay must start at the oldest keyframe; ``complete`` is false without one.
     """
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
         self._records: deque[Record] = deque()
         self._sizes: deque[int] = deque()
-        self._appended = self._gone = self._at_keyframe = 0
-        """Bytes: since the start, of these dropped, and as many as there were at the last keyframe."""
+        self._appended = self._dropped_bytes = self._at_keyframe = 0
+        """Bytes appended since the start, bytes dropped, and bytes appended before the last keyframe."""
         self._max_bytes = max_bytes
         self.dropped = 0
 
@@ -85,22 +92,22 @@ class EventLog:
         self._append(Record(RecordKind.TICK, now))
 
     def client_dropped(self, now: float, client: int) -> None:
-        self._append(Record(RecordKind.DROPPED, now, client))
+        self._append(Record(RecordKind.CLIENT_DROPPED, now, client))
 
     def worker_epoch_began(self, now: float, *, new_workers: bool = False) -> None:
-        """``new_workers``: with other workers."""
-        self._append(Record(RecordKind.RESTARTED if new_workers else RecordKind.EPOCH, now))
+        """Record that running requests restarted. ``new_workers``: the worker group was replaced."""
+        self._append(Record(RecordKind.NEW_WORKERS if new_workers else RecordKind.WORKER_EPOCH, now))
 
     def steps_halved(self, now: float) -> None:
-        self._append(Record(RecordKind.HALVED, now))
+        self._append(Record(RecordKind.BUDGET_HALVED, now))
 
     @property
     def is_keyframe_due(self) -> bool:
-        """Whether enough has come since the last one."""
+        """Whether enough was recorded since the last keyframe."""
         return (self._appended - self._at_keyframe) * KEYFRAMES_PER_RING >= self._max_bytes
 
     def keyframe(self, now: float, state: IdleState) -> None:
-        """The Scheduler is idle, and like this. Of a pool so large that a few would fill the ring, nothing is kept."""
+        """Record the state of an idle Scheduler, unless it is so large that a few would fill the ring."""
         data = encode_state(state)
         if len(data) * KEYFRAMES_PER_RING <= self._max_bytes:
             self._append(Record(RecordKind.KEYFRAME, now, 0, [data]))
@@ -108,11 +115,11 @@ class EventLog:
 
     @property
     def complete(self) -> bool:
-        """Whether ``readable`` begins at the start of the run, or at a keyframe."""
+        """Whether ``readable`` starts at the start of the run or at a keyframe."""
         return self.dropped == 0 or any(record.kind == RecordKind.KEYFRAME for record in self._records)
 
     def readable(self) -> list[Record]:
-        """From the first that a replay can begin at; all of them where there is none."""
+        """Return the records from the first at which a replay can start, or all records."""
         records = list(self._records)
         if self.dropped == 0:
             return records
@@ -130,7 +137,7 @@ class EventLog:
         self._records.append(record)
         self._sizes.append(size)
         self._appended += size
-        while self._appended - self._gone > self._max_bytes:
+        while self._appended - self._dropped_bytes > self._max_bytes:
             self._records.popleft()
-            self._gone += self._sizes.popleft()
+            self._dropped_bytes += self._sizes.popleft()
             self.dropped += 1

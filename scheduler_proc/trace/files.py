@@ -1,4 +1,4 @@
-"""The files of one trace: the first, and those that it goes on in."""
+"""The files of one trace: the first, and its continuations after a rotation."""
 
 import importlib
 import os
@@ -12,20 +12,20 @@ import msgspec
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import End, Header, encode_line
 
-FAST = 1
-"""zstd level: recording is to cost little."""
+ZSTD_LEVEL = 1
+"""zstd level: recording must be cheap."""
 
 
 def open_private(path: Path, *, new: bool = False) -> BinaryIO:
-    """A new or emptied file that only its owner reads: who asks what is in it, and prompts may be.
+    """Open a new or emptied file that only its owner can read, because it may contain prompts.
 
-    ``new``: there may be nothing of this name yet, not even a link that leads nowhere.
+    ``new``: fail when the name exists, even as a dangling link.
 
     Raises OSError.
     """
-    how = os.O_EXCL | os.O_NOFOLLOW if new else os.O_TRUNC
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600)
-    os.fchmod(descriptor, 0o600)  # one that was there before keeps its mode otherwise
+    flags = os.O_EXCL | os.O_NOFOLLOW if new else os.O_TRUNC
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # an existing file would keep its mode
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
@@ -35,20 +35,19 @@ def part_path(path: Path, part: int) -> Path:
 
 
 class TraceFiles:
-    """Writes whole lines, unbuffered, so that what a crash leaves can be read; compressed, where the name says so, as
-    a zstd frame for each ``write``.
+    """Writes whole lines unbuffered, so that a crash leaves a readable file; with ``.zst`` one frame per ``write``.
 
-    Every file but the first begins with the header of the first, its own number and time; every file but the last ends
-    with an End that says so.
+    Every file but the first starts with the header of the first, with its own part number and time. Every file but the
+    last ends with an End line with ``next_part``.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            max_bytes: a file that is so large is followed by another; 0: one file.
+            max_bytes: size after which the next file starts; 0 for a single file.
 
         Raises:
-            ConfigError: the file cannot be written, or the package that compresses it is missing.
+            ConfigError: the file cannot be written, or the compression package is not installed.
         """
         self._path = path
         self._max_bytes = max_bytes
@@ -67,7 +66,7 @@ class TraceFiles:
         self._append(encode_line(header) + b"\n")
 
     def write(self, lines: bytes) -> None:
-        """Append whole lines, to the next file where this one is large enough. Raises OSError."""
+        """Append whole lines, starting the next file when this one is large enough. Raises OSError."""
         if self._max_bytes and self._size >= self._max_bytes and self._header is not None:
             self._begin_next_part(self._header)
         self._append(lines)
@@ -85,20 +84,20 @@ class TraceFiles:
         self.begin(msgspec.structs.replace(header, now=now, wall=time.time(), part=part))
 
     def _append(self, data: bytes) -> None:
-        rest = memoryview(self._compress(data))
-        while rest:
-            written = self._file.write(rest)
+        remaining = memoryview(self._compress(data))
+        while remaining:
+            written = self._file.write(remaining)
             self._size += written
-            rest = rest[written:]
+            remaining = remaining[written:]
 
 
 def _compressor(path: Path) -> Callable[[bytes], bytes]:
-    """Raises ConfigError where the package that the name asks for is not installed."""
+    """Return the compression function for the name. Raises ConfigError when its package is not installed."""
     if path.suffix != ".zst":
         return bytes
     try:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:
         raise ConfigError(f"--trace {path} needs the package zstandard: pip install 'quire[trace]'") from None
-    compress: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=FAST).compress
+    compress: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress
     return compress

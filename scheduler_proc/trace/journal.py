@@ -1,4 +1,4 @@
-"""All that the loop tells of what it does: to the event log always, to a trace where one is wanted."""
+"""The journal of the loop: records events and decisions in the event log, and in a trace when one is configured."""
 
 import threading
 import time
@@ -27,21 +27,21 @@ from quire.scheduler_proc.trace.writer import TraceWriter
 log = event_logger("scheduler.trace")
 
 RING_BYTES = 24 * 2**20
-"""Some 18,000 steps of 256: minutes; a replay of more would take longer than a failed engine has time to write it."""
+"""About 18,000 steps of 256 requests, some minutes. Replaying more would delay a failed engine's dump too long."""
 
 
 class Journal:
-    """Is told of each event and each decision right after the Scheduler took it, in their order.
+    """Records each event and each decision right after the Scheduler took it, in the same order.
 
-    Owns the event log, the trace's files and the folder of dumps. Nothing here waits for a disk, but ``close`` and the
-    dump of an engine that has ended.
+    Owns the event log, the trace files and the dump folder. Waits for the disk only in ``close`` and in the dump of an
+    engine that has ended.
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float], *, again: bool = False) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], *, is_restart: bool = False) -> None:
         """
         Args:
-            again: there was a scheduler before this one, and clients wait: a trace that cannot be written is gone
-                without. Before the first, it is refused.
+            is_restart: whether this scheduler replaces another one. It then runs without a trace when the trace cannot
+                be written; the first scheduler refuses to start.
 
         Raises:
             ConfigError: the trace cannot be written.
@@ -53,9 +53,9 @@ class Journal:
         self._scheduler: Scheduler | None = None
         self._recorder: TraceRecorder | None = None
         self._writer: TraceWriter | None = None
-        self._dumping: threading.Thread | None = None
+        self._dump_thread: threading.Thread | None = None
         self._num_dumps = 0
-        self._again = again
+        self._is_restart = is_restart
         if config.trace:
             self._writer = self._make_writer()
 
@@ -64,7 +64,7 @@ class Journal:
         try:
             files = TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock)
         except ConfigError as error:
-            if not self._again:
+            if not self._is_restart:
                 raise
             log.error("trace ended", reason=error)
             return None
@@ -72,34 +72,36 @@ class Journal:
 
     @property
     def num_lost_lines(self) -> int:
-        """Lines of the trace that were not written."""
+        """Lines of the trace that were dropped."""
         return 0 if self._writer is None else self._writer.lost
 
     def writer_cpu_ns(self) -> int:
-        """CPU time that writing the trace has taken a thread of its own so far."""
+        """CPU time of the trace writer's thread so far."""
         return 0 if self._writer is None else self._writer.cpu_ns()
 
     def begin(self, header: TraceHeader, kv_events: KVEventRecorder | None = None) -> Scheduler:
-        """Make the scheduler by ``header``, and follow it. Raises ConfigError when the trace cannot be written."""
-        writer = self._begun_trace(header)
+        """Make a Scheduler from ``header`` and record it. Raises ConfigError when the trace cannot be written."""
+        writer = self._start_trace(header)
         if writer is None:
             self._scheduler = header.make_scheduler(kv_events=kv_events)
         else:
-            tap = DecisionLog()
-            self._scheduler = header.make_scheduler(hooks=tap, kv_events=kv_events)
-            self._recorder = TraceRecorder(self._scheduler, tap, writer.put, prompts=self._config.trace_prompts)
+            decision_log = DecisionLog()
+            self._scheduler = header.make_scheduler(hooks=decision_log, kv_events=kv_events)
+            self._recorder = TraceRecorder(
+                self._scheduler, decision_log, writer.put, prompts=self._config.trace_prompts
+            )
         self._header = header
         return self._scheduler
 
-    def _begun_trace(self, header: TraceHeader) -> TraceWriter | None:
-        """The writer, which has its first line; None where there is no trace."""
+    def _start_trace(self, header: TraceHeader) -> TraceWriter | None:
+        """Write the header. Returns the writer, or None without a trace."""
         if self._writer is None:
             return None
         try:
             self._writer.begin(make_header(header, self._clock(), time.time(), prompts=self._config.trace_prompts))
         except OSError as error:
             reason = f"--trace {self._config.trace} cannot be written: {error.strerror}"
-            if not self._again:
+            if not self._is_restart:
                 raise ConfigError(reason) from None
             log.error("trace ended", reason=reason)
             self.close()
@@ -109,7 +111,7 @@ class Journal:
     # ---- what happens
 
     def consumed(self, client: int, frames: Frames, event: Consumed) -> None:
-        """``event``, which came in ``frames`` or could have."""
+        """Record a consumed event. ``frames``: its encoding, received or made."""
         now = self._clock()
         self.log.consumed(now, client, frames)
         if self._recorder is not None:
@@ -122,7 +124,12 @@ class Journal:
             self._recorder.client_dropped(now, client)
 
     def worker_epoch_began(self, *, budget_halved: bool, new_workers: bool, reason: str) -> None:
-        """Record a new worker epoch: with half the token budget, or on new workers, which hold nothing."""
+        """Record a new worker epoch.
+
+        Args:
+            budget_halved: whether the token budget of steps was halved before.
+            new_workers: whether the worker group was replaced.
+        """
         now = self._clock()
         if budget_halved:
             self.log.steps_halved(now)
@@ -131,12 +138,12 @@ class Journal:
             self._recorder.worker_epoch_began(now, budget_halved=budget_halved, new_workers=new_workers, reason=reason)
 
     def before_step(self) -> None:
-        """The Scheduler is about to be asked for a step."""
+        """Call before ``schedule()``."""
         if self._recorder is not None:
             self._recorder.before_step()
 
     def decided(self, now: float, step: SchedulerOutput | None, frames: Frames | None) -> None:
-        """The Scheduler was asked for a step at ``now``, which went out in ``frames``; None: it had none."""
+        """Record the result of ``schedule()`` at ``now``: a diff, sent in ``frames``, or None."""
         if frames is None:
             self.log.tick(now)
         else:
@@ -145,17 +152,17 @@ class Journal:
             self._recorder.decided(now, step)
 
     def note(self, decisions: list[Decision]) -> None:
-        """Why somebody waits, was put out, or lost a content."""
+        """Record why requests wait, were preempted, or lost cached contents."""
         if self._recorder is not None and decisions:
             self._recorder.note(decisions)
 
     def pause(self) -> None:
-        """The loop is about to wait: what is costly about the trace happens now, now and then."""
+        """Call before the loop sleeps: encodes lines, which is the expensive part of a trace, if enough are pending."""
         if self._writer is not None:
             self._writer.flush_some()
 
     def idle(self) -> None:
-        """The loop has waited in vain. Also the one chance for a keyframe: it costs as much as there are blocks."""
+        """Call when the loop was idle: flushes lines, and records a keyframe when due, which costs O(blocks)."""
         if self._writer is not None:
             self._writer.flush()
         if self._scheduler is not None and self.log.is_keyframe_due:
@@ -166,17 +173,17 @@ class Journal:
     # ---- the end, and looking in
 
     def dump(self, reason: str) -> None:
-        """Write the event log as a trace, now."""
+        """Write the event log as a trace now."""
         if (dump := self._next_dump(reason)) is not None:
             write_dump(*dump)
 
-    def dump_aside(self, reason: str) -> None:
-        """The same while the engine goes on, in a thread; one at a time."""
-        if self._dumping is not None and self._dumping.is_alive():
+    def dump_in_thread(self, reason: str) -> None:
+        """Write the dump in a thread while the engine continues; one at a time."""
+        if self._dump_thread is not None and self._dump_thread.is_alive():
             log.warning("event dump is already being written")
         elif (dump := self._next_dump(reason)) is not None:
-            self._dumping = threading.Thread(target=write_dump, args=dump, name="dump", daemon=True)
-            self._dumping.start()
+            self._dump_thread = threading.Thread(target=write_dump, args=dump, name="dump", daemon=True)
+            self._dump_thread.start()
 
     def _next_dump(self, reason: str) -> tuple[Path, int, Dump] | None:
         folder = self._dump_folder()
@@ -187,7 +194,7 @@ class Journal:
         return folder, self._num_dumps, dump
 
     def _dump_folder(self) -> Path | None:
-        """Beside the trace, where there is one."""
+        """Return the folder of the trace, or else the configured dump folder."""
         if self._config.trace:
             return Path(self._config.trace).parent
         return Path(self._config.crash_dump_dir) if self._config.crash_dump_dir else None
@@ -195,5 +202,5 @@ class Journal:
     def close(self, reason: str = "") -> None:
         if self._writer is not None:
             self._writer.close(End(now=self._clock(), reason=reason))
-        if self._dumping is not None:
-            self._dumping.join()
+        if self._dump_thread is not None:
+            self._dump_thread.join()

@@ -1,4 +1,4 @@
-"""A Scheduler at an idle moment: what is left of all that happened, so that a replay can begin there."""
+"""The state of an idle Scheduler, from which a replay can start."""
 
 import msgspec
 import numpy as np
@@ -10,21 +10,21 @@ PAUSES = ("", "pause_new", "pause")
 
 
 class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that decides later on, while no request lives and no step is in flight.
+    """Everything that affects later decisions while there are no requests and no steps in flight.
 
-    Counters of statistics are no part of it, and neither is what drafts have taught: with drafts there is no such
-    state.
+    Statistics counters are not included. With speculative decoding no keyframe exists, because the draft policy
+    learns from results.
 
     Attributes:
-        step: the last one decided.
-        stale_until: results of steps up to this one are not applied.
-        max_num_batched_tokens: less than configured once steps were halved.
-        rows: handles of the last result that told any: the next one may mean them.
+        step: the last step decided.
+        stale_until: results of steps up to this one are ignored.
+        max_num_batched_tokens: less than configured after the token budget was halved.
+        rows: handles of the last result that listed them; the next result may refer to them.
         removed: handles that the next diff removes.
-        retired: handles that cannot be given again before that one is answered.
-        free_blocks: all blocks but the null block, the next to be reused first.
-        cached: (block, key) of each content that can be found; of equal keys the block that is found first, first.
-        tenants: of a pool that is shared fairly: whose the last of the free blocks are; see ``FairFreeQueue.tenants``.
+        retired: handles that cannot be reused before the result of that diff.
+        free_blocks: all blocks but the null block, in reuse order.
+        cached: (block, key) of each cached content; blocks with equal keys in lookup order.
+        tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
     """
 
     step: int
@@ -43,7 +43,7 @@ _decoder = msgspec.msgpack.Decoder(IdleState)
 
 
 def idle_state(scheduler: Scheduler) -> IdleState | None:
-    """None where there is none: somebody lives, a step is in flight, or there are drafts. O(blocks)."""
+    """Return the state; None when requests exist, a step is in flight, or drafts are enabled. O(blocks)."""
     if not scheduler.is_idle or scheduler.config.num_speculative_tokens:
         return None
     removed, retired = scheduler.table.ended_handles
@@ -63,19 +63,21 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
 
 
 def restore(scheduler: Scheduler, state: IdleState) -> None:
-    """Bring ``scheduler``, to which nothing has happened yet, to ``state``.
+    """Bring an unused ``scheduler`` to ``state``.
 
     Raises:
-        ValueError: no Scheduler with its configuration can be in that state; it is of no use any more.
-        OverflowError: some handle is no int32.
+        ValueError: the state is impossible for this configuration. The Scheduler must be discarded.
+        OverflowError: a handle is not an int32.
     """
     config = scheduler.config
     if not -1 <= state.stale_until <= state.step:
-        raise ValueError(f"step {state.step}, and results up to {state.stale_until} are stale")
+        raise ValueError(
+            f"invalid keyframe: stale_until must be between -1 and step {state.step} (got {state.stale_until})"
+        )
     if not config.max_num_seqs <= state.max_num_batched_tokens <= config.max_num_batched_tokens:
-        raise ValueError(f"max_num_batched_tokens cannot be {state.max_num_batched_tokens}")
+        raise ValueError(f"invalid keyframe: max_num_batched_tokens is {state.max_num_batched_tokens}")
     if state.pause not in PAUSES or config.num_speculative_tokens:
-        raise ValueError(f"a pause {state.pause!r} with {config.num_speculative_tokens} drafts")
+        raise ValueError(f"invalid keyframe: pause {state.pause!r} with {config.num_speculative_tokens} draft tokens")
     scheduler.config = msgspec.structs.replace(config, max_num_batched_tokens=state.max_num_batched_tokens)
     scheduler.pause = state.pause
     scheduler.results.stale_until = state.stale_until
@@ -94,7 +96,10 @@ def decode_state(data: bytes) -> IdleState:
     return _decoder.decode(data)
 
 
-def with_short_names(state: IdleState, hash_bytes: int) -> IdleState:
-    """As a line has it. ``hash_bytes``: length of a whole name; what a key has beyond it is the group."""
+def with_short_hashes(state: IdleState, hash_bytes: int) -> IdleState:
+    """Return the state with cut hashes, as in a trace line.
+
+    ``hash_bytes``: length of a whole hash; the rest of a key is the group.
+    """
     cached = [(block, key[:SHORT_HASH_BYTES] + key[hash_bytes:]) for block, key in state.cached]
     return msgspec.structs.replace(state, cached=cached)

@@ -1,8 +1,9 @@
 """The lines of a trace file: JSON objects, one per line, each with its ``kind``. See docs/traces.md.
 
-Both sides use these types: the recorder writes them, the reader decodes and checks them. Lines say what changed, not
-what is: a steady step costs a short decision and a short result, whatever the batch. ``now`` is monotonic seconds on
-the scheduler's clock. Names of blocks are cut to ``Header.hash_bytes``; they are base64 as msgspec has bytes in JSON.
+The recorder writes these types; the reader decodes and checks them. Lines contain changes, not state: a steady decode
+step costs a short decision and a short result for any batch size. ``now`` is in monotonic seconds of the scheduler's
+clock. Block hashes are cut to ``Header.hash_bytes`` bytes and base64-encoded, like all bytes that msgspec writes as
+JSON.
 """
 
 from typing import TypeAlias
@@ -24,20 +25,20 @@ HASH_BYTES = SHORT_HASH_BYTES
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
-    """``crc``: CRC-32 of the line as ``encode_line`` has it without this field; see ``is_intact``."""
+    """The base of all lines. ``crc``: CRC-32 of the line encoded without this field; see ``is_intact``."""
 
     crc: int | None = None
 
 
 class Header(Line, frozen=True, kw_only=True, tag="header"):
-    """First line of every file of a trace: all that a replay needs to build the same Scheduler.
+    """The first line of every file of a trace: all that a replay needs to make the same Scheduler.
 
     Attributes:
-        part: from 0; files after the first, when it was rotated, go on where the one before ended.
+        part: number of the file, from 0; after a rotation each file continues the previous one.
         wall: seconds since 1970 at ``now``.
-        prompts: arrivals have their tokens.
-        complete: false for a crash dump that begins in the middle. Its second line is a keyframe, from which it can be
-            replayed; without one it can be looked at only.
+        prompts: whether arrivals have their token ids.
+        complete: false for a crash dump that starts in the middle of a run. When its second line is a keyframe, it can
+            be replayed from there; otherwise it can only be read.
     """
 
     format: str
@@ -55,17 +56,17 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
 
 
 class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):
-    """Where a trace that is not complete begins, and nowhere else. Names in ``state`` are cut."""
+    """The start of an incomplete trace; occurs nowhere else. Hashes in ``state`` are cut."""
 
     now: float
     state: IdleState
 
 
 class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
-    """A request that was accepted (one that was refused changed nothing, and is only counted).
+    """An accepted request. A refused one changes no state and is only counted.
 
-    ``sampling`` has what decides how long it runs and who looks at it; no texts, schemas or token lists.
-    ``block_hashes``: names of its full blocks, joined.
+    ``sampling`` has the parameters that affect scheduling, but no texts, schemas or token lists. ``block_hashes``:
+    hashes of its full blocks, concatenated.
     """
 
     now: float
@@ -88,7 +89,7 @@ OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail
 
 
 class Event(Line, frozen=True, kw_only=True, tag="event"):
-    """Anything else that the Scheduler consumed, but results, as the array that it is on the wire."""
+    """Any other event that the Scheduler consumed, except results, encoded as on the wire."""
 
     now: float
     client: int = 0
@@ -97,7 +98,7 @@ class Event(Line, frozen=True, kw_only=True, tag="event"):
 
 
 class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
-    """Before a decision, where anything changed since the last one (fields as in seed-style scheduler traces)."""
+    """The state before a decision, written when it changed. The fields are those of other schedulers' traces."""
 
     step: int
     now: float
@@ -110,7 +111,7 @@ class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
 
 
 class PrefixCacheEvent(Line, frozen=True, kw_only=True, tag="prefix_cache_event"):
-    """A request was let in by the step's decision, which follows."""
+    """A request was admitted by the step's decision, which follows."""
 
     step: int
     req_id: str
@@ -122,7 +123,7 @@ class PrefixCacheEvent(Line, frozen=True, kw_only=True, tag="prefix_cache_event"
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the workers are told of whole."""
+    """A request that the step adds to the workers' batch."""
 
     handle: int
     req_id: str
@@ -134,7 +135,10 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """``what``: wait, preempt or evict; as ``scheduler_proc/requests/reasons.py`` has it."""
+    """Why a request waits or was preempted, or a content was evicted; see ``scheduler_proc/requests/reasons.py``.
+
+    ``what``: ``wait``, ``preempt`` or ``evict``.
+    """
 
     what: str
     req_id: str
@@ -144,14 +148,14 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
-    """One step's diff. A request not named here that runs computes one token.
+    """The diff of one step. A running request that is not listed computes one token.
 
     Attributes:
-        new: rows to build, with ``block_ids`` for all of them, one after the other.
-        appended: handle, group, block id, handle, ... of blocks given to held requests.
-        counts, drafts: (handle, tokens) and (handle, drafts) of those that compute other than one token.
-        reasons: why somebody waits, was put out, or lost a content, since the last line that had any.
-        hashes: (handle, name) of blocks that became full while it was decided.
+        new: rows to add, with ``block_ids`` for all of them, concatenated.
+        appended: handle, group, block id, handle, ... of blocks appended to existing rows.
+        counts, drafts: (handle, tokens) and (handle, drafts) of requests that compute other than one token.
+        reasons: decisions since the last line with reasons.
+        hashes: (handle, hash) of blocks that became full during the decision.
     """
 
     step: int
@@ -170,7 +174,7 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
 
 
 class Tick(Line, frozen=True, kw_only=True, tag="tick"):
-    """It was asked for a step, and had none."""
+    """The Scheduler was asked for a step and had none."""
 
     now: float
     reasons: list[Reason] = []
@@ -178,7 +182,10 @@ class Tick(Line, frozen=True, kw_only=True, tag="tick"):
 
 
 class Result(Line, frozen=True, kw_only=True, tag="result"):
-    """A step's result. ``handles``: absent while the same as in the last one that had them. Else as OpaqueResult."""
+    """The result of a step, with the fields of OpaqueResult.
+
+    ``handles`` is absent when equal to those of the last result that had them.
+    """
 
     step: int
     now: float
@@ -199,8 +206,11 @@ class ClientDropped(Line, frozen=True, kw_only=True, tag="client_dropped"):
 
 
 class WorkerEpoch(Line, frozen=True, kw_only=True, tag="worker_epoch"):
-    """Running requests restart. ``budget_halved``: the token budget is half of what it was. ``new_workers``: on new
-    workers, whose KV cache is empty."""
+    """Running requests restart in a new worker epoch.
+
+    ``budget_halved``: the token budget is half of what it was. ``new_workers``: the workers were replaced, and their KV
+    cache is empty.
+    """
 
     now: float
     budget_halved: bool = False
@@ -210,13 +220,13 @@ class WorkerEpoch(Line, frozen=True, kw_only=True, tag="worker_epoch"):
 
 
 class Lost(Line, frozen=True, kw_only=True, tag="lost"):
-    """So many lines are missing here: the disk was too slow. What follows cannot be replayed exactly."""
+    """``lines`` lines are missing here because the disk was too slow. The rest cannot be replayed exactly."""
 
     lines: int
 
 
 class End(Line, frozen=True, kw_only=True, tag="end"):
-    """The engine stopped, or the file was rotated (``next_part`` is true). A file without it was cut short."""
+    """The engine stopped, or the file was rotated (``next_part``). A file without this line was truncated."""
 
     now: float
     reason: str = ""
@@ -244,7 +254,7 @@ _decoder: msgspec.json.Decoder[AnyLine] = msgspec.json.Decoder(AnyLine)
 
 
 def encode_line(line: Line) -> bytes:
-    """The line with its CRC, without a newline."""
+    """Return the line with its CRC, without a newline."""
     body = _encoder.encode(line)
     return b'%b,"crc":%d}' % (body[:-1], crc32(body))
 
@@ -255,7 +265,7 @@ def decode_line(raw: bytes | str) -> AnyLine:
 
 
 def is_intact(line: Line) -> bool:
-    """Whether the line is what was written, whatever its spaces; one without a CRC is taken as it is."""
+    """Return whether the CRC matches, regardless of whitespace. A line without a CRC counts as intact."""
     if line.crc is None:
         return True
     return crc32(_encoder.encode(msgspec.structs.replace(line, crc=None))) == line.crc

@@ -1,4 +1,4 @@
-"""The lines of a trace, made from what a Scheduler just did. Decides nothing, writes nothing."""
+"""Makes the lines of a trace from a Scheduler's events and decisions. Takes no decision and writes no file."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,25 +15,25 @@ from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
 from quire.scheduler_proc.trace.translate import (
     arrival_line,
-    decided_line,
-    dropped_line,
+    client_dropped_line,
     event_line,
     hit_line,
     keyframe_line,
     result_line,
     snapshot_line,
+    step_line,
     tick_line,
     worker_epoch_line,
 )
 
-LineToBe = tuple[Callable[..., Line], tuple[Any, ...]]
-"""What makes a line, and of what."""
+PendingLine = tuple[Callable[..., Line], tuple[Any, ...]]
+"""The function that makes a line, and its arguments."""
 
 
-def at_once(sink: Callable[[Line], None]) -> Callable[[LineToBe], None]:
-    """Lines made as they come."""
+def make_immediately(sink: Callable[[Line], None]) -> Callable[[PendingLine], None]:
+    """Return a ``put`` that makes each line immediately and passes it to ``sink``."""
 
-    def put(line: LineToBe) -> None:
+    def put(line: PendingLine) -> None:
         make, parts = line
         sink(make(*parts))
 
@@ -41,107 +41,112 @@ def at_once(sink: Callable[[Line], None]) -> Callable[[LineToBe], None]:
 
 
 class TraceRecorder:
-    """Is told of each event and each decision right after the Scheduler took it, and puts the lines of it.
+    """Turns each event and each decision into lines, right after the Scheduler took it.
 
-    Nothing here looks at a request that nothing happened to: a steady step costs its diff's length. What a line is
-    made of never changes afterwards, so that all of that can wait until there is time.
+    Looks only at requests that changed: a steady decode step costs O(length of its diff). The arguments of a line never
+    change later, so that lines can be made and encoded when there is time.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tap: DecisionLog, put: Callable[[LineToBe], None], *, prompts: bool = False
+        self,
+        scheduler: Scheduler,
+        decision_log: DecisionLog,
+        put: Callable[[PendingLine], None],
+        *,
+        prompts: bool = False,
     ) -> None:
         """
         Args:
-            scheduler: before its first request, with ``tap`` as its hooks.
-            prompts: arrivals have their tokens.
+            scheduler: an unused scheduler, with ``decision_log`` as its hooks.
+            prompts: whether arrivals have their token ids.
         """
         self._scheduler = scheduler
         self._table, self._pool = scheduler.table, scheduler.kv.pool
         self._put = put
         self._prompts = prompts
-        self._tap = tap
+        self._log = decision_log
         self._reasons: list[Decision] = []
-        self._newest = 0
-        self._before = self._told = (-1, -1, -1, -1)
+        self._last_number = 0
+        self._snapshot = self._last_snapshot = (-1, -1, -1, -1)
 
     # ---- events
 
     def consumed(self, now: float, client: int, event: Consumed) -> None:
-        """``event`` was taken and did not raise."""
-        tap = self._tap
+        """Record an event that was consumed without an exception."""
+        decision_log = self._log
         if isinstance(event, ModelRunnerOutput):
-            self._put((result_line, (now, event, tap.ended_requests.copy(), tap.hashes.copy())))
+            self._put((result_line, (now, event, decision_log.ended_requests.copy(), decision_log.hashes.copy())))
         else:
-            self._rarer(now, client, event)
-        tap.ended_requests.clear()
-        tap.hashes.clear()
+            self._other_event(now, client, event)
+        decision_log.ended_requests.clear()
+        decision_log.hashes.clear()
 
-    def _rarer(self, now: float, client: int, event: Consumed) -> None:
+    def _other_event(self, now: float, client: int, event: Consumed) -> None:
         match event:
             case AddRequest():
                 self._arrival(now, client, event)
             case Control(kind="statistics"):
-                pass  # a question
+                pass  # changes no state
             case _:
-                self._put((event_line, (now, client, event, self._tap.hashes.copy())))
+                self._put((event_line, (now, client, event, self._log.hashes.copy())))
 
     def client_dropped(self, now: float, client: int) -> None:
-        self._put((dropped_line, (now, client, self._tap.hashes.copy())))
-        self._tap.clear()
+        self._put((client_dropped_line, (now, client, self._log.hashes.copy())))
+        self._log.clear()
 
     def worker_epoch_began(
         self, now: float, *, budget_halved: bool = False, new_workers: bool = False, reason: str = ""
     ) -> None:
-        """Record a worker epoch after the Scheduler began it; its token budget may have been halved before."""
-        self._put((worker_epoch_line, (now, budget_halved, new_workers, reason, self._tap.hashes.copy())))
-        self._tap.clear()
+        """Record that running requests restarted, after the Scheduler did so."""
+        self._put((worker_epoch_line, (now, budget_halved, new_workers, reason, self._log.hashes.copy())))
+        self._log.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
-        """A request that was refused leaves no line, and neither does a second one with an id in use."""
+        """Record an accepted request. Refused requests and duplicate ids leave no line."""
         request = self._scheduler.table.requests.get((client, event.request_id))
-        names: list[bytes] = []
-        if request is not None and request.number > self._newest:
-            self._newest = request.number
-            names = request.block_hashes.copy()
-        elif not self._tap.ended_requests:  # else it ended at once
+        hashes: list[bytes] = []
+        if request is not None and request.number > self._last_number:
+            self._last_number = request.number
+            hashes = request.block_hashes.copy()
+        elif not self._log.ended_requests:  # otherwise it ended immediately
             return
-        self._put((arrival_line, (now, client, event, names, self._prompts)))
-        ended = self._tap.ended_requests
-        if ended and ended[0].reason == EndReason.REPETITION:  # which lengths do not tell
+        self._put((arrival_line, (now, client, event, hashes, self._prompts)))
+        ended = self._log.ended_requests
+        if ended and ended[0].reason == EndReason.REPETITION:  # not implied by the token counts in the trace
             self._put((event_line, (now, client, Abort([event.request_id]), [])))
 
     # ---- decisions
 
     def note(self, decisions: list[Decision]) -> None:
-        """What the Scheduler decided, with its reasons: said in the next line that can."""
+        """Record decisions with their reasons; the next decision line contains them."""
         self._reasons += decisions
 
     def before_step(self) -> None:
-        """The Scheduler is about to be asked for a step."""
+        """Call before ``schedule()``."""
         table, pool = self._table, self._pool
         running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
         free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
-        self._before = (running, waiting, free, cached)
+        self._snapshot = (running, waiting, free, cached)
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
-        """The Scheduler was asked for a step; None: it had none. ``note`` its reasons before."""
-        tap, put = self._tap, self._put
+        """Record the result of ``schedule()``: a diff, or None. ``note`` its reasons before."""
+        decision_log, put = self._log, self._put
         reasons = self._reasons.copy()
         step = self._scheduler.last_step + 1 if diff is None else diff.step
-        if diff is not None and self._before != self._told:
-            self._told = self._before
-            put((snapshot_line, (now, step, self._before, self._pool.num_usable_blocks)))
-        for hit in tap.hits:
+        if diff is not None and self._snapshot != self._last_snapshot:
+            self._last_snapshot = self._snapshot
+            put((snapshot_line, (now, step, self._snapshot, self._pool.num_usable_blocks)))
+        for hit in decision_log.hits:
             put((hit_line, (step, hit)))
         if diff is None:
-            put((tick_line, (now, reasons, tap.hashes.copy())))
+            put((tick_line, (now, reasons, decision_log.hashes.copy())))
         else:
             new = diff.new_requests
             priorities = [self._table.running[row.handle].priority for row in new] if new else []
-            put((decided_line, (now, diff, priorities, reasons, tap.hashes.copy())))
+            put((step_line, (now, diff, priorities, reasons, decision_log.hashes.copy())))
         self._reasons.clear()
-        tap.hits.clear()
-        tap.hashes.clear()
+        decision_log.hits.clear()
+        decision_log.hashes.clear()
 
 
 def begins_at_keyframe(records: Sequence[Record]) -> bool:
@@ -151,14 +156,13 @@ def begins_at_keyframe(records: Sequence[Record]) -> bool:
 def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
     """Yield the lines that a recorder would have made of the run, without the header.
 
-    A keyframe has a line where the log begins with it only.
-
-    Feeds a fresh Scheduler what the recorded one consumed, for hashes and endings are not in the log.
+    Replays the log with a new Scheduler, because hashes and endings are not in the log. Only a keyframe at the start of
+    the log becomes a line.
     """
     lines: list[Line] = []
-    tap = DecisionLog()
-    scheduler = header.make_scheduler(hooks=tap)
-    recorder = TraceRecorder(scheduler, tap, at_once(lines.append), prompts=prompts)
+    decision_log = DecisionLog()
+    scheduler = header.make_scheduler(hooks=decision_log)
+    recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append), prompts=prompts)
     codec: Codec[Any] = Codec(Consumed)
     budget_halved = False
     for index, record in enumerate(records):
@@ -171,13 +175,13 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
                 event = codec.decode(record.frames).message
                 scheduler.consume(event, record.client)
                 recorder.consumed(record.now, record.client, event)
-            case RecordKind.DROPPED:
+            case RecordKind.CLIENT_DROPPED:
                 scheduler.drop_client(record.client)
                 recorder.client_dropped(record.now, record.client)
-            case RecordKind.HALVED:
+            case RecordKind.BUDGET_HALVED:
                 budget_halved = scheduler.halve_steps()
-            case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-                new_workers = kind is RecordKind.RESTARTED
+            case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
+                new_workers = kind is RecordKind.NEW_WORKERS
                 scheduler.begin_worker_epoch(new_workers=new_workers)
                 recorder.worker_epoch_began(record.now, budget_halved=budget_halved, new_workers=new_workers)
                 budget_halved = False

@@ -1,4 +1,4 @@
-"""Messages as lines of a trace, without what users wrote; and a configuration without the places of its machine."""
+"""Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import Hit
 from quire.scheduler_proc.trace.event_log import TraceHeader
-from quire.scheduler_proc.trace.keyframe import IdleState, with_short_names
+from quire.scheduler_proc.trace.keyframe import IdleState, with_short_hashes
 from quire.scheduler_proc.trace.lines import (
     FORMAT,
     HASH_BYTES,
@@ -34,10 +34,10 @@ from quire.scheduler_proc.trace.lines import (
     WorkerEpoch,
 )
 
-SOME_GRAMMAR = StructuredOutputs(json_object=True)
-"""Stands for whatever an answer must look like: that it is looked at, token by token, is all that a replay needs."""
+ANY_GRAMMAR = StructuredOutputs(json_object=True)
+"""Replaces every constraint: a replay only needs to know that the output is constrained."""
 
-Names = list[tuple[int, bytes]]
+Hashes = list[tuple[int, bytes]]
 
 
 def make_header(
@@ -60,11 +60,11 @@ def make_header(
 
 
 def keyframe_line(now: float, state: IdleState, header: TraceHeader) -> Keyframe:
-    return Keyframe(now=now, state=with_short_names(state, KEY_BYTES[header.config.prefix_caching_hash_algo]))
+    return Keyframe(now=now, state=with_short_hashes(state, KEY_BYTES[header.config.prefix_caching_hash_algo]))
 
 
 def public_config(config: EngineConfig) -> EngineConfig:
-    """``config`` without the places of this machine."""
+    """Return ``config`` without paths and addresses of this machine."""
     speculative = config.speculative
     if speculative is not None:
         speculative = msgspec.structs.replace(speculative, model_path="")
@@ -80,8 +80,8 @@ def public_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes], prompts: bool) -> Arrival:
-    """``names``: of its full blocks. ``prompts``: with its tokens."""
+def arrival_line(now: float, client: int, event: AddRequest, block_hashes: list[bytes], prompts: bool) -> Arrival:
+    """``block_hashes``: hashes of its full blocks. ``prompts``: whether to include its token ids."""
     delivered = event.output_token_ids
     return Arrival(
         now=now,
@@ -91,30 +91,30 @@ def arrival_line(now: float, client: int, event: AddRequest, names: list[bytes],
         num_output_tokens=0 if delivered is None else len(delivered),
         priority=event.priority,
         arrival=event.arrival,
-        sampling=what_schedules(event.sampling),
+        sampling=scheduling_params(event.sampling),
         seed=event.seed,
         tenant=event.tenant,
         resubmitted=event.resubmitted,
-        block_hashes=b"".join([name[:HASH_BYTES] for name in names]),
-        prompt_token_ids=_listed(event.prompt_token_ids) if prompts else None,
+        block_hashes=b"".join([block_hash[:HASH_BYTES] for block_hash in block_hashes]),
+        prompt_token_ids=_to_list(event.prompt_token_ids) if prompts else None,
     )
 
 
-def what_schedules(sampling: SamplingParams) -> SamplingParams:
-    """What decides how long a request runs and who looks at its tokens; nothing of what its user wrote."""
+def scheduling_params(sampling: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters that affect scheduling, without anything that the user wrote."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
-        structured_outputs=None if sampling.structured_outputs is None else SOME_GRAMMAR,
+        structured_outputs=None if sampling.structured_outputs is None else ANY_GRAMMAR,
         repetition_detection=sampling.repetition_detection,
     )
 
 
-def event_line(now: float, client: int, event: OtherEvent, hashes: Names) -> Event:
-    """What a compiler of grammars says may quote the grammar, and is left out."""
+def event_line(now: float, client: int, event: OtherEvent, hashes: Hashes) -> Event:
+    """Omit the compiler's message, which may quote the grammar."""
     match event:
         case Refuse():
             event = Refuse(event.request_id, event.code, event.param, "")
@@ -123,22 +123,22 @@ def event_line(now: float, client: int, event: OtherEvent, hashes: Names) -> Eve
     return Event(now=now, client=client, event=event, hashes=hashes)
 
 
-def dropped_line(now: float, client: int, hashes: Names) -> ClientDropped:
+def client_dropped_line(now: float, client: int, hashes: Hashes) -> ClientDropped:
     return ClientDropped(now=now, client=client, hashes=hashes)
 
 
-def worker_epoch_line(now: float, budget_halved: bool, new_workers: bool, reason: str, hashes: Names) -> WorkerEpoch:
+def worker_epoch_line(now: float, budget_halved: bool, new_workers: bool, reason: str, hashes: Hashes) -> WorkerEpoch:
     return WorkerEpoch(now=now, budget_halved=budget_halved, new_workers=new_workers, reason=reason, hashes=hashes)
 
 
-def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Names) -> Result:
+def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Hashes) -> Result:
     return Result(
         step=event.step,
         now=now,
         seconds=event.seconds,
-        handles=_listed(event.handles),
-        counts=_listed(event.counts),
-        drafts=_listed(event.drafts),
+        handles=_to_list(event.handles),
+        counts=_to_list(event.counts),
+        drafts=_to_list(event.drafts),
         bad=event.bad,
         failed=event.failed,
         ended=ended,
@@ -147,7 +147,7 @@ def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes
 
 
 def snapshot_line(now: float, step: int, counts: tuple[int, int, int, int], num_blocks: int) -> StepSnapshot:
-    """``counts``: requests that run and that wait, blocks that are free and whose content can be found."""
+    """``counts``: running requests, waiting requests, free blocks, cached blocks."""
     running, waiting, free, cached = counts
     return StepSnapshot(
         step=step,
@@ -170,21 +170,21 @@ def hit_line(step: int, hit: Hit) -> PrefixCacheEvent:
     )
 
 
-def tick_line(now: float, reasons: list[Decision], hashes: Names) -> Tick:
+def tick_line(now: float, reasons: list[Decision], hashes: Hashes) -> Tick:
     return Tick(now=now, reasons=reasons_of(reasons), hashes=hashes)
 
 
-def decided_line(
-    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Decision], hashes: Names
+def step_line(
+    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Decision], hashes: Hashes
 ) -> StepDecision:
-    """As the Scheduler says it."""
+    """Convert a diff and decisions of the Scheduler."""
     return decision_line(now, diff, priorities, reasons_of(reasons) if reasons else [], hashes)
 
 
 def decision_line(
-    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Reason], hashes: Names
+    now: float, diff: SchedulerOutput, priorities: list[int], reasons: list[Reason], hashes: Hashes
 ) -> StepDecision:
-    """``priorities``: of ``diff.new_requests``."""
+    """``priorities``: those of ``diff.new_requests``."""
     return StepDecision(
         step=diff.step,
         now=now,
@@ -195,7 +195,7 @@ def decision_line(
             NewRow(r.handle, r.request_id, r.num_prompt_tokens, r.num_tokens, r.num_computed_tokens, r.num_blocks, p)
             for r, p in zip(diff.new_requests, priorities, strict=True)
         ],
-        block_ids=_listed(diff.block_ids) or [],
+        block_ids=_to_list(diff.block_ids) or [],
         appended=appended(diff),
         counts=diff.counts,
         drafts=diff.drafts,
@@ -210,7 +210,7 @@ def reasons_of(decisions: list[Decision]) -> list[Reason]:
 
 
 def appended(diff: SchedulerOutput) -> list[int]:
-    """Handle, group, block id, handle, ... of the blocks that ``diff`` gives to held requests."""
+    """Return handle, group, block id, handle, ... of the blocks that ``diff`` appends to existing rows."""
     if diff.appended_handles is None or diff.appended_block_ids is None:
         return []
     flat = [0] * (3 * len(diff.appended_handles))
@@ -221,8 +221,8 @@ def appended(diff: SchedulerOutput) -> list[int]:
     return flat
 
 
-def _listed(array: Int32 | None) -> list[int] | None:
+def _to_list(array: Int32 | None) -> list[int] | None:
     if array is None:
         return None
-    listed: list[int] = array.tolist()
-    return listed
+    result: list[int] = array.tolist()
+    return result

@@ -21,7 +21,7 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import End, Line, Lost, WorkerEpoch, encode_line
-from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
+from quire.scheduler_proc.trace.recorder import TraceRecorder, make_immediately
 from quire.scheduler_proc.trace.translate import make_header
 
 Law = Callable[[StepShape], float]
@@ -46,7 +46,7 @@ def record(path: Path, law: Law) -> None:
     decision_log = DecisionLog()
     scheduler = Scheduler(config, make_layout(config), 3000, hooks=decision_log)
     lines: list[Line] = [make_header(TraceHeader(config, make_layout(config), 3000))]
-    recorder = TraceRecorder(scheduler, decision_log, at_once(lines.append))
+    recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
     now, waiting = 0.0, 150

@@ -142,4 +142,4 @@ def test_a_ring_that_dropped_nothing_is_complete() -> None:
     log = EventLog()
     log.tick(1.0)
     log.client_dropped(2.0, 5)
-    assert log.complete and [(r.kind, r.client) for r in log] == [(RecordKind.TICK, 0), (RecordKind.DROPPED, 5)]
+    assert log.complete and [(r.kind, r.client) for r in log] == [(RecordKind.TICK, 0), (RecordKind.CLIENT_DROPPED, 5)]

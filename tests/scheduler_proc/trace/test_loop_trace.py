@@ -154,7 +154,7 @@ def test_a_trace_that_cannot_be_written_is_a_failed_start(tmp_path: Path) -> Non
 
 def test_an_engine_that_goes_on_does_so_without_its_trace(tmp_path: Path) -> None:
     config = make_config(trace=str(tmp_path / "no" / "t.jsonl"))
-    journal = Journal(config, time.monotonic, again=True)
+    journal = Journal(config, time.monotonic, is_restart=True)
     header = TraceHeader(config, make_layout(config), 10)
     journal.begin(header)
     journal.consumed(0, [b"frame"], Abort(["nobody"]))

@@ -22,7 +22,7 @@ from quire.scheduler_proc.trace.lines import (
     WorkerEpoch,
     encode_line,
 )
-from quire.scheduler_proc.trace.recorder import TraceRecorder, at_once
+from quire.scheduler_proc.trace.recorder import TraceRecorder, make_immediately
 from quire.scheduler_proc.trace.translate import event_line
 
 SECRET = "hunter2"
@@ -174,7 +174,7 @@ def test_times_are_those_of_the_loop() -> None:
     tap = DecisionLog()
     scheduler = Scheduler(config, make_layout(config), 33, hooks=tap)
     lines: list[Any] = []
-    recorder = TraceRecorder(scheduler, tap, at_once(lines.append))
+    recorder = TraceRecorder(scheduler, tap, make_immediately(lines.append))
     event = make_request("a", PROMPT, max_tokens=2, arrival=0.5)
     for time, message in ((1.0, event), (2.0, Control("resume"))):
         scheduler.consume(message)

@@ -247,7 +247,7 @@ def test_what_cannot_be_replayed_is_said_in_the_end(tmp_path: Path, caplog: pyte
         path = write_dump(tmp_path, 1, Dump(driver.header, records, True, 9.0, "bug"))
     assert path is not None
     end = read(path)[-1]
-    assert isinstance(end, End) and end.reason.startswith("bug; its replay: ProtocolError")
+    assert isinstance(end, End) and end.reason.startswith("bug; its replay failed with ProtocolError")
 
 
 def test_a_folder_that_cannot_be_made_costs_the_dump_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,11 +49,11 @@ def _replay_record(
     match RecordKind(record.kind):
         case RecordKind.CONSUMED:
             scheduler.consume(consumed.decode(record.frames).message, record.client)
-        case RecordKind.DROPPED:
+        case RecordKind.CLIENT_DROPPED:
             scheduler.drop_client(record.client)
-        case RecordKind.EPOCH | RecordKind.RESTARTED as kind:
-            scheduler.begin_worker_epoch(new_workers=kind is RecordKind.RESTARTED)
-        case RecordKind.HALVED:
+        case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
+            scheduler.begin_worker_epoch(new_workers=kind is RecordKind.NEW_WORKERS)
+        case RecordKind.BUDGET_HALVED:
             scheduler.halve_steps()
         case RecordKind.KEYFRAME if index == 0:
             restore(scheduler, decode_state(record.frames[0]))
