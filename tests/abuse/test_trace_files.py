@@ -105,7 +105,7 @@ def test_an_unpacker_that_is_to_look_back_too_far(tmp_path: Path) -> None:
     assert str(path) in refused(path)
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 29}]
     far = lzma.compress(b"{}\n", filters=filters)
-    assert "packed data is damaged" in refused(written(tmp_path, far))
+    assert "compressed data is damaged" in refused(written(tmp_path, far))
 
 
 def test_frames_without_content_have_an_end(tmp_path: Path) -> None:

@@ -76,14 +76,14 @@ def test_random_runs_cover_all_kinds_of_events() -> None:
                 kinds["parked"] += bool(line.parked)
                 kinds["preempted"] += sum(reason.what == "preempt" for reason in line.reasons)
             case WorkerEpoch():
-                kinds["budget_halved"] += line.halved
+                kinds["budget_halved"] += line.budget_halved
             case Event():
                 kinds[type(line.event).__name__] += 1
             case Result():
                 kinds["bad"] += bool(line.bad)
                 kinds["counts"] += line.counts is not None
-    lacking = [name for name in ("drafts", "grammars", "parked", "halved", "bad", "counts") if kinds[name] < 3]
-    lacking += [name for name in ("Tick", "ClientDropped", "Epoch", "Fail", "Refuse", "Hold") if kinds[name] < 3]
+    lacking = [name for name in ("drafts", "grammars", "parked", "budget_halved", "bad", "counts") if kinds[name] < 3]
+    lacking += [name for name in ("Tick", "ClientDropped", "WorkerEpoch", "Fail", "Refuse", "Hold") if kinds[name] < 3]
     assert not lacking and kinds["preempted"] > 50 and kinds["StepDecision"] > 600, kinds
 
 
