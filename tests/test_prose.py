@@ -141,7 +141,8 @@ _PATTERNS = {
     for name, turn in TURNS.items()
 }
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|<[^>\n]+>|\$\{?\w+\}?|%\(\w+\)s")
-_DATA = ("launch/demo/", "tools/demo_model/", "tests/data/", "launch/replay/report/assets/")
+_DATA = ("launch/demo/", "tools/demo_model/", "tests/data/", "report/assets/vendor/")
+_MARKERS = {".cpp": "//", ".h": "//", ".js": "//", ".css": "/*", ".toml": "#", ".yml": "#", ".yaml": "#", "": "#"}
 _WORDS = re.compile(r"[A-Za-z]{2,} [A-Za-z]{2,}")
 
 
@@ -184,6 +185,20 @@ def blocks_of_tests(file: Path) -> Iterator[Block]:
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield _block(name, value.lineno, value.value)
+
+
+def other_blocks(file: Path) -> Iterator[Block]:
+    """Yield the comments of a file in another language, one block per run of lines."""
+    marker, lines = _MARKERS[file.suffix], list[tuple[int, str]]()
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        _, found, text = line.partition(marker)
+        if found:
+            lines.append((number, text.strip("/*# ")))
+        elif lines:
+            yield Block(_name(file), lines)
+            lines = []
+    if lines:
+        yield Block(_name(file), lines)
 
 
 def page_blocks(file: Path) -> Iterator[Block]:
@@ -243,6 +258,8 @@ def all_matches(paths: list[Path]) -> list[Match]:
         if file.suffix == ".md":
             found += [match for block in page_blocks(file) for match in matches(block)]
             found += wide_lines(file)
+        elif file.suffix in _MARKERS and file.is_file():
+            found += [match for block in other_blocks(file) for match in matches(block)]
         elif file.suffix == ".py":
             blocks = blocks_of_tests(file) if name.startswith("tests/") else product_blocks(file)
             found += [match for block in blocks for match in matches(block)]
@@ -270,7 +287,8 @@ def _name(file: Path) -> str:
 
 
 def _folders() -> list[Path]:
-    return [path for path in ROOT.iterdir() if not path.name.startswith(".") and path.name != "build"]
+    hidden = [ROOT / ".ci", ROOT / ".github", ROOT / ".pre-commit-config.yaml"]
+    return [*hidden, *(path for path in ROOT.iterdir() if not path.name.startswith(".") and path.name != "build")]
 
 
 @pytest.mark.parametrize("text", REVIEWED, ids=range(len(REVIEWED)))
