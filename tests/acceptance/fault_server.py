@@ -1,4 +1,4 @@
-"""A real ``quire serve`` whose processes can be killed: its processes, what it says, and what it leaves behind."""
+"""A real ``quire serve`` whose processes can be killed: its processes, its log, and what it leaves behind."""
 
 import contextlib
 import os
@@ -27,32 +27,30 @@ MODULES: dict[Role, tuple[str, ...]] = {
 }
 SHARED_MEMORY = "/dev/shm/"
 READY = re.compile(r"http://[\d.]+:(\d+) \(ready")
-NOTICED = re.compile(r"started again|again by other workers")
+NOTICED = re.compile(r"restarting (the workers|the scheduler|a front end)|workers lost")
 STOP_S = 60.0
 
 
 class Line(NamedTuple):
-    """What the server said, and when that was read: monotonic seconds."""
+    """One log line, and the monotonic time at which it was read."""
 
     at: float
     text: str
 
 
 class FaultServer:
-    """Owns the server's process and a directory for all its temporary files; a context manager that ends both.
+    """Owns the server's process and a directory for all its temporary files; a context manager that removes both.
 
-    Every process of the server has the directory in its environment: that is how those are found that lost their
-    parent.
+    Every process of the server has the directory in its environment, which identifies processes that lost their parent.
     """
 
     def __init__(self, flags: Sequence[str], *, num_ranks: int = 1, wait: bool = True, echo: bool = False) -> None:
-        """
-        Args:
-            wait: until the server is ready.
-            echo: repeat on stderr what the server says.
+        """Args:
+            wait: wait until the server is ready.
+            echo: repeat the server's log on stderr.
 
         Raises:
-            ConfigError: it did not get ready; with the last line that it said.
+            ConfigError: the server did not start; with its last log line.
         """
         self.num_ranks = num_ranks
         self._echo = echo
@@ -77,7 +75,7 @@ class FaultServer:
             self._ready.wait()
         if wait and not self.port:
             self.close()
-            raise ConfigError(f"the server did not start: {self.log[-1].text if self.log else 'it said nothing'}")
+            raise ConfigError(f"the server did not start: {self.log[-1].text if self.log else 'no output'}")
 
     def __enter__(self) -> "FaultServer":
         return self
@@ -86,7 +84,7 @@ class FaultServer:
         self.close()
 
     def _read(self, stream: IO[str]) -> None:
-        """In a thread of its own, until every process that holds the other end has ended."""
+        """Read the log in a thread, until every process that holds the other end has exited."""
         for text in stream:
             self.log.append(Line(time.monotonic(), text.rstrip()))
             if self._echo:
@@ -100,7 +98,7 @@ class FaultServer:
     # ---- its processes
 
     def members(self, role: Role) -> list[psutil.Process]:
-        """Those of one role that live, oldest first: a worker that stands by is younger than those that work."""
+        """Return the live processes of one role, oldest first; standby workers are younger than working ones."""
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children()
             self._remember_shared(children)
@@ -112,43 +110,43 @@ class FaultServer:
         return self.members("worker")[self.num_ranks :]
 
     def victims(self, role: Role) -> list[psutil.Process]:
-        """Those whose death is felt."""
+        """Return the processes whose death affects clients."""
         return self.members(role)[: self.num_ranks] if role == "worker" else self.members(role)
 
     def noticed(self, since: float) -> float | None:
-        """When it first said after ``since`` (monotonic seconds) that a process died; None: not yet."""
+        """Return the time of the first log line after ``since`` (monotonic seconds) about a dead process, or None."""
         return next((line.at for line in self.log if line.at >= since and NOTICED.search(line.text)), None)
 
     # ---- the end
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit status."""
+        """Stop the server and return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(STOP_S)
 
     def leftovers(self) -> list[str]:
-        """What is there and should not be, once the server has ended: processes, files, shared memory."""
+        """Return the processes, files and shared memory that are left after the server exited."""
         left = [f"process {p.pid}: {_command(p)}" for p in self.orphans()]
         left += [f"file {path.relative_to(self.directory)}" for path in self.directory.rglob("*")]
         return left + [f"shared memory {path.name}" for path in sorted(self._shared) if path.exists()]
 
     def orphans(self) -> list[psutil.Process]:
-        """Processes of this server besides the first, also those that lost their parent."""
+        """Return all processes of this server except the first, including those that lost their parent."""
         others = (process for process in psutil.process_iter() if process.pid != self.process.pid)
         found = [process for process in others if _variable(process, "TMPDIR") == str(self.directory)]
         self._remember_shared(found)
         return found
 
     def _remember_shared(self, processes: Iterable[psutil.Process]) -> None:
-        """What of the machine's shared memory they have mapped: other programs have theirs beside it."""
+        """Record the shared memory that these processes have mapped, since other programs use shared memory too."""
         for process in processes:
             with contextlib.suppress(OSError):
                 lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
                 self._shared |= {Path(line.split(maxsplit=5)[5]) for line in lines if SHARED_MEMORY in line}
 
     def close(self) -> None:
-        """End whatever lives, and remove the directory."""
+        """Kill all processes and remove the directory."""
         for process in self.orphans():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -161,7 +159,7 @@ class FaultServer:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
-    """How many seconds it took to come true; None when it did not within ``seconds``."""
+    """Return the seconds until ``condition`` became true, or None if it did not within ``seconds``."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() > began + seconds:
@@ -171,7 +169,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
 
 
 def has_settled(process: psutil.Process) -> bool:
-    """Whether it has done its imports and sleeps. One that waits for a core does not sleep."""
+    """Whether the process has finished its imports and sleeps; one that waits for a core does not sleep."""
     with contextlib.suppress(psutil.Error):
         before = process.cpu_times()
         for _ in range(5):
@@ -189,13 +187,13 @@ def _command(process: psutil.Process) -> str:
 
 
 def _module(process: psutil.Process) -> str:
-    """That it runs: ``python -P -m MODULE ...``."""
+    """Return MODULE of ``python -P -m MODULE ...``, or an empty string."""
     words = _command(process).split()
     return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
 def _variable(process: psutil.Process, name: str) -> str | None:
-    """Of its environment; None when it has ended, or is not ours."""
+    """Return an environment variable of a process; None if it has exited or belongs to another user."""
     with contextlib.suppress(psutil.Error, OSError):
         if process.status() != psutil.STATUS_ZOMBIE:
             value: str | None = process.environ().get(name)

@@ -1,4 +1,4 @@
-"""So many streams at once: when each had its last piece, and whether every answer was right."""
+"""Many concurrent streams: the time of each one's last data, and whether every answer was right."""
 
 import asyncio
 import random
@@ -6,21 +6,21 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from live_streams import Answer, Ask, stream
+from live_streams import Answer, StreamRequest, stream
 
 MAX_EXAMPLES = 5
-"""Of each kind of failure that are kept in words."""
+"""Failures that are kept as text."""
 
 
-class Verdicts:
-    """What became of the answers so far.
+class AnswerCounts:
+    """Results of the answers so far.
 
     Attributes:
-        num_lost: cut off together with the front end that gave them.
-        num_failed: not whole, though their front end lived.
-        num_changed: whole, and wrong.
-        num_diverged: right in themselves, and not the reference: another batch rounds otherwise. Only counted where
-            answers need not be exact.
+        num_lost: cut off together with their front end.
+        num_failed: incomplete, although their front end was alive.
+        num_changed: complete, but wrong.
+        num_diverged: consistent, but different from the reference, because another batch rounds differently. Only
+            counted if answers need not be exact.
     """
 
     def __init__(self, references: Sequence[Answer], *, exact: bool) -> None:
@@ -30,8 +30,8 @@ class Verdicts:
         self.num_tokens = 0
         self.examples: list[str] = []
 
-    def judge(self, number: int, answer: Answer, *, doomed: bool) -> None:
-        """``number``: of the request. ``doomed``: its front end was killed, so that it may end as it likes."""
+    def check(self, number: int, answer: Answer, *, doomed: bool) -> None:
+        """Check the answer of request ``number``. ``doomed``: its front end was killed, so any ending is allowed."""
         reference = self._references[number]
         if answer.error:
             self.num_lost += doomed
@@ -57,30 +57,32 @@ class Verdicts:
 
 
 class Slots:
-    """Each slot has one answer at a time, of a request that it draws; a new one as soon as that has ended.
+    """Each slot has one request at a time, drawn at random; the next begins as soon as the last ended.
 
     Attributes:
-        arrivals: (monotonic seconds, slot) of every piece since it was last cleared.
+        arrivals: (monotonic seconds, slot) of all data since this list was last cleared.
     """
 
-    def __init__(self, port: int, asks: Sequence[Ask], count: int, seed: int, verdicts: Verdicts | None) -> None:
-        """``verdicts``: None: no answer is judged."""
+    def __init__(
+        self, port: int, requests: Sequence[StreamRequest], count: int, seed: int, counts: AnswerCounts | None
+    ) -> None:
+        """``counts``: None if answers are not checked."""
         self.arrivals: list[tuple[float, int]] = []
         self._last = [0.0] * count
         self._port = port
-        self._asks = asks
+        self._requests = requests
         self._seed = seed
-        self._verdicts = verdicts
+        self._counts = counts
         self._doomed: set[int] = set()
         self._open = True
         self._tasks = [asyncio.create_task(self._run(slot)) for slot in range(count)]
 
     def doom(self, ports: set[int]) -> None:
-        """The connections of these clients' ports are about to be cut."""
+        """The connections from these client ports are about to be cut."""
         self._doomed |= ports
 
-    async def flow(self, since: float, seconds: float) -> bool:
-        """Wait until every slot has had a piece after ``since``; False when one has had none for so long."""
+    async def wait_for_data(self, since: float, seconds: float) -> bool:
+        """Wait until every slot has received data after ``since``; return False after ``seconds``."""
         deadline = time.monotonic() + seconds
         while min(self._last) <= since:
             if time.monotonic() > deadline:
@@ -88,21 +90,21 @@ class Slots:
             await asyncio.sleep(0.005)
         return True
 
-    def firsts(self, since: float) -> list[float]:
-        """When each slot that has had a piece since then had its first one; in order."""
-        firsts: dict[int, float] = {}
+    def first_arrivals(self, since: float) -> list[float]:
+        """Return the time of each slot's first data after ``since``, in order."""
+        first_arrivals: dict[int, float] = {}
         for at, slot in self.arrivals:
             if at >= since:
-                firsts.setdefault(slot, at)
-        return list(firsts.values())
+                first_arrivals.setdefault(slot, at)
+        return list(first_arrivals.values())
 
     def end_of_silence(self, since: float) -> float:
-        """The end of the longest time in which no piece came, after ``since``."""
+        """Return the end of the longest time without data after ``since``."""
         times = [since, *(at for at, _ in self.arrivals if at >= since)]
         return max(pairwise(times), key=lambda gap: gap[1] - gap[0], default=(since, since))[1]
 
     async def finish(self, seconds: float) -> int:
-        """Let the running answers end; how many did not."""
+        """Let the running answers end; return the number that did not."""
         self._open = False
         _, pending = await asyncio.wait(self._tasks, timeout=seconds)
         self.cancel()
@@ -117,30 +119,33 @@ class Slots:
 
         def on_piece(answer: Answer) -> None:
             if answer.port in self._doomed:
-                return  # what lies in a socket whose other end is gone says nothing
+                return  # data buffered before the front end died does not indicate recovery
             now = time.monotonic()
             self._last[slot] = now
             self.arrivals.append((now, slot))
 
         while self._open:
-            number = draw.randrange(len(self._asks))
-            answer = await stream(self._port, self._asks[number], on_piece)
-            if self._verdicts is not None:
-                self._verdicts.judge(number, answer, doomed=answer.port in self._doomed)
+            number = draw.randrange(len(self._requests))
+            answer = await stream(self._port, self._requests[number], on_piece)
+            if self._counts is not None:
+                self._counts.check(number, answer, doomed=answer.port in self._doomed)
             if answer.error:
                 await asyncio.sleep(0.05)  # there may be no front end for a while
 
 
 def _difference(answer: Answer, reference: Answer) -> str:
-    """Where an answer left its reference."""
-    for index, told in sorted(reference.choices.items()):
-        mine = answer.choices.get(index)
-        if mine is None:
+    """Return where an answer differs from its reference."""
+    for index, right in sorted(reference.choices.items()):
+        found = answer.choices.get(index)
+        if found is None:
             return f"choice {index} is missing"
-        if mine.text != told.text:
-            pairs = enumerate(zip(mine.text, told.text, strict=False))
-            at = next((at for at, (a, b) in pairs if a != b), min(len(mine.text), len(told.text)))
-            return f"choice {index} at character {at}: {mine.text[at : at + 20]!r} for {told.text[at : at + 20]!r}"
-        if mine != told:
-            return f"choice {index}: the text is the same, its logprobs or its ending ({mine.finish_reason}) are not"
-    return f"{answer.num_tokens} tokens are counted for {reference.num_tokens}"
+        if found.text != right.text:
+            pairs = enumerate(zip(found.text, right.text, strict=False))
+            at = next((at for at, (a, b) in pairs if a != b), min(len(found.text), len(right.text)))
+            return (
+                f"choice {index} at character {at}: got {found.text[at : at + 20]!r}, "
+                f"expected {right.text[at : at + 20]!r}"
+            )
+        if found != right:
+            return f"choice {index}: same text, different logprobs or finish_reason ({found.finish_reason})"
+    return f"usage has {answer.num_tokens} tokens, expected {reference.num_tokens}"

@@ -1,4 +1,4 @@
-"""``run.py faults``: kill the processes of a running server, and see what its clients notice."""
+"""``run.py faults``: kill the processes of a running server, and check the answers of its clients."""
 
 import argparse
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import psutil
 from fault_server import FaultServer, Role, has_settled, wait_until
-from fault_slots import Slots, Verdicts
-from live_streams import Answer, Ask, make_asks, stream
+from fault_slots import AnswerCounts, Slots
+from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 from tqdm import tqdm
 
@@ -29,25 +29,25 @@ ROLES: dict[Kind, Role] = {
     "scheduler": "scheduler",
     "frontend": "frontend",
 }
-NUM_ASKS = 45
+NUM_REQUESTS = 45
 RECOVERY_S = 60.0
 STANDBY_S = 20.0
 ORPHANS_S = 2.0
-"""How long a child may live when the supervisor is dead."""
+"""Seconds that a child may outlive the supervisor."""
 FINISH_S = 60.0
-CALM_S = (0.05, 1.0)
-"""Between the moment when all streams flow and the next death: drawn from this range."""
+DELAY_S = (0.05, 1.0)
+"""Range of the random delay between the time when all streams receive data and the next death."""
 
 
 @dataclass(slots=True)
-class Blow:
-    """One death, and how long it was felt; seconds from the signal.
+class FaultRecord:
+    """One death and its effects, in seconds from the signal.
 
     Attributes:
-        noticed: until the server said so.
-        next_token: until the end of the longest silence. None where others went on all the time.
+        noticed: until the server logged it.
+        next_token: until the end of the longest silence. None if other streams continued all the time.
         all_tokens: until every stream had its next token.
-        gone: of a supervisor: until nothing of the server was there any more.
+        gone: for a supervisor, until no process or file of the server was left.
     """
 
     kind: Kind
@@ -59,22 +59,27 @@ class Blow:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a whole run. ``problems``: in words, whatever should not have happened; none is a pass."""
+    """Results of a whole run. ``problems``: violations, as text; a run without any passes."""
 
-    blows: list[Blow] = field(default_factory=list)
+    records: list[FaultRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1 when anything was lost, changed or left behind. Raises ConfigError: a flag, or no server."""
+    """Run the harness. Exit status 1 if an answer was lost or changed, or anything was left behind.
+
+    Raises:
+        ConfigError: a flag is invalid, or the server does not start.
+    """
     for name in ("count", "streams", "tensor_parallel_size", "api_server_count"):
         if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})")
     busy = os.getloadavg()[0]
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends as well
+    # SIGTERM raises SystemExit, so that the server is stopped.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        outcome = asyncio.run(strike(args))
+        outcome = asyncio.run(run_faults(args))
     finally:
         signal.signal(signal.SIGTERM, before)
     report = make_report(args, outcome)
@@ -84,21 +89,21 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-async def strike(args: argparse.Namespace) -> Outcome:
-    """Everything but the report."""
+async def run_faults(args: argparse.Namespace) -> Outcome:
+    """Run the harness without its report."""
     outcome = Outcome()
     draw = random.Random(args.seed)
-    asks = make_asks(NUM_ASKS, args.seed)
+    requests = make_requests(NUM_REQUESTS, args.seed)
     with tqdm(total=args.count, desc="Deaths", file=sys.stderr) as bar:
         if args.kill == "supervisor":
             for _ in range(args.count):
-                await _lose_supervisor(args, asks, draw, outcome)
+                await _kill_supervisor(args, requests, draw, outcome)
                 bar.update()
         else:
             kinds = [kind for kind in KINDS if kind != "supervisor"] if args.kill == "all" else [args.kill]
-            await _lose_others(args, asks, [draw.choice(kinds) for _ in range(args.count)], draw, outcome, bar)
+            await _kill_others(args, requests, [draw.choice(kinds) for _ in range(args.count)], draw, outcome, bar)
             if args.kill == "all":
-                await _lose_supervisor(args, asks, draw, outcome)
+                await _kill_supervisor(args, requests, draw, outcome)
     return outcome
 
 
@@ -109,74 +114,76 @@ def server_flags(args: argparse.Namespace) -> list[str]:
     return flags if args.standby else [*flags, "--no-standby-workers"]
 
 
-# ---- everybody but the supervisor
+# ---- all processes except the supervisor
 
 
-async def _lose_others(
+async def _kill_others(
     args: argparse.Namespace,
-    asks: Sequence[Ask],
+    requests: Sequence[StreamRequest],
     kinds: Sequence[Kind],
     draw: random.Random,
     outcome: Outcome,
     bar: "tqdm[Any]",
 ) -> None:
     with FaultServer(server_flags(args), num_ranks=args.tensor_parallel_size) as server:
-        verdicts = Verdicts(await references(server.port, asks), exact=args.deterministic)
-        slots = Slots(server.port, asks, args.streams, args.seed, verdicts)
+        counts = AnswerCounts(await references(server.port, requests), exact=args.deterministic)
+        slots = Slots(server.port, requests, args.streams, args.seed, counts)
         try:
-            if not await slots.flow(0.0, RECOVERY_S):
-                outcome.problems.append("the streams did not begin")
+            if not await slots.wait_for_data(0.0, RECOVERY_S):
+                outcome.problems.append("the streams did not start")
                 return
             for kind in kinds:
-                blow = await _one_death(server, slots, kind, draw, standby=args.standby)
-                outcome.blows.append(blow)
+                record = await _kill_one(server, slots, kind, draw, standby=args.standby)
+                outcome.records.append(record)
                 bar.update()
-                if blow.all_tokens is None:
+                if record.all_tokens is None:
                     outcome.problems.append(f"after a {kind} death a stream had no token for {RECOVERY_S:g} s")
                     break
             unfinished = await slots.finish(FINISH_S)
         finally:
             slots.cancel()
-        await _end_well(server, outcome, unfinished)
-    _count(outcome, verdicts)
+        await _check_shutdown(server, outcome, unfinished)
+    _count(outcome, counts)
 
 
-async def references(port: int, asks: Sequence[Ask]) -> list[Answer]:
-    """Each request's answer while nothing is disturbed.
+async def references(port: int, requests: Sequence[StreamRequest]) -> list[Answer]:
+    """Return each request's answer without faults.
 
     Raises:
-        ConfigError: one was not answered.
+        ConfigError: a request was not answered.
     """
-    answers = await asyncio.gather(*(stream(port, ask) for ask in asks))
+    answers = await asyncio.gather(*(stream(port, request) for request in requests))
     for number, answer in enumerate(answers):
         if answer.error or answer.contradiction():
-            raise ConfigError(f"undisturbed, request {number}: {answer.error or answer.contradiction()}")
+            raise ConfigError(f"request {number} failed without faults: {answer.error or answer.contradiction()}")
     return answers
 
 
-async def _one_death(server: FaultServer, slots: Slots, kind: Kind, draw: random.Random, *, standby: bool) -> Blow:
+async def _kill_one(
+    server: FaultServer, slots: Slots, kind: Kind, draw: random.Random, *, standby: bool
+) -> FaultRecord:
     if standby and kind.startswith("worker"):
         await asyncio.to_thread(wait_until, lambda: _standbys_ready(server), STANDBY_S)
-    await asyncio.sleep(draw.uniform(*CALM_S))
+    await asyncio.sleep(draw.uniform(*DELAY_S))
     victim = draw.choice(server.victims(ROLES[kind]))
     if kind == "frontend":
         slots.doom(_client_ports(victim))
     slots.arrivals.clear()
-    blow, began = Blow(kind), time.monotonic()
+    record, began = FaultRecord(kind), time.monotonic()
     victim.send_signal(signal.SIGSTOP if kind == "worker-stop" else signal.SIGKILL)
     while (noticed := server.noticed(began)) is None:
         if time.monotonic() > began + RECOVERY_S:
-            return blow
+            return record
         await asyncio.sleep(0.005)
-    blow.noticed = noticed - began
-    if not await slots.flow(noticed, RECOVERY_S):
-        return blow
+    record.noticed = noticed - began
+    if not await slots.wait_for_data(noticed, RECOVERY_S):
+        return record
     resumed = began
     if kind != "frontend":
         resumed = slots.end_of_silence(began)
-        blow.next_token = resumed - began
-    blow.all_tokens = max(slots.firsts(resumed)) - began
-    return blow
+        record.next_token = resumed - began
+    record.all_tokens = max(slots.first_arrivals(resumed)) - began
+    return record
 
 
 def _standbys_ready(server: FaultServer) -> bool:
@@ -185,34 +192,34 @@ def _standbys_ready(server: FaultServer) -> bool:
 
 
 def _client_ports(front_end: psutil.Process) -> set[int]:
-    """Of the connections that it has; it is stopped, so that these stay all."""
+    """Stop the front end and return the client ports of its connections, which then no longer change."""
     front_end.suspend()
     wait_until(lambda: front_end.status() == psutil.STATUS_STOPPED, 1.0)
     return {c.raddr.port for c in psutil.net_connections("tcp") if c.pid == front_end.pid and c.raddr}
 
 
-async def _end_well(server: FaultServer, outcome: Outcome, unfinished: int) -> None:
-    """Nothing is left in the engine, and then nothing of it."""
+async def _check_shutdown(server: FaultServer, outcome: Outcome, unfinished: int) -> None:
+    """Check that the engine is idle, stop the server, and check for leftovers."""
     if unfinished:
-        outcome.problems.append(f"{unfinished} answers had not ended {FINISH_S:g} s after the last death")
+        outcome.problems.append(f"{unfinished} answers did not end within {FINISH_S:g} s after the last death")
     deadline = time.monotonic() + ORPHANS_S
     while held := _held((await get(server.port, "/metrics"))[1]):
         if time.monotonic() > deadline:
-            outcome.problems.append(f"the engine still holds something: {held}")
+            outcome.problems.append(f"the engine is not idle: {held}")
             break
         await asyncio.sleep(0.05)
     status = await asyncio.to_thread(server.stop)
     if status != 0:
-        outcome.problems.append(f"the server ended with status {status}")
+        outcome.problems.append(f"the server exited with status {status}")
     outcome.problems += server.leftovers()
 
 
 def _held(metrics: str) -> str:
-    """What the engine has in hand, in words."""
+    """Describe what the engine still holds; empty if nothing."""
     names = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
     found = {line.split("{")[0].removeprefix("quire:"): line.split()[-1] for line in metrics.splitlines()}
     if any(name not in found for name in names):
-        return "it does not say"
+        return "gauges are missing in /metrics"
     running, waiting, free, usable = (float(found[name]) for name in names)
     clean = not running and not waiting and free == usable
     return "" if clean else f"{running:g} running, {waiting:g} waiting, {free:g} of {usable:g} blocks free"
@@ -221,16 +228,18 @@ def _held(metrics: str) -> str:
 # ---- the supervisor
 
 
-async def _lose_supervisor(
-    args: argparse.Namespace, asks: Sequence[Ask], draw: random.Random, outcome: Outcome
+async def _kill_supervisor(
+    args: argparse.Namespace, requests: Sequence[StreamRequest], draw: random.Random, outcome: Outcome
 ) -> None:
-    """A server of its own: what a supervisor leaves behind. Half the time one of its children is stopped as well."""
+    """Kill the supervisor of a separate server and check what is left; half the time one of its children is stopped
+    first.
+    """
     with FaultServer(server_flags(args), num_ranks=args.tensor_parallel_size) as server:
-        slots = Slots(server.port, asks, args.streams, args.seed, None)
+        slots = Slots(server.port, requests, args.streams, args.seed, None)
         try:
-            if not await slots.flow(0.0, RECOVERY_S):
-                outcome.problems.append("the streams did not begin")
-            await asyncio.sleep(draw.uniform(*CALM_S))
+            if not await slots.wait_for_data(0.0, RECOVERY_S):
+                outcome.problems.append("the streams did not start")
+            await asyncio.sleep(draw.uniform(*DELAY_S))
             children = server.orphans()
             if draw.random() < 0.5:
                 draw.choice(children).suspend()
@@ -240,24 +249,24 @@ async def _lose_supervisor(
             gone = await asyncio.to_thread(wait_until, lambda: not server.leftovers(), RECOVERY_S)
         finally:
             slots.cancel()
-        outcome.blows.append(Blow("supervisor", gone=None if gone is None else time.monotonic() - began))
+        outcome.records.append(FaultRecord("supervisor", gone=None if gone is None else time.monotonic() - began))
         if gone is None or gone > ORPHANS_S:
-            outcome.problems += server.leftovers() or [f"all was gone only {gone:.1f} s after the supervisor"]
+            outcome.problems += server.leftovers() or [f"the server was gone only {gone:.1f} s after the supervisor"]
 
 
-# ---- what came of it
+# ---- results
 
 
-def _count(outcome: Outcome, verdicts: Verdicts) -> None:
+def _count(outcome: Outcome, counts: AnswerCounts) -> None:
     outcome.counts = {
-        "completed": verdicts.num_whole,
-        "failed": verdicts.num_failed,
-        "changed": verdicts.num_changed,
-        "diverged": verdicts.num_diverged,
-        "cut_with_front_end": verdicts.num_lost,
-        "tokens": verdicts.num_tokens,
+        "completed": counts.num_whole,
+        "failed": counts.num_failed,
+        "changed": counts.num_changed,
+        "diverged": counts.num_diverged,
+        "cut_with_front_end": counts.num_lost,
+        "tokens": counts.num_tokens,
     }
-    outcome.problems += verdicts.examples
+    outcome.problems += counts.examples
 
 
 def make_report(args: argparse.Namespace, outcome: Outcome) -> Report:
@@ -266,12 +275,12 @@ def make_report(args: argparse.Namespace, outcome: Outcome) -> Report:
     measures = {"noticed": "noticed", "next_token": "next token", "all_tokens": "all streams", "gone": "all gone"}
     rows = []
     for kind in KINDS:
-        blows = [blow for blow in outcome.blows if blow.kind == kind]
+        records = [record for record in outcome.records if record.kind == kind]
         for name, words in measures.items():
-            found = distribution(1000 * value for blow in blows if (value := getattr(blow, name)) is not None)
+            found = distribution(1000 * value for record in records if (value := getattr(record, name)) is not None)
             if found:
                 rows.append(distribution_row(f"{kind}: {words}, ms", found))
-                report.results.setdefault(kind, {"deaths": len(blows)})[f"{name}_ms"] = rounded(found, 1)
+                report.results.setdefault(kind, {"deaths": len(records)})[f"{name}_ms"] = rounded(found, 1)
     report.tables.append(Table("from the signal", DISTRIBUTION_COLUMNS, rows))
     counts = [(name.replace("_", " "), [value]) for name, value in outcome.counts.items()]
     report.tables.append(Table("answers", ("",), [*counts, ("problems", [len(outcome.problems)])]))

@@ -1,7 +1,7 @@
-"""Mutated requests against a server of its own, for as long as one likes; the last line is JSON.
+"""Mutated requests against a server started for it; the last line of output is JSON.
 
 python tests/acceptance/fuzz_http.py --seconds 3600 --seed 1
-python tests/acceptance/fuzz_http.py --case 1:4711         # one case again, as a failure names it
+python tests/acceptance/fuzz_http.py --case 1:4711         # repeat the case that a failure names
 """
 
 import argparse
@@ -19,7 +19,7 @@ from http_fuzzer import BadAnswer, Counts, fuzz
 
 
 def seeds(seed: int, seconds: float) -> Iterator[str]:
-    """Names of cases until the time is over."""
+    """Yield names of cases until the time is over."""
     end = time.monotonic() + seconds
     for number in itertools.count():
         if time.monotonic() >= end:
@@ -29,10 +29,10 @@ def seeds(seed: int, seconds: float) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", help="one case: SEED:NUMBER")
-    parser.add_argument("flags", nargs="*", help="further flags of quire serve, after --")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="SECONDS", help="duration (60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument("--case", metavar="SEED:NUMBER", help="run only this case")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="further flags of quire serve, after --")
     args = parser.parse_args()
     total, failure = Counts(), ""
     server = AbusedServer(*args.flags)

@@ -1,8 +1,8 @@
-"""Random damage to a tiny checkpoint: refused in a line that names it, or opened; for hours if need be.
+"""Random damage to a tiny checkpoint, which must be refused with an error that names it, or opened.
 
     python -P tests/acceptance/fuzz_safetensors.py --seconds 3600 --seed 1
 
-What fails is printed with what repeats it, and the exit status is 1. The last line is JSON.
+A failure is printed with the flags that repeat it, and the exit status is 1. The last line is JSON.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SLOWEST_S = 5.0
 
 
 def attempt(whole: Path, folder: Path, seed: int, number: int) -> str:
-    """One, two or three kinds of damage at once; returns how it came out."""
+    """Apply one to three kinds of damage at once; return the outcome."""
     rng = random.Random(f"{seed} {number}")
     shutil.copytree(whole, folder, dirs_exist_ok=True)
     kinds = rng.sample(list(MUTATIONS), rng.choice((1, 1, 2, 3)))
@@ -34,7 +34,7 @@ def attempt(whole: Path, folder: Path, seed: int, number: int) -> str:
         for kind in kinds:
             MUTATIONS[kind](folder, rng)
     except Exception:
-        return "damaged twice over"  # what the first kind left is nothing that the second can read
+        return "damaged twice over"  # the second kind cannot read what the first one left
     began = time.monotonic()
     try:
         open_checkpoint(folder)
@@ -44,14 +44,14 @@ def attempt(whole: Path, folder: Path, seed: int, number: int) -> str:
         assert str(folder) in text and text.isprintable() and len(text) < 700, text
         return "refused"
     finally:
-        assert time.monotonic() < began + SLOWEST_S, "it took too long"
+        assert time.monotonic() < began + SLOWEST_S, "opening took too long"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
-    parser.add_argument("--seed", type=int, default=0, help="of all chance (0)")
-    parser.add_argument("--first", type=int, default=0, help="begin here, to repeat a failure (0)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="SECONDS", help="duration (60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first attempt, to repeat a failure (0)")
     args = parser.parse_args()
     tally, failures, number, began = Counter[str](), 0, args.first, time.monotonic()
     with tempfile.TemporaryDirectory() as place:

@@ -1,10 +1,10 @@
-"""Random damage to real messages, in each direction of each link, by somebody who knows checksums; for hours if wanted.
+"""Random damage to real messages in each direction of each link, with right checksums.
 
     python -P tests/acceptance/fuzz_wire.py --seconds 3600 --seed 1
 
-What is refused must change nothing; what can be decoded is given to the real scheduler or worker, which must refuse or
-take it. After each round a request of somebody else must get the right tokens. A round that fails is printed with what
-repeats it, and the exit status is 1. The last line is JSON.
+A refused message must change nothing. A message that can be decoded is passed to the real scheduler or worker, which
+must refuse or accept it. After each round, a request of another client must get the right tokens. A failed round is
+printed with the flags that repeat it, and the exit status is 1. The last line is JSON.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Tally = Counter[str]
 
 
 def receive(union: Any, message: Any, rng: random.Random, tally: Tally) -> Any:
-    """``message`` as it comes out after damage; None when it is refused, which leaves the link as it was."""
+    """Return the message decoded after damage, or None if it is refused, which must leave the link unchanged."""
     link = Link(union)
     real = frames_of(message)
     frames = altered(real, rng) if rng.random() < 0.6 else damaged(real, rng, sealed=rng.random() < 0.95)
@@ -55,14 +55,14 @@ def receive(union: Any, message: Any, rng: random.Random, tally: Tally) -> Any:
         taken = link.incoming(frames).message
     except ProtocolError as error:
         tally[f"refused: {error.kind}"] += 1
-        assert link.incoming(frames_of(message)) is not None, "what is right is not taken any more"
+        assert link.incoming(frames_of(message)) is not None, "a valid message is refused after the damaged one"
         return None
     tally["decoded"] += 1
     return taken
 
 
 class Engine:
-    """A scheduler and a worker that distrusts it; one front end means well."""
+    """A scheduler and a worker that checks its steps, with one well-behaved front end."""
 
     def __init__(self) -> None:
         self.scheduler = scheduler_of(num_blocks=40, **SETTINGS)
@@ -83,7 +83,7 @@ class Engine:
         self._listen()
 
     def step(self) -> ModelRunnerOutput | None:
-        """The result of one step, not delivered; None: nothing runs."""
+        """Run one step and return its result without delivering it; None if nothing runs."""
         step = self.scheduler.schedule() if self.scheduler.can_schedule else None
         return None if step is None else self.worker.execute(step)
 
@@ -98,7 +98,7 @@ class Engine:
             if self.has_ended:
                 break
             result = self.step()
-            assert result is not None, "the canary waits for ever"
+            assert result is not None, "the canary is not scheduled"
             self.deliver(result)
         assert self.tokens == expected_tokens(CANARY, NUM_TOKENS), "the canary's tokens are wrong"
 
@@ -116,9 +116,9 @@ def to_scheduler(rng: random.Random, tally: Tally) -> None:
         taken = receive(union, rng.choice(messages), rng, tally)
         asked = taken.sampling if isinstance(taken, AddRequest) else None
         if isinstance(taken, Hello | Heartbeat) or (asked is not None and asked.structured_outputs is not None):
-            continue  # not the scheduler's, or after its grammar only
+            continue  # not handled by the scheduler, or only after its grammar is compiled
         if isinstance(taken, Control) and taken.kind in ("pause", "pause_new"):
-            continue  # which the canary would wait for
+            continue  # would keep the canary from running
         if taken is not None:
             engine.consume(taken, EVIL)
         for _ in range(rng.randrange(3)):
@@ -146,7 +146,7 @@ def from_worker(rng: random.Random, tally: Tally) -> None:
                 tally["taken"] += 1
                 engine.scheduler.check()
                 if other.step > engine.scheduler.results.stale_until:
-                    return  # it could have been: from here on the worker knows other tokens
+                    return  # a plausible result: scheduler and worker now have different tokens
         engine.deliver(result)
     engine.scheduler.drop_client(EVIL)
     engine.check_canary()
@@ -193,9 +193,9 @@ DIRECTIONS: dict[str, Callable[[random.Random, Tally], None]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
-    parser.add_argument("--seed", type=int, default=0, help="of all chance (0)")
-    parser.add_argument("--first-round", type=int, default=0, help="begin here, to repeat a failure (0)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="SECONDS", help="duration (60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument("--first-round", type=int, default=0, metavar="N", help="first round, to repeat a failure (0)")
     args = parser.parse_args()
     tallies = {name: Counter[str]() for name in DIRECTIONS}
     failures, number, began = 0, args.first_round, time.monotonic()

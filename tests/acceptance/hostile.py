@@ -1,4 +1,4 @@
-"""``run.py hostile``: what do honest clients lose when a hostile one comes? Counted in steps, blocks and bytes."""
+"""``run.py hostile``: measure what honest clients lose to a hostile one, in steps, blocks and bytes."""
 
 import argparse
 import asyncio
@@ -30,14 +30,15 @@ OUTPUT_LEN = 24
 NUM_PREFIXES = 4
 PREFIX_LEN = 64
 HEAD_START_TOKENS, HEAD_START_S = 20_000, 10.0
-"""The attack has taken what it can get when the honest clients come: so many tokens, or for so long."""
+"""Honest clients start after the attack took effect: after this many tokens, or this time."""
 LOOK_EVERY_S = 0.25
 MIB = 2**20
-MOST = 0.1
-"""A share that differs by no more from the calm one is as without the hostile client."""
+MAX_DIFFERENCE = 0.1
+"""Relative difference from the calm round that counts as none."""
 
-JUDGED = ("steps", "block_steps")
-"""What is the honest requests' own. Of the front end's memory a hostile client may keep what the limits let it."""
+CHECKED = ("steps", "block_steps")
+"""Figures of honest requests that must not grow. The front end's memory is not one, because limits allow some to
+hostile clients."""
 FIGURES = ("steps", "waited", "block_steps", "cached_tokens")
 
 
@@ -46,8 +47,8 @@ class Round:
     """One run of the honest clients.
 
     Attributes:
-        texts: of their requests, in order; "": it failed, as ``faults`` says.
-        lines_lost: of the trace, for which the disk was too slow: what was counted is too little then.
+        texts: answers in order of requests; "" for a failed one, which ``faults`` counts.
+        lines_lost: trace lines lost because the disk was too slow; the figures are then too low.
     """
 
     texts: list[str]
@@ -59,7 +60,7 @@ class Round:
     shares: list[RequestShare] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """Means per request of what the trace counts; of those that came to their end."""
+        """Return means per completed request of the figures counted in the trace."""
         ended = [share for share in self.shares if share.took is not None]
         if not ended:
             return {}
@@ -73,15 +74,20 @@ class Round:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1 when an honest request failed or got another text. Raises ConfigError, EngineError."""
+    """Run the harness. Exit status 1 if an honest request failed or got a different text.
+
+    Raises:
+        ConfigError: a flag is invalid.
+        EngineError: the server does not answer.
+    """
     if args.url is not None:
-        raise ConfigError("this reads the server's trace: it needs one of its own, without --url")
+        raise ConfigError("hostile reads the server's trace, so it must start the server: remove --url")
     if args.num_requests < 1 or args.concurrency < 1:
         raise ConfigError("--num-requests and --concurrency must be at least 1")
     attacks = args.attacks.split(",") if args.attacks else list(ATTACKS)
     for name in attacks:
         if name not in ATTACKS:
-            raise ConfigError(f"--attacks {name}: there are {', '.join(ATTACKS)}")
+            raise ConfigError(f"--attacks {name}: unknown attack; known: {', '.join(ATTACKS)}")
     rounds: dict[str, Round] = {}
     for name in (CALM, *attacks):
         rounds[name] = one_round(name, args)
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def one_round(name: str, args: argparse.Namespace) -> Round:
-    """A server, the attack of that name if it is one, and the honest clients; then the server's trace is read."""
+    """Run a server with the honest clients, and the attack ``name`` if it is one; then read the server's trace."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
         flags = ["--trace", str(trace), "--api-key", HONEST_KEY, HOSTILE_KEY, "--shutdown-timeout", "1"]
@@ -135,7 +141,7 @@ async def _head_start(target: Target) -> None:
 
 
 async def _watch(target: Target, made: Round) -> None:
-    """The most that the front ends held, together."""
+    """Track the maximum memory of all front ends together."""
     while True:
         held = await asyncio.to_thread(target.holdings)
         now = sum(one.rss for name, one in held.items() if name.startswith("http")) / MIB
@@ -144,29 +150,29 @@ async def _watch(target: Target, made: Round) -> None:
 
 
 async def _honest(target: Target, args: argparse.Namespace, made: Round) -> None:
-    """A closed loop of a fixed load: which request comes next does not depend on how fast it goes."""
+    """Run a closed loop over a fixed load: the order of requests does not depend on their speed."""
     waiting = iter(enumerate(honest_bodies(args.num_requests, args.seed)))
 
     async def one_client() -> None:
         async with connected(target.address) as connection:
             for index, body in waiting:
                 try:
-                    reply = await connection.ask(target.post("/v1/completions", body))
+                    reply = await connection.fetch(target.post("/v1/completions", body))
                 except (OSError, EOFError, TimeoutError) as error:
                     made.faults[type(error).__name__] += 1
                     continue
                 if reply.status != 200:
                     made.faults[f"status {reply.status}"] += 1
                     continue
-                told = json.loads(reply.body)
-                made.ids.append(told["id"])
-                made.texts[index] = told["choices"][0]["text"]
+                answer = json.loads(reply.body)
+                made.ids.append(answer["id"])
+                made.texts[index] = answer["choices"][0]["text"]
 
     await asyncio.gather(*(one_client() for _ in range(args.concurrency)))
 
 
 def honest_bodies(count: int, seed: int) -> list[bytes]:
-    """Short prompts behind one of a few beginnings, greedy, each to the same length."""
+    """Return short prompts after one of a few prefixes, greedy, all with the same output length."""
     draw = random.Random(seed + 1)
     prefixes = [draw.choices(VOCABULARY, k=PREFIX_LEN) for _ in range(NUM_PREFIXES)]
     return [
@@ -203,15 +209,15 @@ def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report
         }
         row = [*(found.get(key) for key in (*FIGURES, "preempted")), made.front_end_mib, sum(made.faults.values())]
         rows.append((name, [*row, ratios["steps"], ratios["block_steps"]]))
-        beyond = [key for key in JUDGED if _is_beyond(ratios[key])]
+        beyond = [key for key in CHECKED if _is_beyond(ratios[key])]
         if beyond:
             changes = ", ".join(f"{key} x {format_value(ratios[key])}" for key in beyond)
-            report.notes.append(f"{name}: not as without it: {changes}")
+            report.notes.append(f"{name}: worse than without it: {changes}")
         report.notes += [f"{name}: honest requests failed: {count} x {what}" for what, count in made.faults.items()]
         if made.lines_lost:
-            report.notes.append(f"{name}: {made.lines_lost} lines of the trace are lost: its figures are too low")
+            report.notes.append(f"{name}: {made.lines_lost} trace lines were lost: its figures are too low")
         if changed:
-            report.notes.append(f"{name}: {changed} honest answers have another text")
+            report.notes.append(f"{name}: {changed} honest answers have a different text")
     report.results["rounds"] = rounded(results, 3)
     columns = (
         "steps",
@@ -225,11 +231,11 @@ def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report
         "blocks x",
     )
     report.tables.append(Table("honest requests, mean", columns, rows))
-    told = [
+    outcomes = [
         (name, [", ".join(f"{count} x {what}" for what, count in made.hostile.items())])
         for name, made in rounds.items()
     ]
-    report.tables.append(Table("the hostile client was told", ("",), told))
+    report.tables.append(Table("answers to the hostile client", ("",), outcomes))
     return report
 
 
@@ -238,5 +244,5 @@ def _ratio(found: float | None, calm: float | None) -> float | None:
 
 
 def _is_beyond(ratio: float | None) -> bool:
-    """Worse than calm by more than ``MOST``, or not known. Better is no harm."""
-    return ratio is None or ratio > 1 + MOST
+    """Whether a ratio is more than ``MAX_DIFFERENCE`` worse than calm, or unknown."""
+    return ratio is None or ratio > 1 + MAX_DIFFERENCE

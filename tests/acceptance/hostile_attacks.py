@@ -1,4 +1,4 @@
-"""Clients that mean no good: each goes on until it is cancelled, and counts what it is told."""
+"""Hostile clients: each attacks until it is cancelled, and counts the outcomes of its requests."""
 
 import asyncio
 import json
@@ -20,13 +20,13 @@ NUM_MANY = 4
 CONTEXT = 2048
 TINY_WINDOW = 2048
 PAUSE_S = 0.05
-"""After a refusal: an attacker that only spins measures how fast refusals are."""
+"""Pause after a rejected request, so that an attack does not just measure how fast requests are rejected."""
 
 Attack = Callable[[Target, random.Random, "Counter[str]"], Coroutine[Any, Any, None]]
 
 
-async def slow_reader(target: Target, draw: random.Random, told: "Counter[str]") -> None:
-    """Many answers of great length at once, of which nothing is ever read."""
+async def slow_reader(target: Target, draw: random.Random, outcomes: "Counter[str]") -> None:
+    """Request many very long answers at once and never read them."""
 
     async def one() -> None:
         while True:
@@ -38,20 +38,20 @@ async def slow_reader(target: Target, draw: random.Random, told: "Counter[str]")
                 loop = asyncio.get_running_loop()
                 await loop.sock_connect(opened, target.address)
                 await loop.sock_sendall(opened, target.post("/v1/completions", body))
-                told["never read"] += 1
+                outcomes["never read"] += 1
                 await _until_cut(opened)
-                told["cut by the server"] += 1
+                outcomes["cut by the server"] += 1
 
     await _all(one, NUM_SLOW_READERS)
 
 
-async def flood(target: Target, draw: random.Random, told: "Counter[str]") -> None:
-    """Far more requests at once than the engine has rows."""
-    await _repeat(target, told, NUM_FLOODERS, lambda: _body(draw, 32, max_tokens=64))
+async def flood(target: Target, draw: random.Random, outcomes: "Counter[str]") -> None:
+    """Send far more requests at once than the engine has rows."""
+    await _repeat(target, outcomes, NUM_FLOODERS, lambda: _body(draw, 32, max_tokens=64))
 
 
-async def grammars(target: Target, draw: random.Random, told: "Counter[str]") -> None:
-    """Grammars that are wrong, endless or large, never the same twice."""
+async def grammars(target: Target, draw: random.Random, outcomes: "Counter[str]") -> None:
+    """Send grammars that are wrong, ambiguous or large, and never the same."""
 
     def body() -> bytes:
         nested: dict[str, Any] = {"type": "integer"}
@@ -68,23 +68,23 @@ async def grammars(target: Target, draw: random.Random, told: "Counter[str]") ->
         )
         return _body(draw, 8, max_tokens=4, **wanted)
 
-    await _repeat(target, told, NUM_GRAMMARIANS, body)
+    await _repeat(target, outcomes, NUM_GRAMMARIANS, body)
 
 
-async def huge(target: Target, draw: random.Random, told: "Counter[str]") -> None:
-    """Prompts of the whole context, unknown to the prefix cache, and some far beyond it."""
+async def huge(target: Target, draw: random.Random, outcomes: "Counter[str]") -> None:
+    """Send prompts of the whole context, unknown to the prefix cache, and some far longer."""
 
     def body() -> bytes:
         if draw.random() < 0.1:
             return json.dumps({"prompt": "word " * 200_000, "max_tokens": 1}).encode()
         return _body(draw, CONTEXT - 8, max_tokens=1)
 
-    await _repeat(target, told, NUM_HUGE, body)
+    await _repeat(target, outcomes, NUM_HUGE, body)
 
 
-async def many(target: Target, draw: random.Random, told: "Counter[str]") -> None:
-    """As many answers to one prompt as may be asked for."""
-    await _repeat(target, told, NUM_MANY, lambda: _body(draw, 16, max_tokens=200, n=128))
+async def many(target: Target, draw: random.Random, outcomes: "Counter[str]") -> None:
+    """Request the maximum number of answers per prompt."""
+    await _repeat(target, outcomes, NUM_MANY, lambda: _body(draw, 16, max_tokens=200, n=128))
 
 
 ATTACKS: dict[str, Attack] = {
@@ -101,21 +101,21 @@ def _body(draw: random.Random, prompt_len: int, **fields: Any) -> bytes:
     return json.dumps({"prompt": prompt, "ignore_eos": "structured_outputs" not in fields, **fields}).encode()
 
 
-async def _repeat(target: Target, told: "Counter[str]", clients: int, body: Callable[[], bytes]) -> None:
+async def _repeat(target: Target, outcomes: "Counter[str]", clients: int, body: Callable[[], bytes]) -> None:
     async def one() -> None:
         async with connected(target.address) as connection:
             while True:
-                status = await _ask(connection, target.post("/v1/completions", body()))
-                told[status] += 1
+                status = await _fetch_status(connection, target.post("/v1/completions", body()))
+                outcomes[status] += 1
                 if status != "200":
                     await asyncio.sleep(PAUSE_S)
 
     await _all(one, clients)
 
 
-async def _ask(connection: Connection, request: bytes) -> str:
+async def _fetch_status(connection: Connection, request: bytes) -> str:
     try:
-        return str((await connection.ask(request)).status)
+        return str((await connection.fetch(request)).status)
     except TimeoutError:
         return "no answer in time"
     except (OSError, EOFError):
@@ -123,7 +123,9 @@ async def _ask(connection: Connection, request: bytes) -> str:
 
 
 async def _until_cut(opened: socket.socket) -> None:
-    """Until the other side resets the connection. The error is asked for: reading would find what waits before it."""
+    """Wait until the server resets the connection. Reads the socket error, because receiving would return buffered data
+    first.
+    """
     while not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         await asyncio.sleep(PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Streamed answers as a client gets them, byte for byte: over a plain socket, so that its number says whose it was."""
+"""Streamed answers as a client receives them, over a plain socket whose port identifies the client."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,8 @@ PROMPTS = (
     "The end of the story is",
 )
 PATTERN = "(red|blue|green)( (cat|dog|bird)){20}"
-"""Of an answer whose grammar must outlive its workers: long enough to be cut in two."""
+"""Regular expression of an answer long enough to be interrupted, so that its grammar must survive its workers.
+"""
 GOOD_ENDINGS = ("stop", "length")
 
 
@@ -49,8 +50,8 @@ class Event(msgspec.Struct):
 EVENTS = msgspec.json.Decoder(Event)
 
 
-class Told(msgspec.Struct):
-    """One choice of an answer, put together from its pieces."""
+class ChoiceText(msgspec.Struct):
+    """One choice of an answer, assembled from its events."""
 
     text: str = ""
     tokens: list[str] = []
@@ -69,13 +70,13 @@ class Told(msgspec.Struct):
 
 @dataclass(slots=True)
 class Answer:
-    """What one request brought. ``error``: why it is not whole, in words.
+    """The result of one request. ``error``: why it is incomplete, or empty.
 
     Attributes:
-        port: the client's own, of its connection; 0 before there was one.
+        port: the client's port of its connection; 0 before it connects.
     """
 
-    choices: dict[int, Told] = field(default_factory=dict)
+    choices: dict[int, ChoiceText] = field(default_factory=dict)
     num_tokens: int = 0
     error: str = ""
     port: int = 0
@@ -84,24 +85,24 @@ class Answer:
         return self.choices == other.choices and self.num_tokens == other.num_tokens
 
     def contradiction(self) -> str:
-        """What in it cannot be, whatever the model says: a token that is missing, came twice or was changed later."""
-        for told in self.choices.values():
+        """Return an inconsistency within the answer (a missing, repeated or changed token), or an empty string."""
+        for choice_text in self.choices.values():
             at = 0
-            for token, offset in zip(told.tokens, told.offsets, strict=True):
+            for token, offset in zip(choice_text.tokens, choice_text.offsets, strict=True):
                 if offset != at:
-                    return f"a token begins at character {offset} and not at {at}"
+                    return f"a token begins at character {offset}, expected {at}"
                 at += len(token)
-            if told.tokens and "".join(told.tokens) != told.text:
-                return "the tokens are not the text"
-        counted = sum(len(told.tokens) for told in self.choices.values())
+            if choice_text.tokens and "".join(choice_text.tokens) != choice_text.text:
+                return "the tokens differ from the text"
+        counted = sum(len(choice_text.tokens) for choice_text in self.choices.values())
         if counted and counted != self.num_tokens:
-            return f"{counted} tokens came, {self.num_tokens} are counted"
+            return f"{counted} tokens arrived, usage has {self.num_tokens}"
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request that has one answer, whenever and beside whomever it is made."""
+class StreamRequest:
+    """A request with one right answer, independent of time and of other requests."""
 
     path: str
     body: Mapping[str, Any]
@@ -112,11 +113,12 @@ class Ask:
         return head.encode() + body
 
 
-def make_asks(count: int, seed: int, longest: int = 400) -> list[Ask]:
-    """Requests of all kinds by turns: greedy and sampled, with logprobs, penalties, a grammar, several answers, chat.
+def make_requests(count: int, seed: int, longest: int = 400) -> list[StreamRequest]:
+    """Return requests of all kinds in turn: greedy and sampled, with logprobs, penalties, a grammar, several answers,
+    chat.
 
     Args:
-        longest: most tokens of one answer.
+        longest: maximum number of tokens of one answer.
     """
     draw = random.Random(seed)
     kinds: Sequence[dict[str, Any]] = (
@@ -130,38 +132,42 @@ def make_asks(count: int, seed: int, longest: int = 400) -> list[Ask]:
         {"temperature": 0.5, "structured_outputs": {"regex": PATTERN}},
         {"temperature": 0.6, "messages": True, "ignore_eos": True},
     )
-    asks = []
+    requests = []
     for number in range(count):
         kind = dict(kinds[number % len(kinds)])
         prompt = " ".join(draw.choices(PROMPTS, k=draw.randint(1, 6)))
         body = {"max_tokens": draw.randint(longest // 8, longest), "seed": draw.randrange(2**31), **kind}
         if body.pop("messages", False):
-            asks.append(Ask("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]}))
+            requests.append(
+                StreamRequest("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]})
+            )
         else:
-            asks.append(Ask("/v1/completions", {**body, "prompt": prompt}))
-    return asks
+            requests.append(StreamRequest("/v1/completions", {**body, "prompt": prompt}))
+    return requests
 
 
-async def stream(port: int, ask: Ask, on_piece: Callable[[Answer], None] = lambda answer: None) -> Answer:
-    """Make a request and take all of its answer in. Never raises for what the server does: that is the result.
+async def stream(port: int, request: StreamRequest, on_piece: Callable[[Answer], None] = lambda answer: None) -> Answer:
+    """Send a request and receive its whole answer. Server failures do not raise: they are the result.
 
-    ``on_piece`` is called with what has come so far, for each piece.
+    ``on_piece`` is called for each part of the answer, with the answer so far.
     """
     answer = Answer()
     async with connected(("127.0.0.1", port)) as connection:
         try:
-            answer.error = await _take(connection, ask, answer, on_piece)
+            answer.error = await _take(connection, request, answer, on_piece)
         except (OSError, EOFError, ValueError) as error:
             answer.error = f"{'cut off' if connection.port else 'no connection'}: {type(error).__name__}"
         answer.port = connection.port
     return answer
 
 
-async def _take(connection: Connection, ask: Ask, answer: Answer, on_piece: Callable[[Answer], None]) -> str:
-    """Why the answer is not whole; empty: it is."""
+async def _take(
+    connection: Connection, request: StreamRequest, answer: Answer, on_piece: Callable[[Answer], None]
+) -> str:
+    """Receive the answer; return why it is incomplete, or an empty string."""
     reply = Reply()
     rest = b""
-    async with aclosing(connection.pieces(ask.encoded(), reply)) as pieces:
+    async with aclosing(connection.pieces(request.encoded(), reply)) as pieces:
         async for piece in pieces:
             answer.port = connection.port
             if reply.status != 200:
@@ -170,7 +176,7 @@ async def _take(connection: Connection, ask: Ask, answer: Answer, on_piece: Call
             for event in events:
                 data = event.removeprefix(b"data: ")
                 if data == b"[DONE]":
-                    endings = [told.finish_reason for told in answer.choices.values()]
+                    endings = [choice_text.finish_reason for choice_text in answer.choices.values()]
                     return "" if endings and all(e in GOOD_ENDINGS for e in endings) else f"ended with {endings}"
                 if error := _take_event(EVENTS.decode(data), answer, on_piece):
                     return error
@@ -185,7 +191,7 @@ def _take_event(event: Event, answer: Answer, on_piece: Callable[[Answer], None]
     if event.usage is not None:
         answer.num_tokens = event.usage.completion_tokens
     for choice in event.choices:
-        answer.choices.setdefault(choice.index, Told()).take(choice)
+        answer.choices.setdefault(choice.index, ChoiceText()).take(choice)
     if event.choices:
         on_piece(answer)
     return ""

@@ -1,4 +1,6 @@
-"""``run.py streams``: very many streams at once, and long prompts arrive meanwhile. Is one lost, do they flow?"""
+"""``run.py streams``: very many concurrent streams with long prompts in the background; counts losses and measures
+gaps.
+"""
 
 import argparse
 import json
@@ -18,7 +20,7 @@ from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, dis
 from quire.protocol.errors import ConfigError
 
 VOCABULARY = range(3, 1000)
-"""Token ids that the demo model has; every real model has them too."""
+"""Token ids of the demo model, which every real model has too."""
 NUM_PROMPTS = 32
 PROMPT_LEN = 12
 RAMP_S = 2.0
@@ -26,13 +28,18 @@ TIMEOUT_S = 300.0
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1 when a stream was lost. Raises ConfigError: a flag; EngineError: no server."""
+    """Run the harness. Exit status 1 if a stream was lost.
+
+    Raises:
+        ConfigError: a flag is invalid.
+        EngineError: the server does not answer.
+    """
     for name in ("num_streams", "output_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     if args.side_len < 0 or args.side_interval <= 0:
         raise ConfigError("--side-len must be at least 0 and --side-interval above 0")
-    # A chunk of a long prompt must not take much longer than the step of all streams beside it.
+    # A chunk of a long prompt must not take much longer than a decode step of all streams.
     flags = ["--max-num-seqs", str(args.num_streams + 8), "--max-prefill-share", "0.125"]
     with serving(args.url, args.api_key, flags, args.serve_args) as target:
         report = measure(target, args)
@@ -42,28 +49,28 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(target: Target, args: argparse.Namespace) -> Report:
-    """Drive ``target`` with the load that ``args`` ask for."""
+    """Run the load of ``args`` against ``target``."""
     draw = random.Random(args.seed)
     prompts = [draw.choices(VOCABULARY, k=PROMPT_LEN) for _ in range(NUM_PROMPTS)]
-    ours = [
+    streams = [
         TimedStream(_request(target, prompts[i % NUM_PROMPTS], args.output_len), RAMP_S * i / args.num_streams)
         for i in range(args.num_streams)
     ]
     before = target.cpu_seconds()
-    cpu, begun = time.process_time(), time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     side = _side_load(target, args, draw)
-    uvloop.run(drive(target.address, [*ours, *side], TIMEOUT_S))
-    wall = time.perf_counter() - begun
+    uvloop.run(drive(target.address, [*streams, *side], TIMEOUT_S))
+    wall = time.perf_counter() - start
     shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(before, target.cpu_seconds(), wall)
-    answers = [read_answer(stream) for stream in ours]
-    # Side requests that were not begun when the last stream ended count for nothing.
+    answers = [read_answer(stream) for stream in streams]
+    # Side requests that were not sent before the last stream ended are not counted.
     report = make_report(
         _settings(args), answers, [read_answer(stream) for stream in side if stream.sent], args.output_len
     )
     report.results |= rounded({"wall_s": wall, "cpu_shares": shares, "after": target.settled()}, 3)
     report.tables.append(Table("processor", ("cores",), [(name, [share]) for name, share in shares.items()]))
     if not is_clean(report.results["after"]):
-        report.notes.append("something was left behind in the engine, or another client is at work")
+        report.notes.append("the engine still holds requests or blocks, or another client is active")
     return report
 
 
@@ -80,7 +87,7 @@ def _request(target: Target, prompt: Sequence[int], output_len: int) -> bytes:
 
 
 def _side_load(target: Target, args: argparse.Namespace, draw: random.Random) -> list[TimedStream]:
-    """Prompts that are not cached, one after the other, while the streams run: each is prefill and one token."""
+    """Return long prompts that are not cached, to be sent one after the other; each costs a prefill and one token."""
     if not args.side_len:
         return []
     return [
@@ -95,7 +102,7 @@ def make_report(
     side: Sequence[StreamedAnswer],
     output_len: int,
 ) -> Report:
-    """``answers``: of the streams, in order; the one of prompt ``i`` stands at each ``i + k * NUM_PROMPTS``."""
+    """``answers``: those of the streams, in order; answers ``i + k * NUM_PROMPTS`` have the same prompt."""
     faults = Counter(fault for answer in answers if (fault := _fault(answer, output_len)))
     side_faults = Counter(fault for answer in side if (fault := _fault(answer, 1)))
     gaps = distribution(1000 * gap for answer in answers for gap in answer.gaps)
@@ -127,7 +134,7 @@ def make_report(
 
 
 def _gaps_while_all_run(answers: Sequence[StreamedAnswer]) -> Iterator[float]:
-    """Between the last stream's first delivery and the first stream's last one."""
+    """Yield gaps between the last stream's first delivery and the first stream's last one."""
     timed = [answer for answer in answers if answer.deliveries]
     begin = max((answer.deliveries[0] for answer in timed), default=0.0)
     end = min((answer.deliveries[-1] for answer in timed), default=0.0)
@@ -145,7 +152,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     counted = {
         "streams": "streams",
         "lost": "lost",
-        "long prompts meanwhile": "side_requests",
+        "long prompts": "side_requests",
         "p99 / p50": "p99_over_p50",
         "p99 / p50 while all streams run": "steady_p99_over_p50",
         "tokens per delivery": "tokens_per_delivery",
@@ -155,7 +162,7 @@ def _tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _fault(answer: StreamedAnswer, output_len: int) -> str:
-    """Why an answer is not whole; empty: it is."""
+    """Return why an answer is incomplete, or an empty string."""
     if answer.error:
         return answer.error
     if answer.finish_reason != "length":

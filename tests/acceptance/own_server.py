@@ -1,4 +1,4 @@
-"""A `quire serve` of the harness's own, or one that runs already; what its processes hold, as the system says."""
+"""A `quire serve` started by the harness, or one that runs already; and the resources that its processes hold."""
 
 import shlex
 import signal
@@ -24,7 +24,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "nu
 
 
 class Holdings(NamedTuple):
-    """What one process held at a moment: bytes resident, bytes with shared pages divided, open descriptors, threads."""
+    """Resources of one process: resident bytes, bytes with shared pages divided, open descriptors, threads."""
 
     rss: int
     pss: int
@@ -34,7 +34,7 @@ class Holdings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. ``root``: the process id of its supervisor; None where it is not ours to look into."""
+    """A server. ``root``: process id of its supervisor; None if the harness did not start it."""
 
     url: str
     api_key: str
@@ -46,21 +46,21 @@ class Target:
         return parts.hostname or "127.0.0.1", parts.port or 80
 
     def post(self, path: str, body: bytes, *, close: bool = False) -> bytes:
-        """A whole request, ready to be sent."""
+        """Return the bytes of a POST request."""
         key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         last = "connection: close\r\n" if close else ""
         return f"POST {path} HTTP/1.1\r\nhost: bench\r\n{key}{last}content-length: {len(body)}\r\n\r\n".encode() + body
 
     def metrics(self) -> dict[str, float]:
-        """/metrics without labels. Raises EngineError: the server does not answer."""
+        """Return /metrics without labels. Raises EngineError if the server does not answer."""
         try:
             with urlopen(f"{self.url}/metrics", timeout=30) as response:
                 return parse_metrics(response.read().decode())
         except (URLError, OSError) as error:
-            raise EngineError(f"the server's /metrics does not answer: {error}") from None
+            raise EngineError(f"cannot read /metrics of the server: {error}") from None
 
     def settled(self) -> dict[str, int]:
-        """The gauges once nothing runs and all blocks are back, or as they are after SETTLE_S."""
+        """Return the gauges once nothing runs and all blocks are free, or after SETTLE_S."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             found = self.metrics()
@@ -70,34 +70,34 @@ class Target:
             time.sleep(0.1)
 
     def holdings(self) -> dict[str, Holdings]:
-        """What each process of the server holds, by its part in it; several of a kind are numbered."""
+        """Return the resources of each process by its role; several with one role are numbered."""
         found: dict[str, Holdings] = {}
-        for name, held in self._of_each(_look):
+        for name, held in self._of_each(_measure):
             numbered = (f"{name} {i}" for i in range(2, 10_000))
             found[next(key for key in (name, *numbered) if key not in found)] = held
         return found
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Processor time of each part of the server so far."""
+        """Return the CPU time of each role so far."""
         found: dict[str, float] = {}
         for name, times in self._of_each(psutil.Process.cpu_times):
             found[name] = found.get(name, 0.0) + times.user + times.system
         return found
 
-    def _of_each(self, look: Callable[[psutil.Process], T]) -> Iterator[tuple[str, T]]:
-        """What is seen of each process of a server of our own."""
+    def _of_each(self, measure: Callable[[psutil.Process], T]) -> Iterator[tuple[str, T]]:
+        """Yield (role, result of ``measure``) of each process, if the harness started the server."""
         if self.root is None:
             return
         root = psutil.Process(self.root)
         for process in [root, *root.children(recursive=True)]:
             try:
-                yield _role(process), look(process)
+                yield _role(process), measure(process)
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue  # ended between the list and the look
+                continue  # exited in the meantime
 
 
 def is_clean(gauges: dict[str, int]) -> bool:
-    """Nothing runs or waits, and all blocks are free."""
+    """Whether nothing runs or waits, and all blocks are free."""
     if len(gauges) < len(GAUGES):
         return False
     running, waiting, free, usable = (gauges[name] for name in GAUGES)
@@ -105,26 +105,26 @@ def is_clean(gauges: dict[str, int]) -> bool:
 
 
 def busy_shares(before: dict[str, float], after: dict[str, float], wall: float) -> dict[str, float]:
-    """Cores that each part kept busy between two ``cpu_seconds``, ``wall`` seconds apart."""
+    """Return the cores that each role kept busy between two ``cpu_seconds``, ``wall`` seconds apart."""
     return {name: (seconds - before.get(name, 0.0)) / wall for name, seconds in after.items()}
 
 
 @contextmanager
 def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: str | None) -> Iterator[Target]:
-    """The server at ``url``, or one of our own of the demo model that ends with the block.
+    """Yield the server at ``url``, or start one with the demo model that ends with the block.
 
     Args:
-        flags: of our own server; ``more`` are the user's, as one string: later ones win.
+        flags: flags of the started server; ``more`` are the user's, as one string, and take precedence.
 
     Raises:
-        ConfigError: flags are given for a server that is not ours, or our own does not start; with its last words.
+        ConfigError: flags are given for a running server, or the started one fails; with its last output line.
     """
     if url is not None:
         if more:
-            raise ConfigError("--serve-args are for a server of the harness's own: leave --url out")
+            raise ConfigError("--serve-args need a server started by the harness: remove --url")
         yield Target(url.rstrip("/"), api_key or "", None)
         return
-    # A harness that is told to end must not leave its server behind.
+    # A harness that is terminated must not leave its server behind.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with FaultServer([*flags, *shlex.split(more or "")], echo=True) as server:
@@ -135,12 +135,12 @@ def serving(url: str | None, api_key: str | None, flags: Sequence[str], more: st
 
 
 def _role(process: psutil.Process) -> str:
-    """The module that the process runs, in short: cli, scheduler_proc, worker_proc, http."""
+    """Return the last part of the module that the process runs: cli, scheduler_proc, worker_proc, http."""
     words = process.cmdline()
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else process.name()
     return module.rpartition(".")[2]
 
 
-def _look(process: psutil.Process) -> Holdings:
+def _measure(process: psutil.Process) -> Holdings:
     memory = process.memory_full_info()
     return Holdings(memory.rss, memory.pss, process.num_fds(), process.num_threads())

@@ -1,7 +1,7 @@
-"""An HTTP client that does no more than a load generator needs; httptools parses the answers.
+"""A minimal HTTP client for load generators; httptools parses the responses.
 
-A whole HTTP library takes as long over a piece of an answer as the server does: on shared cores it would be what is
-measured.
+A full HTTP library takes as long per part of a response as the server does, so on shared cores it would distort the
+measurement.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ CONNECT_S = 30.0
 
 @dataclass(slots=True)
 class Reply:
-    """An answer, as far as it has come.
+    """A response, as far as received.
 
     Attributes:
-        pieces: (when, what) of the body as the socket gave it, without the framing; on ``time.perf_counter``.
-        whole: all of it has come.
+        pieces: (time on ``time.perf_counter``, body bytes without framing), as the socket delivered them.
+        whole: the response is complete.
     """
 
     status: int = 0
@@ -35,19 +35,19 @@ class Reply:
 
 
 class Link(asyncio.Protocol):
-    """One TCP connection, which fills one reply at a time. ``lost``: why there will be no more of it."""
+    """One TCP connection, which fills one reply at a time. ``lost``: the error that ended it, or None."""
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self._body: list[bytes] = []
         self.expect(Reply())
 
     def expect(self, reply: Reply) -> None:
-        """What comes from now on belongs to ``reply``."""
+        """Assign all further data to ``reply``."""
         self._reply = reply
         self._parser = httptools.HttpResponseParser(self)
-        self.news.clear()
+        self.changed.clear()
 
     @property
     def is_reusable(self) -> bool:
@@ -63,11 +63,11 @@ class Link(asyncio.Protocol):
         if self._body:
             self._reply.pieces.append((time.perf_counter(), b"".join(self._body)))
             self._body.clear()
-        self.news.set()
+        self.changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = self.lost or exc or EOFError("the server closed the connection")
-        self.news.set()
+        self.changed.set()
 
     # ---- called by httptools
 
@@ -82,10 +82,10 @@ class Link(asyncio.Protocol):
 
 
 class Connection:
-    """Sends requests that are whole bytes already, one at a time. Connects for the first one, and after a close.
+    """Sends encoded requests one at a time. Connects for the first one and after a close.
 
     Attributes:
-        port: the client's own; 0 before there was a connection.
+        port: the client's port; 0 before the first connection.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -93,22 +93,22 @@ class Connection:
         self._address = address
         self._pair: tuple[asyncio.Transport, Link] | None = None
 
-    async def ask(self, request: bytes, reply: Reply | None = None) -> Reply:
-        """The whole answer; ``reply`` is filled meanwhile.
+    async def fetch(self, request: bytes, reply: Reply | None = None) -> Reply:
+        """Send a request and return the complete response; ``reply`` is filled meanwhile.
 
-        A server may close a connection that was idle for long just as the next request is on its way: then, as every
-        HTTP client does, it is sent once again on a new one.
+        A server may close an idle connection while the next request is on its way. Like other HTTP clients, this one
+        then sends the request once more on a new connection.
 
         Raises:
-            OSError, EOFError, TimeoutError: no whole answer came.
+            OSError, EOFError, TimeoutError: the response is incomplete.
         """
         reply = Reply() if reply is None else reply
         async with asyncio.timeout(TIMEOUT_S):
-            fresh = self._pair is None
+            is_new = self._pair is None
             try:
                 return await self._exchange(request, reply)
             except (ConnectionError, EOFError):
-                if fresh or reply.status:
+                if is_new or reply.status:
                     raise
             return await self._exchange(request, reply)
 
@@ -118,7 +118,7 @@ class Connection:
         return reply
 
     async def pieces(self, request: bytes, reply: Reply) -> AsyncIterator[bytes]:
-        """The answer's body as it comes. Raises OSError, EOFError or TimeoutError: it will not become whole."""
+        """Yield the body as it arrives. Raises OSError, EOFError or TimeoutError if it stays incomplete."""
         num_taken = 0
         try:
             link = await self.send(request, reply)
@@ -126,8 +126,8 @@ class Connection:
                 if num_taken == len(reply.pieces):
                     if link.lost is not None:
                         raise link.lost
-                    await link.news.wait()
-                    link.news.clear()
+                    await link.changed.wait()
+                    link.changed.clear()
                 for _, piece in reply.pieces[num_taken:]:
                     num_taken += 1
                     yield piece
@@ -138,7 +138,7 @@ class Connection:
             raise
 
     async def send(self, request: bytes, reply: Reply) -> Link:
-        """Send it on a connection that fills ``reply``."""
+        """Send a request on a connection that fills ``reply``."""
         if self._pair is None or self._pair[1].lost is not None:
             self.cut()
             async with asyncio.timeout(CONNECT_S):
@@ -150,7 +150,7 @@ class Connection:
         return link
 
     def cut(self) -> None:
-        """Leave at once, whatever is under way."""
+        """Abort the connection at once."""
         if self._pair is not None:
             self._pair[0].abort()
             self._pair = None
@@ -158,18 +158,18 @@ class Connection:
 
 @asynccontextmanager
 async def connected(address: tuple[str, int]) -> AsyncIterator[Connection]:
-    """A connection that is cut behind the block."""
+    """Yield a connection that is aborted after the block."""
     connection = Connection(address)
     try:
         yield connection
     finally:
         connection.cut()
         with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)  # the transport closes its socket in the loop's next turn
+            await asyncio.sleep(0)  # the transport closes its socket in the next iteration of the loop
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    """(status, body) of a GET on this machine."""
+    """Return (status, body) of a GET on this machine."""
     async with connected(("127.0.0.1", port)) as connection:
-        reply = await connection.ask(f"GET {path} HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n".encode())
+        reply = await connection.fetch(f"GET {path} HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n".encode())
         return reply.status, reply.body.decode(errors="replace")

@@ -1,4 +1,6 @@
-"""The acceptance harnesses: ``python -P tests/acceptance/run.py faults|hostile|soak|streams``. See README.md here."""
+"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py faults|hostile|soak|streams``. See README.md
+here.
+"""
 
 import sys
 from pathlib import Path

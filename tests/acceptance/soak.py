@@ -1,4 +1,4 @@
-"""``run.py soak``: very many short requests of all kinds. Does any process grow, and is everything given back?"""
+"""``run.py soak``: run very many short requests of all kinds; check that no process grows and all blocks are freed."""
 
 import argparse
 import asyncio
@@ -21,29 +21,34 @@ from quire.protocol.errors import ConfigError
 
 MIB = 2**20
 FLAGS = ("--num-gpu-blocks-override", "4096")
-"""Of a server of its own: a pool that the prefix cache fills in the warm-up, and not in the whole run."""
+"""Flags of the started server: a pool that the prefix cache fills during the warm-up, not only over the whole run."""
 PER = 10_000
-"""Growth is told per so many requests."""
+"""Number of requests to which growth is normalized."""
 MOST_MIB = 1.0
 """Growth per ``PER`` requests that counts as none."""
 
 
 class Sample(NamedTuple):
-    """``num_requests``: that had ended when each process was looked at."""
+    """``num_requests``: number of completed requests at the time of the measurement."""
 
     num_requests: int
     held: dict[str, Holdings]
 
 
 class Outcome(NamedTuple):
-    """How often each kind ended how. ``faults``: kind and what came instead of the right answer."""
+    """Outcomes by kind of request. ``faults``: kind and what arrived instead of the right answer."""
 
     kinds: Counter[str]
     faults: Counter[str]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit status 1: a wrong answer, growth, or something left behind. Raises ConfigError, EngineError."""
+    """Run the harness. Exit status 1 if an answer was wrong, a process grew, or anything was left behind.
+
+    Raises:
+        ConfigError: a flag is invalid.
+        EngineError: the server does not answer.
+    """
     if not 0 <= args.warm_up < args.num_requests or args.concurrency < 1 or args.samples < 3:
         raise ConfigError("--warm-up must be below --num-requests, --concurrency at least 1, --samples at least 3")
     with serving(args.url, args.api_key, FLAGS, args.serve_args) as target:
@@ -54,14 +59,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 async def measure(target: Target, args: argparse.Namespace) -> Report:
-    """Put the load on ``target``, and look at its processes meanwhile."""
+    """Run the load on ``target`` and measure its processes meanwhile."""
     before = target.settled()
     samples: list[Sample] = [Sample(0, target.holdings())]
     outcome = Outcome(Counter(), Counter())
-    begun, cpu, spent = time.perf_counter(), time.process_time(), target.cpu_seconds()
+    start, cpu, spent = time.perf_counter(), time.process_time(), target.cpu_seconds()
     with tqdm(total=args.num_requests, desc="Requests", file=sys.stderr) as bar:
         await _load(target, args, samples, outcome, bar)
-    wall = time.perf_counter() - begun
+    wall = time.perf_counter() - start
     shares = {"client": (time.process_time() - cpu) / wall} | busy_shares(spent, target.cpu_seconds(), wall)
     after = await asyncio.to_thread(target.settled)
     samples.append(Sample(args.num_requests, target.holdings()))
@@ -88,7 +93,7 @@ async def _load(
         async with connected(target.address) as connection:
             for request in requests:
                 outcome.kinds[request.kind] += 1
-                fault = await ask(target, connection, request, draw.random())
+                fault = await send_and_check(target, connection, request, draw.random())
                 if fault:
                     outcome.faults[f"{request.kind}: {fault}"] += 1
                 bar.update()
@@ -98,14 +103,16 @@ async def _load(
     await asyncio.gather(*(one_client() for _ in range(args.concurrency)))
 
 
-async def ask(target: Target, connection: Connection, request: SoakRequest, chance: float) -> str:
-    """Send it and judge the answer; what is wrong with it, or nothing. ``chance``: 0 to 1, when to leave."""
+async def send_and_check(target: Target, connection: Connection, request: SoakRequest, chance: float) -> str:
+    """Send a request and check the answer; return what is wrong, or an empty string. ``chance``: 0 to 1, when to
+    disconnect.
+    """
     raw = target.post(request.path, request.body)
     try:
         if request.leaves:
             await _leave(target, raw, request.leaves, chance)
             return ""
-        reply = await connection.ask(raw)
+        reply = await connection.fetch(raw)
     except (OSError, EOFError, TimeoutError) as error:
         return type(error).__name__
     if reply.status not in request.statuses:
@@ -116,7 +123,7 @@ async def ask(target: Target, connection: Connection, request: SoakRequest, chan
 
 
 async def _leave(target: Target, raw: bytes, where: str, chance: float) -> None:
-    """On a connection of its own: send all or a part, perhaps read a little, and go."""
+    """Use a separate connection: send all or a part, perhaps read some data, and disconnect."""
     reply = Reply()
     async with connected(target.address) as connection:
         if where == LEAVES[0]:
@@ -132,7 +139,7 @@ async def _leave(target: Target, raw: bytes, where: str, chance: float) -> None:
 
 
 def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Outcome, warm_up: int) -> Report:
-    """``samples``: in order; the last one is of the settled server."""
+    """``samples``: in order; the last is of the settled server."""
     rows = []
     growth: dict[str, dict[str, float]] = {}
     for name, points in _by_process(samples):
@@ -170,13 +177,13 @@ def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Ou
 
 
 def _by_process(samples: Sequence[Sample]) -> Iterator[tuple[str, list[tuple[int, Holdings]]]]:
-    """Of each process that was there at the start, (requests so far, what it held)."""
+    """Yield, for each process present at the start, (requests so far, resources held)."""
     for name in samples[0].held:
         yield name, [(sample.num_requests, sample.held[name]) for sample in samples if name in sample.held]
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """By least squares; 0 where all x are the same."""
+    """Return the slope by least squares; 0 if all x are equal."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     if len(set(xs)) < 2:
         return 0.0

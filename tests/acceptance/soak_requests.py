@@ -1,4 +1,4 @@
-"""The requests of a soak: short ones of every kind, drawn from a seed, with the answer that each must get."""
+"""The requests of a soak: short ones of every kind, drawn from a seed, with the expected answer of each."""
 
 import json
 import random
@@ -13,7 +13,7 @@ LEAVES = ("before the body's end", "at once", "in the answer")
 
 
 class SoakRequest(NamedTuple):
-    """``statuses``: those that are right. ``leaves``: where the client goes away; empty: it stays."""
+    """``statuses``: expected ones. ``leaves``: when the client disconnects; empty if it stays."""
 
     kind: str
     path: str
@@ -24,7 +24,7 @@ class SoakRequest(NamedTuple):
 
 
 def draw_request(draw: random.Random) -> SoakRequest:
-    """One of the kinds, by its share."""
+    """Draw a request of one kind by the kinds' shares."""
     maker = draw.choices(list(_SHARES), list(_SHARES.values()))[0]
     return maker(draw)
 
@@ -58,7 +58,7 @@ def _several(draw: random.Random) -> SoakRequest:
 
 
 def _grammar(draw: random.Random) -> SoakRequest:
-    """Of few grammars, which are found compiled, and now and then of a new one."""
+    """A few grammars repeat and are found compiled; some are new."""
     wanted: dict[str, Any] = draw.choice(
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -76,7 +76,7 @@ def _chat(draw: random.Random) -> SoakRequest:
 
 
 def _wrong(draw: random.Random) -> SoakRequest:
-    """Refused while it is read, or by the scheduler."""
+    """Invalid requests, rejected while parsed or by the scheduler."""
     bad = draw.choice(
         (
             {"n": 0},
@@ -94,7 +94,7 @@ def _wrong(draw: random.Random) -> SoakRequest:
 
 
 def _leaving(draw: random.Random) -> SoakRequest:
-    """The client goes away before its answer is whole."""
+    """The client disconnects before its answer is complete."""
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "stream": draw.random() < 0.5}
     if draw.random() < 0.3:
         fields["n"] = 3

@@ -1,4 +1,6 @@
-"""The load benchmarks: how answers are read, what counts as lost, grown or unfair. Servers are scripts, one is real."""
+"""The load harnesses: how answers are parsed, and what counts as lost or as growth. Most servers are scripts, one is
+real.
+"""
 
 import asyncio
 import json
@@ -46,7 +48,7 @@ WHOLE = [HEAD + chunk(event("a")), chunk(event("b", "length")), chunk(usage(2) +
 
 
 def answered(*parts: bytes, closed: bool = True) -> StreamedAnswer:
-    """Of an answer whose parts come one second after the other."""
+    """Parse an answer whose parts arrive one second apart."""
     stream = TimedStream(b"", 0.0, closed=closed)
     link = Link()
     link.expect(stream.reply)
@@ -58,7 +60,7 @@ def answered(*parts: bytes, closed: bool = True) -> StreamedAnswer:
 
 @contextmanager
 def scripted(answer: Callable[[socket.socket, int], None]) -> Iterator[tuple[str, int]]:
-    """A server that gives each connection, with its number from 0, to ``answer``, one after the other."""
+    """Run a server that passes each connection, with its number from 0, to ``answer``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -82,13 +84,13 @@ def scripted(answer: Callable[[socket.socket, int], None]) -> Iterator[tuple[str
 
 
 class TestStreams:
-    def test_a_whole_answer(self) -> None:
+    def test_complete_answer_is_parsed(self) -> None:
         answer = answered(*WHOLE)
         assert (answer.text, answer.finish_reason, answer.num_output_tokens) == ("ab", "length", 2)
         assert (answer.done, answer.error, answer.gaps) == (True, "", [1.0, 1.0])
 
     @pytest.mark.parametrize("cut", range(0, sum(map(len, WHOLE)), 9))
-    def test_an_answer_is_the_same_however_its_bytes_are_cut(self, cut: int) -> None:
+    def test_answer_does_not_depend_on_how_its_bytes_are_split(self, cut: int) -> None:
         raw = b"".join(WHOLE)
         answer = answered(raw[:cut], raw[cut:])
         assert (answer.text, answer.num_output_tokens, answer.error) == ("ab", 2, "")
@@ -100,30 +102,30 @@ class TestStreams:
             (WHOLE[:2], False, "no end in time"),
             ([], True, "status missing"),
             ([b"HTTP/1.1 503 Busy\r\n\r\n{}"], True, "status 503"),
-            ([HEAD + chunk(b'data: {"error":{}}\n\n')], True, "an error event"),
+            ([HEAD + chunk(b'data: {"error":{}}\n\n')], True, "error event"),
             ([HEAD + chunk(event("a", "length") + usage(1) + DONE)], True, "1 tokens instead of 2"),
             ([HEAD + chunk(event("a", "stop") + usage(2) + DONE)], True, "finish_reason stop"),
             ([HEAD + chunk(event("a") + usage(2) + DONE)], True, "finish_reason missing"),
         ],
     )
-    def test_what_is_not_whole_is_lost(self, parts: list[bytes], closed: bool, fault: str) -> None:
+    def test_incomplete_answer_counts_as_lost(self, parts: list[bytes], closed: bool, fault: str) -> None:
         fine, bad = answered(*WHOLE), answered(*parts, closed=closed)
         report = streams.make_report({}, [fine, bad], [], output_len=2)
         assert (report.results["lost"], report.results["faults"]) == (1, {fault: 1})
 
-    def test_two_texts_of_one_prompt_are_told(self) -> None:
+    def test_different_texts_of_one_prompt_are_counted(self) -> None:
         other = answered(HEAD + chunk(event("x")), chunk(event("y", "length") + usage(2) + DONE))
         answers = [answered(*WHOLE) for _ in range(streams.NUM_PROMPTS)]
         assert streams.make_report({}, answers, [], 2).results["prompts_with_several_texts"] == 0
         assert streams.make_report({}, [*answers, other], [], 2).results["prompts_with_several_texts"] == 1
 
-    def test_one_stall_is_seen_in_the_ratio(self) -> None:
+    def test_stall_raises_the_ratio(self) -> None:
         even = StreamedAnswer([float(i) for i in range(60)], "t", "length", 60, done=True)
         stalled = StreamedAnswer([*even.deliveries[:-1], 70.0], "t", "length", 60, done=True)
         assert streams.make_report({}, [even], [], 60).results["p99_over_p50"] == 1.0
         assert streams.make_report({}, [stalled], [], 60).results["p99_over_p50"] == 12.0
 
-    def test_nothing_in_the_background_begins_once_the_others_have_ended(self) -> None:
+    def test_background_requests_stop_when_the_streams_have_ended(self) -> None:
         def answer(opened: socket.socket, number: int) -> None:
             opened.recv(4096)
             opened.sendall(b"".join(WHOLE))
@@ -135,7 +137,7 @@ class TestStreams:
         assert all(read_answer(stream).done for stream in [*wanted, side[0]])
         assert side[1].sent == 0.0
 
-    def test_a_server_that_takes_no_connection_loses_the_stream(self) -> None:
+    def test_refused_connection_loses_the_stream(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = listener.getsockname()[:2]
         stream = TimedStream(b"x", 0.0)
@@ -144,30 +146,30 @@ class TestStreams:
 
 
 class TestConnection:
-    def ask(self, address: tuple[str, int], count: int) -> list[tuple[int, bytes]]:
+    def fetch(self, address: tuple[str, int], count: int) -> list[tuple[int, bytes]]:
         async def run() -> list[tuple[int, bytes]]:
             async with connected(address) as connection:
-                replies = [await connection.ask(b"x") for _ in range(count)]
+                replies = [await connection.fetch(b"x") for _ in range(count)]
                 return [(reply.status, reply.body) for reply in replies]
 
         return asyncio.run(run())
 
-    def test_a_request_that_meets_a_closing_connection_is_sent_again(self) -> None:
+    def test_request_on_a_closing_connection_is_resent(self) -> None:
         def answer(opened: socket.socket, number: int) -> None:
             opened.recv(1)
             opened.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % number)
-            opened.recv(1)  # the second request is taken, and not answered
+            opened.recv(1)  # the second request is received but not answered
 
         with scripted(answer) as address:
-            assert self.ask(address, 2) == [(200, b"0"), (200, b"1")]
+            assert self.fetch(address, 2) == [(200, b"0"), (200, b"1")]
 
-    def test_half_an_answer_is_none(self) -> None:
+    def test_incomplete_response_raises(self) -> None:
         def answer(opened: socket.socket, number: int) -> None:
             opened.recv(1)
             opened.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")
 
         with scripted(answer) as address, pytest.raises(EOFError):
-            self.ask(address, 1)
+            self.fetch(address, 1)
 
 
 def sample(at: int, rss_mib: float, fds: int = 10, pss_mib: float | None = None) -> soak.Sample:
@@ -177,7 +179,7 @@ def sample(at: int, rss_mib: float, fds: int = 10, pss_mib: float | None = None)
 
 class TestSoak:
     @pytest.mark.parametrize("per_10k", [0.0, 0.5, 2.0, 20.0, -3.0])
-    def test_growth_after_the_warm_up_counts(self, per_10k: float) -> None:
+    def test_growth_after_the_warm_up_is_measured(self, per_10k: float) -> None:
         grown = [sample(at, 80 + per_10k * (at - 30_000) / 10_000) for at in range(30_000, 100_001, 5_000)]
         found = soak.make_report(
             {}, [sample(0, 10), *grown], soak.Outcome(Counter(), Counter()), warm_up=30_000
@@ -186,7 +188,7 @@ class TestSoak:
         assert found["grew"] == (["http"] if per_10k >= 1 else [])
 
     @pytest.mark.parametrize(("last", "grew"), [(10, []), (14, []), (15, ["http"])])
-    def test_descriptors_that_stay_count(self, last: int, grew: list[str]) -> None:
+    def test_leaked_descriptors_count_as_growth(self, last: int, grew: list[str]) -> None:
         samples = [sample(0, 50), sample(50, 50, fds=14), sample(70, 50, fds=80), sample(100, 50, fds=last)]
         report = soak.make_report({}, samples, soak.Outcome(Counter(), Counter()), warm_up=50)
         assert report.results["grew"] == grew
@@ -195,9 +197,9 @@ class TestSoak:
         assert soak.slope([(0, 1), (1, 3), (2, 5)]) == pytest.approx(2.0)
         assert soak.slope([(1, 1), (1, 3)]) == 0.0
 
-    def test_the_same_seed_draws_the_same_load_of_every_kind(self) -> None:
-        first, again = ([draw_request(draw) for _ in range(500)] for draw in (random.Random(3), random.Random(3)))
-        assert first == again
+    def test_same_seed_draws_the_same_load_of_every_kind(self) -> None:
+        first, second = ([draw_request(draw) for _ in range(500)] for draw in (random.Random(3), random.Random(3)))
+        assert first == second
         assert {request.kind for request in first} >= {"plain", "grammar", "wrong", "left", "chat"}
         assert {request.leaves for request in first} == {"", *LEAVES}
 
@@ -205,7 +207,7 @@ class TestSoak:
         ("status", "body", "fault"),
         [(200, DONE, ""), (503, b"", "status 503"), (200, b'data: {"error":1}\n\n', "no end of the stream")],
     )
-    def test_an_answer_is_judged(self, status: int, body: bytes, fault: str) -> None:
+    def test_answer_is_checked(self, status: int, body: bytes, fault: str) -> None:
         def answer(opened: socket.socket, number: int) -> None:
             opened.recv(4096)
             opened.sendall(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
@@ -213,7 +215,7 @@ class TestSoak:
         async def run(address: tuple[str, int]) -> str:
             target = Target(f"http://127.0.0.1:{address[1]}", "", None)
             async with connected(address) as connection:
-                return await soak.ask(target, connection, SoakRequest("s", "/", b"{}", (200,), True), 0.5)
+                return await soak.send_and_check(target, connection, SoakRequest("s", "/", b"{}", (200,), True), 0.5)
 
         with scripted(answer) as address:
             assert asyncio.run(run(address)) == fault
@@ -233,7 +235,7 @@ class TestSoak:
         (["hostile", "--concurrency", "0"], "--concurrency"),
     ],
 )
-def test_flags_out_of_range(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*words])
     assert ended.value.code == ConfigError.exit_status
@@ -241,7 +243,7 @@ def test_flags_out_of_range(words: list[str], message: str, capsys: pytest.Captu
 
 
 @pytest.mark.full
-def test_a_server_that_does_not_start_says_why() -> None:
+def test_error_of_a_server_that_does_not_start_has_the_reason() -> None:
     with pytest.raises(ConfigError, match="block-size"), serving(None, None, [], "--block-size 0"):
         pass
 
@@ -250,7 +252,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
     ("gauges", "clean"),
     [((0, 0, 8, 8), True), ((1, 0, 8, 8), False), ((0, 1, 8, 8), False), ((0, 0, 7, 8), False)],
 )
-def test_clean_is_nothing_running_and_all_blocks_free(gauges: tuple[int, ...], clean: bool) -> None:
+def test_clean_means_no_requests_and_all_blocks_free(gauges: tuple[int, ...], clean: bool) -> None:
     names = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
     assert is_clean(dict(zip(names, gauges, strict=True))) is clean
     assert not is_clean({})
@@ -271,7 +273,7 @@ def bench(server: Served, tmp_path: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_streams_of_a_real_server(server: Served, tmp_path: Path) -> None:
+def test_streams_on_a_real_server(server: Served, tmp_path: Path) -> None:
     words = ["--num-streams", "32", "--output-len", "16", "--side-len", "300", "--side-interval", "0.1"]
     found = bench(server, tmp_path, "streams", *words)
     assert (found["lost"], found["side_lost"], found["output_tokens"]) == (0, 0, 32 * 16)
@@ -280,7 +282,7 @@ def test_streams_of_a_real_server(server: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
+def test_soak_on_a_real_server(server: Served, tmp_path: Path) -> None:
     found = bench(server, tmp_path, "soak", "--num-requests", "300", "--warm-up", "100", "--concurrency", "16")
     assert found["faults"] == {}
     assert sum(found["kinds"].values()) == 300
@@ -288,7 +290,7 @@ def test_soak_of_a_real_server(server: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_benchmark_that_is_told_to_end_ends_its_server() -> None:
+def test_terminated_harness_stops_its_server() -> None:
     before = signal.getsignal(signal.SIGTERM)
     served: list[Target] = []
     with pytest.raises(KeyboardInterrupt), serving(None, None, ["--simulate", "constant:1"], None) as target:

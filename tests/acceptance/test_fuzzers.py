@@ -1,4 +1,4 @@
-"""The fuzzers, for a moment: they find nothing, and say what they did."""
+"""Short runs of the fuzzers: they find no failure and report what they did."""
 
 import json
 import subprocess
@@ -17,9 +17,9 @@ def fuzzed(program: str) -> dict[str, Any]:
     command = [sys.executable, "-P", str(HERE / program), "--seconds", "2", "--seed", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert told["failures"] == 0
-    return told
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["failures"] == 0
+    return found
 
 
 def test_messages_in_all_directions() -> None:
@@ -30,8 +30,8 @@ def test_messages_in_all_directions() -> None:
 
 
 def test_checkpoints() -> None:
-    told = fuzzed("fuzz_safetensors.py")
-    assert told["refused"] > 20 and told["opened"]
+    found = fuzzed("fuzz_safetensors.py")
+    assert found["refused"] > 20 and found["opened"]
 
 
 @pytest.mark.slow

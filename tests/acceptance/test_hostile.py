@@ -1,4 +1,4 @@
-"""What a hostile client costs honest ones: how shares are counted in a trace, and which losses are told."""
+"""Costs of a hostile client for honest ones: how they are counted in a trace, and which are reported."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from quire.scheduler_proc.trace.lines import (
 )
 
 
-def told(*lines: AnyLine) -> list[TraceLine]:
+def trace_of(*lines: AnyLine) -> list[TraceLine]:
     return [TraceLine(line, number, "t") for number, line in enumerate(lines, 1)]
 
 
@@ -46,8 +46,8 @@ def result(number: int, *handles: int) -> Result:
 
 
 class TestShares:
-    def test_a_life_is_counted_in_steps_and_blocks(self) -> None:
-        lines = told(
+    def test_steps_and_blocks_are_counted_until_the_end(self) -> None:
+        lines = trace_of(
             step(1, new=[row(0, "x-0", 9)]),
             arrival("a-0"),
             step(2),
@@ -60,8 +60,8 @@ class TestShares:
         )
         assert count_shares(lines, {"a"}) == {"a-0": RequestShare(0 + 1, 5, 2, 4, 2 + 3 + 3, 4, 0)}
 
-    def test_a_handle_that_others_take_over_is_theirs(self) -> None:
-        lines = told(
+    def test_reused_handle_counts_for_its_new_request(self) -> None:
+        lines = trace_of(
             arrival("a-0"),
             step(1, new=[row(0, "a-0", 2)]),
             result(1, 0),
@@ -72,8 +72,8 @@ class TestShares:
         share = count_shares(lines, {"a"})["a-0"]
         assert (share.took, share.block_steps) == (1, 2)
 
-    def test_who_is_put_out_waits_on_and_holds_nothing(self) -> None:
-        lines = told(
+    def test_preempted_request_holds_no_blocks(self) -> None:
+        lines = trace_of(
             arrival("a-0"),
             step(1, new=[row(0, "a-0", 2)]),
             step(2, removed=[0], reasons=[Reason("preempt", "a-0", "youngest", "x-0")]),
@@ -84,8 +84,8 @@ class TestShares:
         share = count_shares(lines, {"a"})["a-0"]
         assert (share.waited, share.took, share.block_steps, share.preempted) == (1, 4, 4, 1)
 
-    def test_all_answers_of_a_response_and_no_others(self) -> None:
-        lines = told(arrival("a-0"), arrival("a-1"), arrival("ab-0"))
+    def test_only_the_answers_of_selected_responses_count(self) -> None:
+        lines = trace_of(arrival("a-0"), arrival("a-1"), arrival("ab-0"))
         assert list(count_shares(lines, {"a"})) == ["a-0", "a-1"]
 
 
@@ -104,27 +104,27 @@ class TestHostile:
             (Round(["t"], front_end_mib=60.0), "steps x -, block_steps x -"),
         ],
     )
-    def test_more_than_a_tenth_is_told(self, attacked: Round, note: str) -> None:
+    def test_ratio_above_the_limit_is_reported(self, attacked: Round, note: str) -> None:
         report = hostile.make_report({}, {CALM: honest(100), "flood": attacked})
-        assert report.notes == ([f"flood: not as without it: {note}"] if note else [])
+        assert report.notes == ([f"flood: worse than without it: {note}"] if note else [])
 
-    def test_other_texts_and_failures_are_told(self) -> None:
+    def test_different_texts_and_failures_are_reported(self) -> None:
         attacked = honest(100, text="u")
         attacked.faults["status 500"] += 1
         found = hostile.make_report({}, {CALM: honest(100), "flood": attacked}).results["rounds"]["flood"]
         assert (found["texts_changed"], found["faults"]) == (1, {"status 500": 1})
 
-    def test_a_trace_with_gaps_is_told(self) -> None:
+    def test_lost_trace_lines_are_reported(self) -> None:
         attacked = honest(100)
         attacked.lines_lost = 7
-        assert "7 lines" in hostile.make_report({}, {CALM: honest(100), "flood": attacked}).notes[0]
+        assert "7 trace lines" in hostile.make_report({}, {CALM: honest(100), "flood": attacked}).notes[0]
 
-    def test_the_honest_load_repeats(self) -> None:
+    def test_honest_load_depends_only_on_the_seed(self) -> None:
         assert hostile.honest_bodies(20, 1) == hostile.honest_bodies(20, 1) != hostile.honest_bodies(20, 2)
 
 
 @pytest.mark.slow
-def test_a_hostile_client_beside_honest_ones(tmp_path: Path) -> None:
+def test_attacks_on_a_real_server(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = ["--attacks", "slow_reader,grammars", "--num-requests", "24", "--json", str(file)]
     main(["hostile", *words])

@@ -1,7 +1,7 @@
-"""Runs that a real engine made, replayed with their own profiles of layers: how near the means come.
+"""Replays measured runs of a real engine with their own layer profiles, and compares mean latencies.
 
-Needs the traces' folder (``QUIRE_TRACES``). Nothing in the simulator knows these runs: the profile, the settings and
-the engine's policies are what the folder itself tells.
+Needs the directory of traces (``QUIRE_TRACES``). The simulator has no knowledge of these runs: the profile, the
+settings and the engine's policies come from that directory.
 """
 
 import gzip
@@ -35,7 +35,7 @@ REPLAYED: dict[str, Callable[[RequestRun], float]] = {
 def folder(request: pytest.FixtureRequest) -> Path:
     traces = os.environ.get("QUIRE_TRACES")
     if not traces:
-        pytest.skip("QUIRE_TRACES does not name the folder of traces")
+        pytest.skip("QUIRE_TRACES is not set to the directory of traces")
     return Path(traces) / "measured_vllm" / str(request.param)
 
 
@@ -48,7 +48,7 @@ def record(folder: Path) -> RunRecord:
 
 
 @pytest.mark.parametrize("figure", MOST_OFF)
-def test_means_are_near_what_was_measured(folder: Path, record: RunRecord, figure: str) -> None:
+def test_means_are_near_the_measured_ones(folder: Path, record: RunRecord, figure: str) -> None:
     with gzip.open(folder / "requests.jsonl.gz", "rt", encoding="utf-8") as file:
         measured = [MEASURED[figure](json.loads(line)) for line in file]
     replayed = [REPLAYED[figure](run) for run in record.requests]

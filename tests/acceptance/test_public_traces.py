@@ -1,4 +1,4 @@
-"""Whole public traces, where QUIRE_TRACES names their folder: sums, percentiles and hits published with them."""
+"""Whole public traces, if QUIRE_TRACES is their directory: sums, percentiles and hits published with them."""
 
 import math
 import os
@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
 
 def infinite_cache(calls: list[Call], block_size: int) -> Found:
-    """Nothing is ever evicted; one request after another; at least one token of a prompt is computed."""
+    """Count prefix hits of requests in sequence, without eviction; at least one token of each prompt is computed."""
     cached: set[bytes] = set()
     hit_blocks = with_hit = accesses = 0
     for call in calls:
@@ -40,14 +40,14 @@ def infinite_cache(calls: list[Call], block_size: int) -> Found:
 
 
 def percentile(values: list[int], share: float) -> int:
-    """Nearest rank."""
+    """Return the percentile by nearest rank."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def traces() -> Path:
     folder = os.environ.get("QUIRE_TRACES")
     if not folder:
-        pytest.skip("QUIRE_TRACES does not name the folder of traces")
+        pytest.skip("QUIRE_TRACES is not set to the directory of traces")
     return Path(folder)
 
 
@@ -159,7 +159,7 @@ def test_agent_text(name: str, count: int, sessions: int) -> None:
     calls = load(f"agent_text/{name}.jsonl.xz").calls
     assert (len(calls), len({call.conversation for call in calls})) == (count, sessions)
     if name == "miniswe":
-        assert sum(call.answer is not None for call in calls) == count - sessions, "each history goes on"
+        assert sum(call.answer is not None for call in calls) == count - sessions, "each call extends the previous one"
 
 
 @pytest.mark.parametrize("name", ["rtx4090_llama31-8b", "rtxpro6000_llama31-8b"])

@@ -1,4 +1,4 @@
-"""Many streamed answers at once: bytes are kept and timed as they come, and read after the run."""
+"""Many concurrent streamed answers: bytes are stored with their times as they arrive, and parsed after the run."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ EVENT = b"data: {"
 
 @dataclass(slots=True)
 class TimedStream:
-    """One request and what came for it.
+    """One request and the data received for it.
 
     Attributes:
-        due: seconds after the run's start at which it is sent.
-        background: sent only while others, that are not in the background, have not ended.
-        sent: on the clock of the reply's pieces; 0: it never was.
+        due: seconds from the run's start at which it is sent.
+        background: sent only while streams that are not in the background run.
+        sent: time of sending, on the clock of the reply's pieces; 0 if it was not sent.
         closed: the connection has ended.
-        error: what the socket said; empty: nothing.
+        error: the socket's error, or empty.
     """
 
     request: bytes
@@ -37,7 +37,7 @@ class TimedStream:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """A stream, once read. ``deliveries``: when something with an event came. ``error``: why it is not whole."""
+    """A parsed stream. ``deliveries``: arrival times of data with an event. ``error``: why it is incomplete."""
 
     deliveries: list[float]
     text: str = ""
@@ -48,14 +48,14 @@ class StreamedAnswer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between deliveries; a delivery may bring several tokens when the server has fallen behind."""
+        """Seconds between deliveries; a delivery has several tokens if the server fell behind."""
         return [later - earlier for earlier, later in pairwise(self.deliveries)]
 
 
 async def drive(address: tuple[str, int], streams: Sequence[TimedStream], timeout: float) -> None:
-    """Send each request when it is due, and take in all answers until the server has closed every connection.
+    """Send each request when it is due, and receive all responses until the server has closed every connection.
 
-    What has not ended ``timeout`` seconds after the start stays open-ended.
+    Streams that have not ended ``timeout`` seconds after the start stay incomplete.
     """
     over = asyncio.Event()
     num_wanted = sum(not stream.background for stream in streams)
@@ -80,7 +80,7 @@ async def drive(address: tuple[str, int], streams: Sequence[TimedStream], timeou
 async def _take_in(address: tuple[str, int], stream: TimedStream) -> None:
     async with connected(address) as connection:
         try:
-            await connection.ask(stream.request, stream.reply)
+            await connection.fetch(stream.request, stream.reply)
         except EOFError:
             pass
         except OSError as error:
@@ -89,7 +89,7 @@ async def _take_in(address: tuple[str, int], stream: TimedStream) -> None:
 
 
 def read_answer(stream: TimedStream) -> StreamedAnswer:
-    """What the bytes of a streamed completion said."""
+    """Parse the bytes of a streamed completion."""
     reply = stream.reply
     answer = StreamedAnswer([when for when, data in reply.pieces if EVENT in data], error=stream.error)
     if reply.status != 200:
@@ -110,7 +110,7 @@ def read_answer(stream: TimedStream) -> StreamedAnswer:
 
 def _take(event: dict[str, object], texts: list[str], answer: StreamedAnswer) -> None:
     if "error" in event:
-        answer.error = "an error event"
+        answer.error = "error event"
         return
     choices, usage = event.get("choices"), event.get("usage")
     if isinstance(choices, list) and choices:

@@ -1,4 +1,4 @@
-"""What some requests got of the engine, counted in a trace: steps they took, KV blocks they held, what was found."""
+"""Engine resources used by some requests, counted in a trace: steps, KV blocks held, cached tokens found."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -10,13 +10,14 @@ from quire.scheduler_proc.trace.lines import Arrival, PrefixCacheEvent, Result, 
 
 @dataclass(slots=True)
 class RequestShare:
-    """Of one request. All steps of the engine count, whichever requests run in them: no load slows this clock down.
+    """Resources used by one request. Counts all steps of the engine, whichever requests run in them, so load does not
+    slow this clock.
 
     Attributes:
-        waited: steps decided from its arrival until it was first let in, that one included.
-        took: from its arrival to its end.
+        waited: steps from its arrival to its first admission, that one included.
+        took: steps from its arrival to its end.
         block_steps: sum over steps of the blocks that it held.
-        preempted: how often it was put out.
+        preempted: number of preemptions.
     """
 
     arrived_at: int
@@ -30,7 +31,7 @@ class RequestShare:
 
 @dataclass(slots=True)
 class _Count:
-    """The run so far. ``held``: blocks by handle, of the requests that are looked at."""
+    """Counts so far. ``held``: blocks by handle, for the selected requests."""
 
     responses: Collection[str]
     shares: dict[str, RequestShare] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class _Count:
             share = self.shares.get(row.req_id)
             self.handles[row.handle] = row.req_id
             if share is None:
-                self.held.pop(row.handle, None)  # the handle's former owner may have been ours
+                self.held.pop(row.handle, None)  # the handle may have belonged to a selected request before
                 continue
             self.held[row.handle] = sum(row.num_blocks)
             if share.waited is None:
@@ -77,10 +78,10 @@ class _Count:
 
 
 def count_shares(lines: Iterable[TraceLine], responses: Collection[str]) -> dict[str, RequestShare]:
-    """The shares of all sequences of ``responses`` (ids as clients are told them), by the engine's request id."""
+    """Count the resources of all sequences of ``responses`` (ids as clients see them), by the engine's request id."""
     count = _Count(responses)
-    for told in lines:
-        match told.line:
+    for entry in lines:
+        match entry.line:
             case Arrival() as line:
                 count.arrived(line)
             case PrefixCacheEvent() as line:

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
-from chaos import HUNG_S, asking, client_ports, disturbed, held_recovery, is_empty, streams, until, within
+from chaos import HUNG_S, client_ports, disturbed, held_recovery, is_empty, request_of, streams, until, within
 from fault_server import FaultServer, Role, wait_until
 from harness import main
-from live_streams import Answer, Ask, make_asks, stream
+from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 
-CANARY = asking(12, temperature=0.0)
+CANARY = request_of(12, temperature=0.0)
 FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
 SIMULATED = ("--simulate", "constant:10", "--num-gpu-blocks-override", "500")
-ASKS = make_asks(18, seed=5, longest=160)
+REQUESTS = make_requests(18, seed=5, longest=160)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def server() -> Iterator[FaultServer]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: FaultServer) -> list[Answer]:
-    """The answers to ASKS and, last, to the canary, without a fault."""
-    answers = asyncio.run(streams(server.port, [*ASKS, CANARY]))
+    """The answers to REQUESTS and, last, to the canary, without a fault."""
+    answers = asyncio.run(streams(server.port, [*REQUESTS, CANARY]))
     assert [answer.error or answer.contradiction() for answer in answers] == [""] * len(answers)
     return answers
 
@@ -51,10 +51,12 @@ def canary(request: pytest.FixtureRequest) -> Iterator[None]:
         assert asyncio.run(until(lambda: is_empty(server.port), within(5)))
 
 
-def check_same(answers: Sequence[Answer], references: Sequence[Answer], asks: Sequence[Ask] = ASKS) -> None:
-    for answer, reference, ask in zip(answers, references, asks, strict=False):
-        assert answer.error == "", ask.body
-        assert answer.choices == reference.choices and answer.num_tokens == reference.num_tokens, ask.body
+def check_same(
+    answers: Sequence[Answer], references: Sequence[Answer], requests: Sequence[StreamRequest] = REQUESTS
+) -> None:
+    for answer, reference, request in zip(answers, references, requests, strict=False):
+        assert answer.error == "", request.body
+        assert answer.choices == reference.choices and answer.num_tokens == reference.num_tokens, request.body
 
 
 class TestAnswersSurviveProcesses:
@@ -71,13 +73,13 @@ class TestAnswersSurviveProcesses:
     )
     def test_kill(self, server: FaultServer, undisturbed: list[Answer], role: Role, after: int) -> None:
         """Kill at the first delta, when most prompts are not computed yet, or in the middle of the tokens."""
-        answers = asyncio.run(disturbed(server.port, ASKS, lambda: server.victims(role)[0].kill(), after))
+        answers = asyncio.run(disturbed(server.port, REQUESTS, lambda: server.victims(role)[0].kill(), after))
         check_same(answers, undisturbed)
 
     @pytest.mark.full
     def test_a_stopped_worker(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         victim = server.victims("worker")[0]
-        check_same(asyncio.run(disturbed(server.port, ASKS, victim.suspend, 200)), undisturbed)
+        check_same(asyncio.run(disturbed(server.port, REQUESTS, victim.suspend, 200)), undisturbed)
         assert not victim.is_running()
         assert any("have not finished a step in time" in line.text for line in server.log)
 
@@ -87,7 +89,7 @@ class TestAnswersSurviveProcesses:
             for role in ("worker", "scheduler"):
                 server.victims(role)[0].kill()
 
-        check_same(asyncio.run(disturbed(server.port, ASKS, kill_both, 200)), undisturbed)
+        check_same(asyncio.run(disturbed(server.port, REQUESTS, kill_both, 200)), undisturbed)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(20))
@@ -96,22 +98,22 @@ class TestAnswersSurviveProcesses:
         role: Role = draw.choice(["worker", "scheduler"])
         victim = server.victims(role)[0]
         act = draw.choice([victim.kill, victim.suspend]) if role == "worker" else victim.kill
-        check_same(asyncio.run(disturbed(server.port, ASKS, act, draw.randrange(1, 800))), undisturbed)
+        check_same(asyncio.run(disturbed(server.port, REQUESTS, act, draw.randrange(1, 800))), undisturbed)
 
 
 @pytest.mark.full
 class TestFrontEnds:
     def test_streams_of_the_other_front_end_continue(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         """Streams of the dead front end are aborted by the engine at once."""
-        ask = asking(300, temperature=0.9, seed=3)
+        request = request_of(300, temperature=0.9, seed=3)
 
         async def run() -> None:
-            (reference,) = await streams(server.port, [ask])
+            (reference,) = await streams(server.port, [request])
             answers: list[Answer] = []
             tasks = []
             while not all(client_ports(front_end) for front_end in server.victims("frontend")):
                 began = asyncio.Event()
-                tasks.append(asyncio.create_task(stream(server.port, ask, lambda answer, at=began: at.set())))
+                tasks.append(asyncio.create_task(stream(server.port, request, lambda answer, at=began: at.set())))
                 await began.wait()
                 assert len(tasks) < 100
             victim = server.victims("frontend")[0]
@@ -122,7 +124,7 @@ class TestFrontEnds:
             assert {answer.port for answer in answers if answer.error} <= doomed
             whole = [answer for answer in answers if not answer.error]
             assert whole
-            check_same(whole, [reference] * len(whole), [ask] * len(whole))
+            check_same(whole, [reference] * len(whole), [request] * len(whole))
             assert await until(lambda: two_front_ends(server), HUNG_S)
 
         asyncio.run(run())
@@ -130,7 +132,7 @@ class TestFrontEnds:
     def test_requests_of_the_dead_front_end_are_aborted(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         async def run() -> None:
             began = asyncio.Event()
-            task = asyncio.create_task(stream(server.port, asking(2000), lambda answer: began.set()))
+            task = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: began.set()))
             await began.wait()
             victim = next(front_end for front_end in server.victims("frontend") if client_ports(front_end))
             victim.kill()
@@ -171,13 +173,13 @@ class TestDuringRecovery:
 
         async def run() -> None:
             begun = asyncio.Event()
-            given_up = asyncio.create_task(stream(server.port, asking(2000), lambda answer: begun.set()))
+            given_up = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: begun.set()))
             await begun.wait()
             with held_recovery(server):
                 assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
                 assert await has_state(server, "/health", 200, "recovering")
                 assert (await get(server.port, "/metrics"))[0] == 200
-                came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
+                came = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
                 await asyncio.sleep(0.1)
                 given_up.cancel()
                 assert not any(task.done() for task in came)
@@ -194,7 +196,7 @@ class TestDuringRecovery:
             worker.suspend()
             server.victims("scheduler")[0].kill()
             assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
-            came = [asyncio.create_task(stream(server.port, ask)) for ask in ASKS]
+            came = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
             for _ in range(10):
                 assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
                 await asyncio.sleep(0.02)
@@ -226,11 +228,11 @@ class TestShutdown:
 
     def test_a_signal_to_all_drains_in_order(self) -> None:
         with FaultServer(SIMULATED) as server:
-            ask = asking(60)
+            request = request_of(60)
 
             async def run() -> list[Answer]:
                 return await disturbed(
-                    server.port, [ask] * 8, lambda: os.killpg(server.process.pid, signal.SIGTERM), 10
+                    server.port, [request] * 8, lambda: os.killpg(server.process.pid, signal.SIGTERM), 10
                 )
 
             answers = asyncio.run(run())
@@ -250,7 +252,7 @@ class TestShutdown:
                 assert await asyncio.to_thread(server.process.wait, HUNG_S) == 0
                 assert time.monotonic() - began < within(2)
 
-            answers = asyncio.run(disturbed(server.port, [asking(2000)] * 4, insist, 10))
+            answers = asyncio.run(disturbed(server.port, [request_of(2000)] * 4, insist, 10))
             assert all(answer.error for answer in answers)
             assert wait_until(lambda: server.leftovers() == [], within(2)) is not None
 
@@ -269,7 +271,7 @@ class TestShutdown:
             if first:
                 asyncio.run(kill_all())
             else:
-                (answer,) = asyncio.run(disturbed(server.port, [asking(2000)], kill_all, 3))
+                (answer,) = asyncio.run(disturbed(server.port, [request_of(2000)], kill_all, 3))
                 assert "engine_unavailable" in answer.error
             assert server.process.wait() == 1
             assert wait_until(lambda: "quire: error:" in server.log[-1].text, HUNG_S) is not None

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import psutil
 from fault_server import FaultServer, has_settled, wait_until
-from live_streams import Answer, Ask, stream
+from live_streams import Answer, StreamRequest, stream
 from raw_http import get
 
 HUNG_S = 60.0
@@ -22,19 +22,19 @@ def within(seconds: float) -> float:
     return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def asking(max_tokens: int, **fields: object) -> Ask:
-    return Ask(
+def request_of(max_tokens: int, **fields: object) -> StreamRequest:
+    return StreamRequest(
         "/v1/completions", {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, **fields}
     )
 
 
-async def streams(port: int, asks: Sequence[Ask]) -> list[Answer]:
+async def streams(port: int, requests: Sequence[StreamRequest]) -> list[Answer]:
     async with asyncio.timeout(HUNG_S):
-        return await asyncio.gather(*(stream(port, ask) for ask in asks))
+        return await asyncio.gather(*(stream(port, request) for request in requests))
 
 
 async def disturbed(
-    port: int, asks: Sequence[Ask], act: Callable[[], Awaitable[None] | None], after: int
+    port: int, requests: Sequence[StreamRequest], act: Callable[[], Awaitable[None] | None], after: int
 ) -> list[Answer]:
     """Run the streams and return their answers; ``act`` is called after that many chunks in all, before any stream
     ends."""
@@ -48,7 +48,7 @@ async def disturbed(
             reached.set()
 
     async with asyncio.timeout(HUNG_S):
-        tasks = [asyncio.create_task(stream(port, ask, on_piece)) for ask in asks]
+        tasks = [asyncio.create_task(stream(port, request, on_piece)) for request in requests]
         await reached.wait()
         assert not all(task.done() for task in tasks), "too late: they have all ended"
         if (doing := act()) is not None:
