@@ -85,11 +85,11 @@ def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelC
         if tensor is not None and tensor.shape != shape:
             raise ConfigError(
                 f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
-                f"but config.json means {list(shape)}"
+                f"but config.json requires {list(shape)}"
             )
     layers = {int(match[1]) for name in stored if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     if len(layers) != config.num_layers or max(layers, default=-1) != config.num_layers - 1:
-        raise ConfigError(f"{folder}: has tensors of {len(layers)} layers; config.json means {config.num_layers}")
+        raise ConfigError(f"{folder}: has tensors of {len(layers)} layers; config.json requires {config.num_layers}")
 
 
 def full_name(name: str) -> str:

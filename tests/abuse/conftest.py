@@ -1,6 +1,6 @@
-"""One server for every test of this folder that needs one. Whatever a test did to it, its canary is asked afterwards.
+"""Fixtures: ``server`` is one running server, checked with a canary request after each test that uses it.
 
-``app`` is a server's application without its processes: for what is refused before an engine sees it.
+``app`` is the application without processes, for input that is refused before it reaches the engine.
 """
 
 from collections.abc import Iterator

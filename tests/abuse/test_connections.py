@@ -1,4 +1,4 @@
-"""Clients that send what is no request, send too much, send too slowly, or leave (A16, A17, A18, A47, F13)."""
+"""Clients that send invalid requests, too much, too slowly, or disconnect (A16, A17, A18, A47, F13)."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ GOOD = json.dumps({"prompt": [1, 2], "max_tokens": 3}).encode()
 CHUNKED = "transfer-encoding: chunked"
 
 
-def asking(**fields: Any) -> bytes:
+def body_of(**fields: Any) -> bytes:
     return json.dumps({"prompt": [1, 2], "max_tokens": 10**5, **fields}).encode()
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[FrontEnd]:
-    """A front end whose patience is so short that a test can wait for its end."""
+def impatient() -> Iterator[FrontEnd]:
+    """A front end with time limits short enough to wait for in a test."""
     front_end = FrontEnd(head_s=0.2, body_s=0.2, rest_s=0.2, linger_s=0.2, stall_s=0.2)
     yield front_end
     front_end.check()
@@ -49,8 +49,8 @@ def wait_closed(connection: socket.socket) -> bytes:
         return read_all(connection)
 
 
-def check_words(answer: bytes) -> None:
-    """An error is in OpenAI's form and says nothing of ours."""
+def check_error_message(answer: bytes) -> None:
+    """Check that an error is in OpenAI's format and reveals no internals."""
     if status_of(answer) >= 400:
         error = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -81,7 +81,7 @@ UNFINISHED_BODIES = [
     ONE_CHUNK + b"0\r\nx: ",
 ]
 GET_HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
-# A request that is answered, and what then never ends: the answer has ended no clock.
+# A complete request, followed by something endless: the response must not have stopped the timer.
 AFTER_ANSWERS = [
     (200, post(COMPLETIONS, GOOD)),
     (200, post(COMPLETIONS, GOOD) + b"\r\n"),
@@ -99,15 +99,15 @@ UNFINISHED = [
 
 
 class TestSlowSenders:
-    def test_what_never_ends_is_ended(self, hasty: FrontEnd) -> None:
-        """All at once, so that the test takes as long as one; none is left, whatever it was in the middle of."""
-        connections = [hasty.connect(data) for _, data in UNFINISHED]
+    def test_unfinished_requests_are_closed(self, impatient: FrontEnd) -> None:
+        """All connections run at the same time, so that the test takes as long as one of them."""
+        connections = [impatient.connect(data) for _, data in UNFINISHED]
         answers = [wait_closed(connection) for connection in connections]
         for (status, data), answer in zip(UNFINISHED, answers, strict=True):
             told = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
             assert status_of(told) == status, (short(data), answer)
-            check_words(told)
-        hasty.until(lambda: hasty.num_connections == 0)
+            check_error_message(told)
+        impatient.until(lambda: impatient.num_connections == 0)
 
     @pytest.mark.parametrize(
         ("data", "byte"),
@@ -120,39 +120,39 @@ class TestSlowSenders:
             (HEAD + b"content-length: 999\r\n\r\n", b"x"),
             (SAYS_CHUNKED + b"5;", b"x"),
             (ONE_CHUNK + b"0\r\nx:", b"x"),
-            (HEAD + b"content-length: 99999999999\r\n\r\n", b"x"),  # answered already
+            (HEAD + b"content-length: 99999999999\r\n\r\n", b"x"),  # after its response
             (b"GET /none HTTP/1.1\r\ncontent-length: 99999\r\n\r\n", b"x"),
             (b"GET /none HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5;", b"x"),
         ],
         ids=short,
     )
-    def test_a_byte_now_and_then_does_not_help(self, hasty: FrontEnd, data: bytes, byte: bytes) -> None:
+    def test_slow_bytes_do_not_extend_the_time_limit(self, impatient: FrontEnd, data: bytes, byte: bytes) -> None:
         begun = time.monotonic()
-        with hasty.connect(data) as connection, contextlib.suppress(ConnectionError):
+        with impatient.connect(data) as connection, contextlib.suppress(ConnectionError):
             while True:
                 if select.select([connection], [], [], 0.01)[0] and not connection.recv(65536):
                     break
                 connection.send(byte)
                 assert time.monotonic() < begun + WAIT_S / 2
 
-    def test_a_body_that_comes_steadily_is_waited_for(self) -> None:
+    def test_slow_but_steady_body_is_accepted(self) -> None:
         front_end = FrontEnd(body_s=0.1, body_bytes_per_s=10)
         body = GOOD + b" " * 20
         with front_end.connect(post(COMPLETIONS, b"", "connection: close", length=len(body))) as connection:
             for at in range(0, len(body), 10):
                 connection.sendall(body[at : at + 10])
-                time.sleep(0.03)  # in all twice what a body has that does not come
+                time.sleep(0.03)  # in total twice body_s
             assert status_of(read_all(connection)) == 200
         front_end.check()
         front_end.close()
 
-    def test_idle_connections_go_and_others_are_served_meanwhile(self, hasty: FrontEnd) -> None:
-        idle = [hasty.connect(b"GET /health HTTP/1.1\r\n\r\n" if i % 2 else b"") for i in range(300)]
-        assert hasty.client.get("/health").status_code == 200
-        hasty.check()
+    def test_idle_connections_are_closed_while_others_are_served(self, impatient: FrontEnd) -> None:
+        idle = [impatient.connect(b"GET /health HTTP/1.1\r\n\r\n" if i % 2 else b"") for i in range(300)]
+        assert impatient.client.get("/health").status_code == 200
+        impatient.check()
         for connection in idle:
             wait_closed(connection)
-        hasty.until(lambda: hasty.num_connections == 0)
+        impatient.until(lambda: impatient.num_connections == 0)
 
 
 def chunks(size: int, body: bytes, extension: bytes = b"") -> bytes:
@@ -162,9 +162,9 @@ def chunks(size: int, body: bytes, extension: bytes = b"") -> bytes:
 
 LONG = b'{"prompt": [1, 2], "max_tokens": 3, "user": "' + b"x" * 3_000_000 + b'"}'
 END = b"0\r\n\r\n"
-# what is sent, made when it is needed where it is large, and with which status it is answered
+# (data, status). Large data are functions, called in the test.
 BODIES: list[tuple[bytes | Callable[[], bytes], int]] = [
-    (lambda: post(COMPLETIONS, GOOD, CHUNKED) + chunks(6, LONG) + END, 400),  # GOOD is no chunk
+    (lambda: post(COMPLETIONS, GOOD, CHUNKED) + chunks(6, LONG) + END, 400),  # GOOD is not a chunk
     (lambda: post(COMPLETIONS, b"", CHUNKED) + chunks(6, LONG) + END, 200),
     (post(COMPLETIONS, b"", CHUNKED) + chunks(1, GOOD) + END, 200),
     (lambda: post(COMPLETIONS, b"", CHUNKED) + chunks(1, LONG) + END, 400),
@@ -192,7 +192,7 @@ BODIES: list[tuple[bytes | Callable[[], bytes], int]] = [
     (post(COMPLETIONS, GOOD, "expect: 100-continue", length=32 * 2**20 + 1), 413),
     (lambda: post(COMPLETIONS, b" " * (32 * 2**20 + 1)), 413),
     (lambda: post(COMPLETIONS, b"", CHUNKED) + chunks(2**20, b" " * (34 * 2**20)) + END, 413),
-    (post(COMPLETIONS, GOOD, length=3), 400),  # the rest is taken for the next request
+    (post(COMPLETIONS, GOOD, length=3), 400),  # the rest is parsed as the next request
     (post(COMPLETIONS, b""), 400),
     (post("/health", GOOD), 405),
     (post("/none", LONG), 404),
@@ -201,19 +201,19 @@ BODIES: list[tuple[bytes | Callable[[], bytes], int]] = [
 
 class TestBodies:
     @pytest.mark.parametrize(("data", "status"), thinned(BODIES, keep=10), ids=range(len(BODIES)))
-    def test_a_body_that_lies(self, patient: FrontEnd, data: bytes | Callable[[], bytes], status: int) -> None:
+    def test_malformed_body(self, patient: FrontEnd, data: bytes | Callable[[], bytes], status: int) -> None:
         with patient.connect() as connection:
             connection.settimeout(WAIT_S)
             answer = exchange(connection, data() if callable(data) else data)
         assert status_of(answer) == status, answer[:500]
-        check_words(answer)
+        check_error_message(answer)
 
-    def test_the_canary_is_well(self, patient: FrontEnd) -> None:
+    def test_server_still_works(self, patient: FrontEnd) -> None:
         patient.check()
 
 
 def exchange(connection: socket.socket, data: bytes) -> bytes:
-    """Send as long as it is taken, and read what is answered first."""
+    """Send ``data`` until the server responds or closes; return the first part of the response."""
     unsent = memoryview(data)
     connection.setblocking(False)
     deadline = time.monotonic() + WAIT_S
@@ -229,7 +229,7 @@ def exchange(connection: socket.socket, data: bytes) -> bytes:
                 unsent = unsent[connection.send(unsent[: 2**18]) :]
             except ConnectionError:
                 unsent = unsent[:0]
-    raise AssertionError("no answer")
+    raise AssertionError("no response")
 
 
 def endless(prefix: bytes, unit: bytes) -> Iterator[bytes]:
@@ -257,7 +257,7 @@ HEADS = [
     (b"GET ", b"/"),
     (b"GET /", b"%2e"),
     (b"", b"G"),
-    (b"", b"\x16\x03\x01\x02\x00"),  # somebody who speaks TLS
+    (b"", b"\x16\x03\x01\x02\x00"),  # TLS
     (b"", b"\x00"),
     (b"GET /health HTTP/1.", b"1"),
     (b"GET /health ", b" "),
@@ -266,8 +266,8 @@ HEADS = [
 
 class TestHeads:
     @pytest.mark.parametrize(("prefix", "unit"), thinned(HEADS, keep=4), ids=short)
-    def test_a_head_without_end_is_cut(self, patient: FrontEnd, prefix: bytes, unit: bytes) -> None:
-        """By what it is or by its size, long before the gigabyte that is offered."""
+    def test_endless_head_is_refused(self, patient: FrontEnd, prefix: bytes, unit: bytes) -> None:
+        """Refused for its content or its size, long before the offered gigabyte is sent."""
         sent, answer = 0, b""
         with patient.connect() as connection:
             try:
@@ -281,10 +281,10 @@ class TestHeads:
             except ConnectionError:
                 pass
         assert status_of(answer) in (0, 400, 431), answer
-        check_words(answer)
+        check_error_message(answer)
 
-    def test_line_breaks_without_a_request_are_endured_no_longer_than_a_head(self, hasty: FrontEnd) -> None:
-        with hasty.connect() as connection, pytest.raises(ConnectionError):
+    def test_line_breaks_without_a_request_time_out(self, impatient: FrontEnd) -> None:
+        with impatient.connect() as connection, pytest.raises(ConnectionError):
             deadline = time.monotonic() + WAIT_S
             while time.monotonic() < deadline:
                 connection.sendall(b"\r\n" * 1000)
@@ -302,26 +302,26 @@ class TestHeads:
         ],
         ids=short,
     )
-    def test_a_head_that_ends(self, patient: FrontEnd, head: bytes, status: int) -> None:
+    def test_odd_but_complete_head(self, patient: FrontEnd, head: bytes, status: int) -> None:
         assert status_of(patient.ask(head)) == status
 
-    def test_heads_in_a_row_are_answered_in_their_order(self, patient: FrontEnd) -> None:
+    def test_pipelined_requests_are_answered_in_order(self, patient: FrontEnd) -> None:
         one = post(COMPLETIONS, GOOD)
         last = post(COMPLETIONS, GOOD, "connection: close")
         answer = patient.ask(one * 4 + b"GET /none HTTP/1.1\r\n\r\n" + last)
         statuses = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
         assert statuses == [b"200"] * 4 + [b"404", b"200"]
 
-    def test_too_many_in_a_row_are_refused(self, patient: FrontEnd) -> None:
+    def test_too_many_pipelined_requests_are_refused(self, patient: FrontEnd) -> None:
         before = len(patient.engine.added)
-        answer = patient.ask(post(COMPLETIONS, asking(stream=False)) + b"GET /health HTTP/1.1\r\n\r\n" * 5000)
+        answer = patient.ask(post(COMPLETIONS, body_of(stream=False)) + b"GET /health HTTP/1.1\r\n\r\n" * 5000)
         assert status_of(answer) in (0, 400)
         assert len(patient.engine.added) <= before + 1
         patient.check()
 
 
 def mutated(seed: int) -> bytes:
-    """A few requests in a row with some bytes of them changed, lost, doubled or in another place."""
+    """Return a few pipelined requests with bytes changed, deleted, duplicated or moved."""
     rng = random.Random(seed)
     requests = [post(COMPLETIONS, GOOD), post(COMPLETIONS, b"", CHUNKED) + chunks(9, GOOD) + END, GET + b"\r\n"]
     data = bytearray(b"".join(rng.choices(requests, k=rng.randint(1, 3))))
@@ -345,15 +345,15 @@ def mutated(seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("seeds", thinned([range(at, at + 50) for at in range(0, 400, 50)], keep=1), ids=str)
-def test_bytes_that_were_requests(hasty: FrontEnd, seeds: range) -> None:
-    """All at once. Each connection ends, and what was said to it is an answer; an error is one in our words."""
-    connections = [hasty.connect(mutated(seed)) for seed in seeds]
+def test_corrupted_request_bytes(impatient: FrontEnd, seeds: range) -> None:
+    """Each connection is closed, after a valid HTTP response or none; errors reveal no internals."""
+    connections = [impatient.connect(mutated(seed)) for seed in seeds]
     for seed, connection in zip(seeds, connections, strict=True):
         answer = wait_closed(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
         assert status_of(answer) in (0, 200, 400, 404, 405, 408, 413, 422, 431), (seed, answer[:300])
         errors = re.findall(rb'"message":"(.*?)","type"', answer)
         assert not any(INTERNALS.search(message.decode()) for message in errors), (seed, errors)
-    hasty.check()
+    impatient.check()
 
 
 def close(connection: socket.socket) -> None:
@@ -374,57 +374,57 @@ def garble(connection: socket.socket) -> None:
 
 
 def send_another_and_close(connection: socket.socket) -> None:
-    connection.sendall(post(COMPLETIONS, asking()))
+    connection.sendall(post(COMPLETIONS, body_of()))
     connection.close()
 
 
 def announce_another_and_reset(connection: socket.socket) -> None:
-    connection.sendall(post(COMPLETIONS, asking(), length=10**6))
+    connection.sendall(post(COMPLETIONS, body_of(), length=10**6))
     reset(connection)
 
 
 LEAVE = (close, reset, half_close, garble, send_another_and_close, announce_another_and_reset)
 
 
-class TestLeaving:
-    """Whoever goes away leaves nothing running: not the request, nor those that it had sent behind it."""
+class TestDisconnect:
+    """A disconnect aborts all requests of the connection, also pipelined ones."""
 
     @pytest.mark.parametrize("leave", thinned(LEAVE, keep=2))
     @pytest.mark.parametrize("num_seen", thinned([0, 1, 40], keep=2))
     @pytest.mark.parametrize(
         "fields", [{}, {"stream": True}, {"stream": True, "n": 3}, {"prompt": [[1], [2]]}], ids=str
     )
-    def test_its_sequences_are_aborted(
+    def test_disconnect_aborts_sequences(
         self, patient: FrontEnd, fields: dict[str, Any], num_seen: int, leave: Callable[[socket.socket], None]
     ) -> None:
         patient.until(lambda: not patient.engine.live)
         before = len(patient.engine.added)
-        connection = patient.connect(post(COMPLETIONS, asking(**fields)))
+        connection = patient.connect(post(COMPLETIONS, body_of(**fields)))
         patient.until(lambda: len(patient.engine.added) > before)
         patient.until(lambda: max(each.delivered for each in patient.engine.added[before:]) >= num_seen)
         leave(connection)
         patient.until(lambda: not patient.engine.live)
-        told = [each.delivered for each in patient.engine.added[before:]]
-        assert all(each.aborted for each in patient.engine.added[before:]) and max(told) < 10**5
+        delivered = [each.delivered for each in patient.engine.added[before:]]
+        assert all(each.aborted for each in patient.engine.added[before:]) and max(delivered) < 10**5
         connection.close()
 
     @pytest.mark.parametrize("leave", [close, reset, half_close])
-    def test_in_the_middle_of_its_body(self, patient: FrontEnd, leave: Callable[[socket.socket], None]) -> None:
+    def test_disconnect_within_the_body(self, patient: FrontEnd, leave: Callable[[socket.socket], None]) -> None:
         before = len(patient.engine.added)
         for cut in range(0, 200, 10):
-            connection = patient.connect(post(COMPLETIONS, asking(user="x" * 200))[: 50 + cut])
+            connection = patient.connect(post(COMPLETIONS, body_of(user="x" * 200))[: 50 + cut])
             leave(connection)
             connection.close()
         patient.check()
-        assert len(patient.engine.added) == before + 1  # the canary's
+        assert len(patient.engine.added) == before + 1  # the canary request
 
-    def test_the_canary_is_well(self, patient: FrontEnd) -> None:
+    def test_server_still_works(self, patient: FrontEnd) -> None:
         patient.check()
 
 
 @pytest.mark.full
 class TestRealServer:
-    """The same with the engine's processes behind it: what they held for a client is free again."""
+    """With the engine's processes: blocks of a disconnected client are freed."""
 
     LONG: ClassVar[dict[str, Any]] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
@@ -439,7 +439,7 @@ class TestRealServer:
 
     @pytest.mark.parametrize("leave", LEAVE)
     @pytest.mark.parametrize("stream", [False, True])
-    def test_blocks_are_free_when_a_client_has_gone(
+    def test_disconnect_frees_blocks(
         self, server: AbusedServer, stream: bool, leave: Callable[[socket.socket], None]
     ) -> None:
         connection = self.connect(server, post(COMPLETIONS, json.dumps({**self.LONG, "stream": stream}).encode()))
@@ -449,7 +449,7 @@ class TestRealServer:
         server.served.wait_until_idle()
         connection.close()
 
-    def test_blocks_are_free_when_a_client_does_not_read(self, server: AbusedServer) -> None:
+    def test_slow_reader_frees_blocks(self, server: AbusedServer) -> None:
         before = server.served.metrics()
         body = json.dumps({**self.LONG, "logprobs": 20}).encode()
         with self.connect(server, post(COMPLETIONS, body), receive_buffer=4096):

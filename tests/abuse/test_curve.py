@@ -1,4 +1,4 @@
-"""Events over TCP: who has one of the keys that are let in hears them, and nobody else hears anything."""
+"""KV events over TCP: only clients with an allowed CURVE key can connect."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zmq
-from curve_files import make_keys, with_api_keys
+from curve_files import make_keys, set_curve_keys
 from kv_event_ends import WAIT_MS, keys_of, layout_of
 from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config
@@ -29,8 +29,8 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTO
 ZERO = (0).to_bytes(8, "big")
 
 
-class Place(NamedTuple):
-    """A publisher over TCP with two clients' keys let in, and where everything lies."""
+class Setup(NamedTuple):
+    """A publisher over TCP that allows the keys of two clients, with its endpoints and folders."""
 
     publisher: KVEventPublisher
     events: str
@@ -52,7 +52,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
 
 
 @pytest.fixture(scope="module")
-def place(context: "zmq.Context[Any]", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def setup(context: "zmq.Context[Any]", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("curve")
     keys = make_keys(folder / "keys", "router", "other")
     create_certificates(folder, "stranger")
@@ -64,52 +64,52 @@ def place(context: "zmq.Context[Any]", tmp_path_factory: pytest.TempPathFactory)
     publisher.follow(recorder)
     assert not keys_of(pool)
     publisher.publish(0.0)
-    yield Place(publisher, events, replay, keys, folder)
+    yield Setup(publisher, events, replay, keys, folder)
     publisher.close()
 
 
-Dress = Callable[["zmq.Socket[Any]", Place], None]
+SetKeys = Callable[["zmq.Socket[Any]", Setup], None]
 
 
-def key(name: str, server: str = "keys/server.key") -> Dress:
-    return lambda client, place: with_api_keys(client, place.folder / f"{name}.key_secret", place.folder / server)
+def key(name: str, server: str = "keys/server.key") -> SetKeys:
+    return lambda client, setup: set_curve_keys(client, setup.folder / f"{name}.key_secret", setup.folder / server)
 
 
-def plain(client: "zmq.Socket[Any]", place: Place) -> None:
+def plain(client: "zmq.Socket[Any]", setup: Setup) -> None:
     client.plain_username, client.plain_password = b"router", b"router"
 
 
-def half(client: "zmq.Socket[Any]", place: Place) -> None:
-    """The public key of one who is let in, with another's secret."""
-    key("stranger")(client, place)
-    client.curve_publickey = load_curve_keys(place.keys).public
+def half(client: "zmq.Socket[Any]", setup: Setup) -> None:
+    """An allowed public key with the secret of another key."""
+    key("stranger")(client, setup)
+    client.curve_publickey = load_curve_keys(setup.keys).public
 
 
-WRONG: dict[str, Dress] = {
-    "no key": lambda client, place: None,
-    "a password": plain,
-    "a stranger's key": key("stranger"),
-    "the server's own key": key("keys/server"),
-    "a key of another server": key("router", "false_server.key"),
-    "a public key that is not theirs": half,
+WRONG: dict[str, SetKeys] = {
+    "no key": lambda client, setup: None,
+    "password": plain,
+    "unknown key": key("stranger"),
+    "key of the server": key("keys/server"),
+    "key of another server": key("router", "false_server.key"),
+    "public key with another secret": half,
 }
 
 
-def ask(context: "zmq.Context[Any]", place: Place, dress: Dress) -> "zmq.Socket[Any]":
+def make_dealer(context: "zmq.Context[Any]", setup: Setup, set_keys: SetKeys) -> "zmq.Socket[Any]":
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dress(dealer, place)
+    set_keys(dealer, setup)
     return dealer
 
 
 @pytest.mark.parametrize("name", ["router", "other"])
-def test_a_key_that_is_let_in_hears_everything(context: "zmq.Context[Any]", place: Place, name: str) -> None:
-    dealer = ask(context, place, key(name))
-    dealer.connect(place.replay)
+def test_client_with_an_allowed_key_receives_events(context: "zmq.Context[Any]", setup: Setup, name: str) -> None:
+    dealer = make_dealer(context, setup, key(name))
+    dealer.connect(setup.replay)
     dealer.send(ZERO)
-    replay_socket = place.publisher.replay_socket
+    replay_socket = setup.publisher.replay_socket
     assert replay_socket is not None and replay_socket.poll(WAIT_MS)
-    place.publisher.answer()
+    setup.publisher.answer()
     kinds = []
     while not kinds or kinds[-1] != END:
         assert dealer.poll(WAIT_MS)
@@ -118,19 +118,19 @@ def test_a_key_that_is_let_in_hears_everything(context: "zmq.Context[Any]", plac
     dealer.close()
 
 
-@pytest.mark.parametrize("dress", thinned(WRONG.values(), keep=3), ids=WRONG)
+@pytest.mark.parametrize("set_keys", thinned(WRONG.values(), keep=3), ids=WRONG)
 @pytest.mark.parametrize("endpoint", ["events", "replay"])
-def test_nobody_else_gets_so_far_as_to_ask(
-    context: "zmq.Context[Any]", place: Place, dress: Dress, endpoint: str
+def test_other_clients_are_rejected(
+    context: "zmq.Context[Any]", setup: Setup, set_keys: SetKeys, endpoint: str
 ) -> None:
-    dealer = ask(context, place, dress)
+    dealer = make_dealer(context, setup, set_keys)
     monitor = dealer.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-    dealer.connect(getattr(place, endpoint))
-    with contextlib.suppress(zmq.Again):  # it may have been turned away already
+    dealer.connect(getattr(setup, endpoint))
+    with contextlib.suppress(zmq.Again):  # the connection may be closed already
         dealer.send(ZERO, zmq.NOBLOCK)
     assert monitor.poll(WAIT_MS)
     assert recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
-    replay_socket = place.publisher.replay_socket
+    replay_socket = setup.publisher.replay_socket
     assert replay_socket is not None and not replay_socket.poll(20)
     assert not dealer.poll(0)
     dealer.disable_monitor()
@@ -138,31 +138,31 @@ def test_nobody_else_gets_so_far_as_to_ask(
     dealer.close()
 
 
-def test_one_who_is_let_in_still_hears_after_all_the_others(context: "zmq.Context[Any]", place: Place) -> None:
-    test_a_key_that_is_let_in_hears_everything(context, place, "router")
+def test_allowed_client_receives_events_after_rejected_ones(context: "zmq.Context[Any]", setup: Setup) -> None:
+    test_client_with_an_allowed_key_receives_events(context, setup, "router")
 
 
-def test_bytes_that_are_no_handshake(context: "zmq.Context[Any]", place: Place) -> None:
+def test_invalid_handshake_bytes(context: "zmq.Context[Any]", setup: Setup) -> None:
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", os.urandom(500), bytes(5000)):
-        host, _, port = place.replay.removeprefix("tcp://").partition(":")
+        host, _, port = setup.replay.removeprefix("tcp://").partition(":")
         with socket.create_connection((host, int(port))) as raw:
             raw.sendall(sent)
-    test_a_key_that_is_let_in_hears_everything(context, place, "other")
+    test_client_with_an_allowed_key_receives_events(context, setup, "other")
 
 
-def test_the_schedulers_loop_has_the_keys(context: "zmq.Context[Any]", place: Place, tmp_path: Path) -> None:
-    """As the flags tell it; a client without a key is there all the time."""
+def test_scheduler_loop_uses_the_keys(context: "zmq.Context[Any]", setup: Setup, tmp_path: Path) -> None:
+    """The loop reads the keys that the flags name. A client without a key gets nothing."""
     replay = f"tcp://127.0.0.1:{free_port()}"
-    told = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
-    loop = LoopUnderTest(context, tmp_path, make_config(kv_events_curve_dir=str(place.keys), **told))
+    endpoints = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
+    loop = LoopUnderTest(context, tmp_path, make_config(kv_events_curve_dir=str(setup.keys), **endpoints))
     loop.handshake()
-    nobody, router = ask(context, place, WRONG["no key"]), ask(context, place, key("router"))
-    for dealer in (nobody, router):
+    keyless, router = make_dealer(context, setup, WRONG["no key"]), make_dealer(context, setup, key("router"))
+    for dealer in (keyless, router):
         dealer.connect(replay)
         dealer.send(ZERO)
     assert router.poll(WAIT_MS) and router.recv_multipart()[0] == TOPIC
-    assert not nobody.poll(0)
-    nobody.close()
+    assert not keyless.poll(0)
+    keyless.close()
     router.close()
     loop.stop()
 
@@ -175,20 +175,20 @@ def keys(tmp_path: Path) -> Path:
     return make_keys(tmp_path / "keys")
 
 
-def test_a_right_folder(keys: Path) -> None:
+def test_valid_key_folder(keys: Path) -> None:
     found = load_curve_keys(keys)
     assert len(found.public) == len(found.secret) == 40 and found.public != found.secret
     check_endpoints("tcp://127.0.0.1:5557", "tcp://10.0.0.1:5557", str(keys))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5557", "tcp://10.1.2.3:5557"])
-def test_tcp_without_keys(endpoint: str, tmp_path: Path) -> None:
+def test_tcp_requires_keys(endpoint: str, tmp_path: Path) -> None:
     for given in ((endpoint, ""), (f"ipc://{tmp_path}/events", endpoint)):
         with pytest.raises(ConfigError, match="TCP needs CURVE keys"):
             check_endpoints(*given)
 
 
-def test_keys_for_nothing(keys: Path, tmp_path: Path) -> None:
+def test_keys_without_tcp_are_refused(keys: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a tcp:// endpoint"):
         check_endpoints(f"ipc://{tmp_path}/events", "", str(keys))
 
@@ -204,13 +204,13 @@ def _link(place: Path) -> None:
     place.symlink_to(target)
 
 
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a folder that others can read": (lambda k: k.chmod(0o755), "mode 0700"),
-    "a folder that its group can write": (lambda k: k.chmod(0o770), "mode 0700"),
-    "a list that others can write": (lambda k: (k / ALLOWED).chmod(0o777), "mode 0700"),
-    "a secret that others can read": (lambda k: (k / SECRET).chmod(0o644), "mode 0600"),
-    "a secret of the group": (lambda k: (k / SECRET).chmod(0o640), "mode 0600"),
-    "a public key that others can write": (lambda k: (k / ALLOWED / "router.key").chmod(0o666), "belongs to this user"),
+INVALID_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder readable by others": (lambda k: k.chmod(0o755), "mode 0700"),
+    "folder writable by the group": (lambda k: k.chmod(0o770), "mode 0700"),
+    "list writable by others": (lambda k: (k / ALLOWED).chmod(0o777), "mode 0700"),
+    "secret readable by others": (lambda k: (k / SECRET).chmod(0o644), "mode 0600"),
+    "secret readable by the group": (lambda k: (k / SECRET).chmod(0o640), "mode 0600"),
+    "public key writable by others": (lambda k: (k / ALLOWED / "router.key").chmod(0o666), "belongs to this user"),
     "no folder": (shutil.rmtree, "not found"),
     "no secret": (lambda k: (k / SECRET).unlink(), "not found"),
     "no list": (lambda k: shutil.rmtree(k / ALLOWED), "not found"),
@@ -220,10 +220,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a secret that is a link": (lambda k: _link(k / SECRET), "mode 0600"),
     "a public key that is a link": (lambda k: _link(k / ALLOWED / "router.key"), "not a link"),
     "a secret that is a folder": (lambda k: ((k / SECRET).unlink(), (k / SECRET).mkdir(0o700)), "mode 0600"),
-    "a public file for a secret": (lambda k: _garble(k / SECRET, (k / "server.key").read_bytes()), "no secret key"),
+    "a public key file as the secret": (
+        lambda k: _garble(k / SECRET, (k / "server.key").read_bytes()),
+        "no secret key",
+    ),
     "an empty secret": (lambda k: _garble(k / SECRET, b""), "a ZeroMQ key file"),
     "a secret of garbage": (lambda k: _garble(k / SECRET, os.urandom(300)), "a ZeroMQ key file"),
-    "a secret without end": (lambda k: _garble(k / SECRET, b"#" * 10**6), "a ZeroMQ key file"),
+    "a huge secret": (lambda k: _garble(k / SECRET, b"#" * 10**6), "a ZeroMQ key file"),
     "a short secret": (
         lambda k: _garble(k / SECRET, b'metadata\ncurve\n    public-key = "abc"\n    secret-key = "abc"\n'),
         "a ZeroMQ key file",
@@ -233,11 +236,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "told"), SPOILT.values(), ids=SPOILT)
-def test_a_folder_that_will_not_do(keys: Path, spoil: Callable[[Path], object], told: str) -> None:
+@pytest.mark.parametrize(("spoil", "message"), INVALID_FOLDERS.values(), ids=INVALID_FOLDERS)
+def test_invalid_key_folder(keys: Path, spoil: Callable[[Path], object], message: str) -> None:
     secret = load_curve_keys(keys).secret.decode()
     spoil(keys)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         check_endpoints("tcp://127.0.0.1:5557", "", str(keys))
     assert "--kv-events-curve-dir" in str(caught.value) and secret not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, the same cases each time; ``tests/acceptance/fuzz_http.py`` is the long one."""
+"""A short run of the HTTP fuzzer with fixed seeds; ``tests/acceptance/fuzz_http.py`` is the long one."""
 
 import pytest
 from abuse import AbusedServer
@@ -16,15 +16,15 @@ def test_mutated_requests(server: AbusedServer) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_what_is_mutated_is_right(server: AbusedServer, number: int) -> None:
-    """Else the cases would only ever find out that their body is refused."""
+def test_base_requests_are_valid(server: AbusedServer, number: int) -> None:
+    """If a base request were refused, its mutations would test nothing else."""
     path, body = RIGHT[number]
     response = server.post(path, body)
     assert response.status_code == 200, response.text
     check_answer(response)
 
 
-def test_the_cases_differ_and_can_be_made_again() -> None:
+def test_cases_differ_and_are_reproducible() -> None:
     cases = [make_case(f"x:{number}") for number in range(500)]
     assert cases == [make_case(f"x:{number}") for number in range(500)]
     assert len({case.content for case in cases}) > 450

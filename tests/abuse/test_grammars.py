@@ -151,34 +151,34 @@ PAIRS = [
 ]
 
 
-def test_regular_expressions_that_cannot_be(app: AbusedApp) -> None:
+def test_invalid_regexes(app: AbusedApp) -> None:
     for regex in REGEXES:
         assert_refused(app.complete(structured_outputs={"regex": regex}), 400, OUTPUTS)
 
 
-def test_schemas_that_cannot_be(app: AbusedApp) -> None:
+def test_invalid_schemas(app: AbusedApp) -> None:
     for schema in SCHEMAS:
         error = assert_refused(app.complete(structured_outputs={"json": schema}), 400, OUTPUTS)
         assert error["code"] == CODE
 
 
-def test_texts_that_are_no_schema(app: AbusedApp) -> None:
+def test_invalid_schema_texts(app: AbusedApp) -> None:
     for text in NOT_SCHEMAS:
         assert_refused(app.complete(structured_outputs={"json": text}), 400, OUTPUTS)
 
 
-def test_grammars_that_cannot_be(app: AbusedApp) -> None:
+def test_invalid_grammars(app: AbusedApp) -> None:
     for grammar in GRAMMARS:
         assert_refused(app.complete(structured_outputs={"grammar": grammar}), 400, OUTPUTS)
 
 
-def test_a_constraint_of_no_form_or_of_two(app: AbusedApp) -> None:
+def test_malformed_or_double_constraints(app: AbusedApp) -> None:
     for value in [*OUTPUT_FORMS, *PAIRS]:
         error = assert_refused(app.complete(structured_outputs=value), 400)
         assert error["param"].startswith(OUTPUTS)
 
 
-def test_a_format_of_no_form(app: AbusedApp) -> None:
+def test_malformed_response_formats(app: AbusedApp) -> None:
     for value in FORMATS:
         error = assert_refused(app.chat(response_format=value), 400)
         assert error["param"].startswith("response_format")
@@ -191,7 +191,7 @@ KINDS: tuple[Any, ...] = (
 CONSTRAINTS: tuple[Any, ...] = ({"regex": "a"}, {"json": {}}, {"choice": ["a"]}, {"grammar": 'start: "a"'})
 
 
-def test_two_fields_that_constrain(app: AbusedApp) -> None:
+def test_two_constraint_fields(app: AbusedApp) -> None:
     for kind in KINDS:
         for outputs in CONSTRAINTS:
             refused = app.chat(structured_outputs=outputs, response_format=kind)
@@ -208,12 +208,12 @@ def test_a_refusal_of_the_scheduler_reaches_the_client(outputs: Any, server: Abu
 
 
 @pytest.mark.parametrize("regex", thinned(WORKING_REGEXES, keep=3), ids=short)
-def test_regular_expressions_that_only_look_so(regex: str, server: AbusedServer) -> None:
+def test_odd_but_valid_regexes(regex: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"regex": regex}))
 
 
 @pytest.mark.parametrize("grammar", thinned(WORKING_GRAMMARS, keep=2), ids=short)
-def test_grammars_that_only_look_so(grammar: str, server: AbusedServer) -> None:
+def test_odd_but_valid_grammars(grammar: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"grammar": grammar}))
 
 
@@ -227,7 +227,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("text", thinned(ENDS, keep=3), ids=ascii)
-def test_an_answer_that_is_all_said_stops(text: str, server: AbusedServer) -> None:
+def test_complete_output_stops(text: str, server: AbusedServer) -> None:
     """Nothing may follow: the model ends there, whatever it would rather write."""
     body = {"structured_outputs": {"choice": [text]}, "max_tokens": 100, "ignore_eos": False}
     choice = answered(server.complete(**body))["choices"][0]
@@ -245,7 +245,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("outputs", thinned(IMPOSSIBLE, keep=3), ids=short)
-def test_what_allows_nothing_is_told_before_or_when_it_is_found_out(outputs: Any, server: AbusedServer) -> None:
+def test_unsatisfiable_constraints_are_reported(outputs: Any, server: AbusedServer) -> None:
     response = server.complete(structured_outputs=outputs, max_tokens=20, temperature=1.0, seed=3)
     if response.status_code == 200:  # an array may still be empty, and so on
         assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
@@ -259,7 +259,7 @@ def test_what_allows_nothing_is_told_before_or_when_it_is_found_out(outputs: Any
     [{"regex": "abc[\x80-\xff]"}, {"choice": ["zzz"]}, {"json": {"const": "x"}}, {"json_object": True}],
     ids=short,
 )
-def test_a_dead_end_with_other_limits_fails_alone(stuck: Any, server: AbusedServer) -> None:
+def test_unsatisfiable_combination_fails_alone(stuck: Any, server: AbusedServer) -> None:
     """No token is both allowed by the grammar and among those asked for."""
     for ids in ([5], [7, 9], [300], [1000], [20, 21, 22, 23]):
         response = server.complete(structured_outputs=stuck, allowed_token_ids=ids)
@@ -273,7 +273,7 @@ NUM_DISTINCT = 60
 
 
 @pytest.mark.full
-def test_distinct_schemas_do_not_pile_up(server: AbusedServer) -> None:
+def test_distinct_schemas_do_not_accumulate(server: AbusedServer) -> None:
     """How many the cache holds, and that it forgets: test_manager.py."""
     with ThreadPoolExecutor(8) as pool:
         bodies = [{"structured_outputs": {"regex": f"[ab]{{{i + 1}}}"}, "max_tokens": 1} for i in range(NUM_DISTINCT)]
@@ -282,7 +282,7 @@ def test_distinct_schemas_do_not_pile_up(server: AbusedServer) -> None:
 
 
 @pytest.mark.slow
-def test_hard_ones_are_given_up_and_keep_nobody_waiting_for_long(server: AbusedServer) -> None:
+def test_hard_schemas_time_out_without_delaying_others(server: AbusedServer) -> None:
     hard = [{"allOf": [{"type": "string", "pattern": f"{j}{i}[a-z]*"} for i in range(30)]} for j in range(8)]
     with ThreadPoolExecutor(8) as pool:
         hostile = [pool.submit(_status, server, {"structured_outputs": {"json": schema}}) for schema in hard]

@@ -1,4 +1,4 @@
-"""Bodies that are no JSON, no object, or too much of one; fields of every wrong type, and fields that are none."""
+"""Bodies that are invalid JSON, not an object, or too large; fields of every wrong type, and unknown fields."""
 
 from typing import Any
 
@@ -49,42 +49,42 @@ MANY_VALUES = {
     "lists": b'{"prompt": [' + b"[]," * MANY + b"[]]}",
     "objects": b'{"metadata": [' + b"{}," * MANY + b"{}]}",
     "keys": b"{" + b'"":1,' * MANY + b'"prompt":"x"}',
-    "no JSON": b"," * MANY,
+    "invalid JSON": b"," * MANY,
     "after a text": b'{"prompt": "' + b"a, " * 1000 + b'", "stop": [' + b"1," * MANY + b"1]}",
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_json(app: AbusedApp, path: str) -> None:
+def test_invalid_json(app: AbusedApp, path: str) -> None:
     for body in NOT_JSON:
         error = assert_refused(app.post(path, content=body))
         assert error["code"] in ("invalid_json", "invalid_value", "missing_required_parameter", "unknown_parameter")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_object(app: AbusedApp, path: str) -> None:
+def test_json_that_is_not_an_object(app: AbusedApp, path: str) -> None:
     for body in NO_OBJECTS:
         assert_refused(app.post(path, content=body), 400, says="must be a JSON object")
 
 
-def test_what_is_too_deep_or_too_long(server: AbusedServer) -> None:
-    """By a server, whose stack would be the one to overflow."""
+def test_too_deep_or_too_large(server: AbusedServer) -> None:
+    """On a running server, where a parser could overflow the stack."""
     for body in TOO_MUCH:
         assert server.post(COMPLETIONS, content=body).status_code == 400, short(body)
 
 
 @pytest.mark.parametrize("name", MANY_VALUES)
-def test_more_values_than_are_made(app: AbusedApp, name: str) -> None:
+def test_too_many_values(app: AbusedApp, name: str) -> None:
     assert_refused(app.post(COMPLETIONS, content=MANY_VALUES[name]), 400, says="request body has too many values")
 
 
-def test_commas_of_a_text_are_no_values(app: AbusedApp) -> None:
+def test_commas_in_strings_are_not_counted(app: AbusedApp) -> None:
     for text in ("," * MANY, "[" * MANY, '\\"{' * MANY, "\\\\,\\n" * MANY):
         content = f'{{"prompt": "{text}"}}'.encode()
         assert_refused(app.post(COMPLETIONS, content=content), 400, "prompt", "maximum context length")
 
 
-def test_the_last_of_two_fields_of_one_name_counts(app: AbusedApp) -> None:
+def test_last_duplicate_field_wins(app: AbusedApp) -> None:
     twice = app.post(COMPLETIONS, content=b'{"n": 0, "prompt": [3], "max_tokens": 1, "prompt": [4, 5], "n": 1}')
     assert twice.status_code == 200 and twice.json()["usage"]["prompt_tokens"] == 2
     assert_refused(app.post(COMPLETIONS, content=b'{"prompt": [3], "n": 1, "n": 0}'), 400, "n")
@@ -102,7 +102,7 @@ WRONG_NAMES: list[str] = [
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_fields_that_are_none(app: AbusedApp, path: str) -> None:
+def test_unknown_fields(app: AbusedApp, path: str) -> None:
     for name in WRONG_NAMES:
         body = {"prompt": [5], "messages": MESSAGES}
         del body["messages" if path == COMPLETIONS else "prompt"]
@@ -110,7 +110,7 @@ def test_fields_that_are_none(app: AbusedApp, path: str) -> None:
         assert error["code"] == "unknown_parameter"
 
 
-def test_a_great_many_of_them(app: AbusedApp) -> None:
+def test_many_unknown_fields(app: AbusedApp) -> None:
     assert_refused(app.complete(**{f"field_{i}": i for i in range(100_000)}), 400, "field_0", "unknown field")
 
 
@@ -131,14 +131,14 @@ def names(path: str) -> list[str]:
     return sorted(TokenizeBody.__struct_fields__) if path == "/tokenize" else ["model", "tokens"]
 
 
-# Of two fields that contradict each other, either may be named.
+# If two fields contradict each other, the error may name either.
 NEIGHBOURS = ("messages", "prompt", "logprobs", "stream", "max_tokens", "continue_final_message", "ignore_eos")
 
 
 @pytest.mark.parametrize("values", thinned([VALUES[place::10] for place in range(10)], keep=1), ids=range(10))
 @pytest.mark.parametrize("path", PATHS)
 def test_every_value_in_every_field(app: AbusedApp, path: str, values: list[Any]) -> None:
-    """Whatever stands there, it is taken or refused; and if it is refused, then by its name."""
+    """A refusal names the field."""
     right = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
     length = {"max_tokens": 1} if path in GENERATING else {"tokens": [5]} if path == "/detokenize" else {}
     for name in names(path):

@@ -1,4 +1,4 @@
-"""Texts so long that they take a while, many at once: others' prompts do not stand in line behind them."""
+"""Many long texts at the same time: prompts of other clients do not wait for them."""
 
 import asyncio
 import threading
@@ -19,24 +19,24 @@ WAIT_S = 30.0
 HUGE = MAX_LONG_CHARS + 1
 
 
-class Stuck(TextIn):
-    """Takes as long for huge texts as a test likes; every text is one token, so that only waiting takes time."""
+class BlockedTextIn(TextIn):
+    """Encoding of huge texts blocks until ``unblock`` is set. Every text is one token."""
 
     def __init__(self) -> None:
         super().__init__(Tokenizer(models.BPE({"a": 0}, [])))
-        self.goes_on = threading.Event()
-        self.most = self._now = 0
+        self.unblock = threading.Event()
+        self.max_concurrent = self._concurrent = 0
         self._lock = threading.Lock()
 
     def encode(self, text: str, **options: Any) -> list[int]:
         if len(text) < MAX_LONG_CHARS:
             return [0]
         with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
-        assert self.goes_on.wait(WAIT_S)
+            self._concurrent += 1
+            self.max_concurrent = max(self.max_concurrent, self._concurrent)
+        assert self.unblock.wait(WAIT_S)
         with self._lock:
-            self._now -= 1
+            self._concurrent -= 1
         return [0]
 
 
@@ -47,45 +47,45 @@ def ask(client: httpx.AsyncClient, route: str, size: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, LONG_TEXT_CHARS + 1, MAX_LONG_CHARS - 1000])
 @pytest.mark.parametrize("route", ["/tokenize", "/v1/completions"])
-def test_huge_prompts_hold_up_no_other(route: str, size: int) -> None:
-    text_in = Stuck()
+def test_huge_prompts_do_not_delay_others(route: str, size: int) -> None:
+    text_in = BlockedTextIn()
     app = make_app(EndlessEngine(), ServerSettings(text_in=text_in, served_model_names=("m",)))
 
     async def run() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=WAIT_S) as client:
             flood = [ask(client, path, HUGE) for path in ("/tokenize", "/v1/completions") for _ in range(32)]
-            while text_in.most < NUM_HUGE_TEXTS:
+            while text_in.max_concurrent < NUM_HUGE_TEXTS:
                 await asyncio.sleep(0.001)
             for answer in await asyncio.gather(*(ask(client, route, size) for _ in range(8))):
                 assert answer.status_code == 200, answer.text
             assert not any(task.done() for task in flood)
-            text_in.goes_on.set()
+            text_in.unblock.set()
             assert {answer.status_code for answer in await asyncio.gather(*flood)} == {200}
 
     try:
         asyncio.run(run())
     finally:
-        text_in.goes_on.set()
-    assert text_in.most == NUM_HUGE_TEXTS
+        text_in.unblock.set()
+    assert text_in.max_concurrent == NUM_HUGE_TEXTS
 
 
 @pytest.mark.parametrize(
-    ("num_chars", "at_once"),
+    ("num_chars", "num_threads"),
     [(LONG_TEXT_CHARS + 1, NUM_LONG_TEXTS), (MAX_LONG_CHARS, NUM_LONG_TEXTS), (HUGE, NUM_HUGE_TEXTS)],
 )
-def test_so_many_at_once_and_no_more(num_chars: int, at_once: int) -> None:
-    barrier, names = threading.Barrier(at_once), set()
+def test_number_of_threads_per_lane(num_chars: int, num_threads: int) -> None:
+    barrier, names = threading.Barrier(num_threads), set()
 
     def work() -> None:
         names.add(threading.current_thread().name)
         barrier.wait(WAIT_S)
 
-    assert threading.main_thread().name not in in_lanes(num_chars, work, 3 * at_once, names)
-    assert len(names) == at_once
+    assert threading.main_thread().name not in in_lanes(num_chars, work, 3 * num_threads, names)
+    assert len(names) == num_threads
 
 
-def test_a_short_one_is_not_handed_over() -> None:
+def test_short_text_runs_on_the_event_loop() -> None:
     names: set[str] = set()
     in_lanes(LONG_TEXT_CHARS, lambda: names.add(threading.current_thread().name), 3, names)
     assert names == {threading.main_thread().name}

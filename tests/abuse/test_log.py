@@ -1,4 +1,4 @@
-"""A log that cannot be written (F31), and one that clients would like to write (A55, A56)."""
+"""A log that cannot be written (F31), and client text that tries to forge log lines (A55, A56)."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ from quire.launch.http.schema.errors import as_api_error
 
 COMPLETIONS = "/v1/completions"
 WAIT_S = 60.0
-# What a client might write so that a line of the log looks like another's, or a terminal does as it says.
+# Client text that tries to forge a log line or to control a terminal.
 INJECTIONS = (
     *("\nERROR: all is lost", "\r\nINFO: all is well", "\r overwritten", "\x1b[2J\x1b[H", "\x1b]0;title\x07"),
     *("\x1b[31mred", "\x9b31m", "\x00", "\x07", "\x08\x08\x08", "\x7f", "\x85next line", "\u2028line"),
@@ -31,30 +31,30 @@ INJECTIONS = (
 )
 
 
-class Talkative(EndlessEngine):
-    """Fails with a client's words in its mouth."""
+class FailingEngine(EndlessEngine):
+    """Raises an error with the text of a client."""
 
-    words = ""
+    client_text = ""
 
     async def add(self, request_id: str, prompt_token_ids: Any, params: Any, *rest: Any, **more: Any) -> Any:
-        if self.words:
-            raise RuntimeError(f"cannot handle {self.words}")
+        if self.client_text:
+            raise RuntimeError(f"cannot handle {self.client_text}")
         return await super().add(request_id, prompt_token_ids, params, *rest, **more)
 
 
 @pytest.fixture(scope="module")
 def front_end() -> Iterator[FrontEnd]:
-    made = FrontEnd(Talkative())
+    made = FrontEnd(FailingEngine())
     yield made
-    made.engine.words = ""  # type: ignore[attr-defined]
+    made.engine.client_text = ""  # type: ignore[attr-defined]
     made.check()
     made.close()
 
 
 class TestInjection:
     @pytest.mark.parametrize("words", thinned(INJECTIONS, keep=4), ids=range(len(INJECTIONS)))
-    def test_an_errors_words_cannot_begin_a_line(self, words: str, caplog: pytest.LogCaptureFixture) -> None:
-        """An error that repeats what a client sent, as those of libraries do."""
+    def test_error_message_cannot_start_a_log_line(self, words: str, caplog: pytest.LogCaptureFixture) -> None:
+        """Errors of libraries repeat text of the client."""
         try:
             try:
                 raise KeyError(words)
@@ -68,10 +68,10 @@ class TestInjection:
         assert caplog.text.strip("\n").isprintable() and len(caplog.text) < 5000
 
     @pytest.mark.parametrize("words", thinned(INJECTIONS, keep=4), ids=range(len(INJECTIONS)))
-    def test_nor_do_those_of_a_running_server(
+    def test_client_text_cannot_start_a_log_line(
         self, front_end: FrontEnd, words: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        front_end.engine.words = words  # type: ignore[attr-defined]
+        front_end.engine.client_text = words  # type: ignore[attr-defined]
         for stream in (False, True):
             response = front_end.client.post(COMPLETIONS, json={"prompt": [1], "stream": stream})
             assert response.json()["error"]["message"] == "internal error"
@@ -94,7 +94,7 @@ def all_three_closed(port: int, folder: Path) -> subprocess.Popen[bytes]:
     return start(port, preexec_fn=lambda: [os.close(fd) for fd in range(3)])
 
 
-def nobody_reads(port: int, folder: Path) -> subprocess.Popen[bytes]:
+def closed_pipe(port: int, folder: Path) -> subprocess.Popen[bytes]:
     read, write = os.pipe()
     os.close(read)
     try:
@@ -104,7 +104,7 @@ def nobody_reads(port: int, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def file_at_its_limit(port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A quota, which is what a disk that fills up later looks like."""
+    """A file size limit, which behaves like a disk that becomes full."""
     import resource
 
     log = folder / "log"
@@ -119,8 +119,8 @@ def start(port: int, **how: Any) -> subprocess.Popen[bytes]:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", [full_disk, closed, all_three_closed, nobody_reads, file_at_its_limit])
-def test_serving_goes_on_without_a_log(begin: Callable[[int, Path], subprocess.Popen[bytes]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [full_disk, closed, all_three_closed, closed_pipe, file_at_its_limit])
+def test_server_continues_without_a_log(begin: Callable[[int, Path], subprocess.Popen[bytes]], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     process = begin(port, tmp_path)
@@ -129,7 +129,7 @@ def test_serving_goes_on_without_a_log(begin: Callable[[int, Path], subprocess.P
             wait_ready(client, process)
             body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
             right = client.post(COMPLETIONS, json=body).json()["choices"]
-            for _ in range(50):  # each is worth a line
+            for _ in range(50):  # each is logged
                 with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
                     connection.sendall(b"garbage\r\n\r\n")
                     connection.recv(1000)
@@ -137,7 +137,7 @@ def test_serving_goes_on_without_a_log(begin: Callable[[int, Path], subprocess.P
             with client.stream("POST", COMPLETIONS, json={**body, "max_tokens": 400, "stream": True}) as stream:
                 lines = stream.iter_lines()
                 next(lines)
-                process.send_signal(signal.SIGTERM)  # it says that it stops, and to whom
+                process.send_signal(signal.SIGTERM)  # logged
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(WAIT_S) == 0
     finally:
@@ -156,8 +156,8 @@ def wait_ready(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def test_python_itself_does_not_die_of_it() -> None:
-    """What the test above rests on: a warning that cannot be written is none."""
+def test_python_survives_an_unwritable_log() -> None:
+    """The test above relies on this: an error in writing the log is ignored."""
     code = "import logging; logging.getLogger('quire.http').error('x'); print('alive')"
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run([sys.executable, "-c", code], stderr=full, stdout=subprocess.PIPE, timeout=WAIT_S)

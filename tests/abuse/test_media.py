@@ -92,7 +92,7 @@ def test_many_images(count: int, app: AbusedApp) -> None:
     assert response.status_code in (400, 413) and check_error(response)
 
 
-def test_parts_that_are_no_text(app: AbusedApp) -> None:
+def test_parts_other_than_text(app: AbusedApp) -> None:
     for part in PARTS:
         for role in ("user", "system", "assistant", "tool"):
             messages = [{"role": role, "content": [part]}, {"role": "user", "content": "x"}]
@@ -123,11 +123,11 @@ def test_adapters_are_refused_by_name(app: AbusedApp) -> None:
             assert_refused(app.complete(**{name: value}), 400, name, "unknown field")
 
 
-def test_an_adapter_as_the_model_is_not_there(app: AbusedApp) -> None:
+def test_adapter_as_model_is_not_found(app: AbusedApp) -> None:
     for model in ADAPTER_MODELS:
         assert_refused(app.complete(model=model), 404, "model")
 
 
-def test_routes_that_are_not_there(app: AbusedApp) -> None:
+def test_unsupported_routes_are_not_found(app: AbusedApp) -> None:
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/embeddings"):
         assert_refused(app.post(path, {"lora_name": "x", "lora_path": "/etc"}), 404)

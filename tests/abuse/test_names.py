@@ -24,7 +24,7 @@ NO_NAMES: tuple[Any, ...] = (0, 1, True, False, 1.5, [], ["quire-demo"], {}, {"i
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_models_that_are_not_there(app: AbusedApp, path: str) -> None:
+def test_unknown_models(app: AbusedApp, path: str) -> None:
     bodies = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
     body = bodies.get(path, {"tokens": [5]})
     for name in MODELS:
@@ -53,7 +53,7 @@ UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f]")
 IDS += ("chatcmpl-" + "0" * 32, "'", '"', "{}", "%s", "a,b", "a b", "\u202e")
 
 
-def test_ids_of_requests_are_the_servers_own(app: AbusedApp) -> None:
+def test_clients_cannot_set_request_ids(app: AbusedApp) -> None:
     seen = {app.complete().json()["id"]}
     for value in IDS:
         for name in ("request_id", "id"):
@@ -74,7 +74,7 @@ WAYS_TO_NAME = (
 )
 
 
-def test_nobody_elses_request_can_be_named(app: AbusedApp) -> None:
+def test_requests_cannot_be_addressed_by_id(app: AbusedApp) -> None:
     """There is no route that takes the id of a request: what a client may end is what it holds a connection to."""
     made = app.complete().json()["id"]
     for path in WAYS_TO_NAME:
@@ -90,7 +90,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_models_name_is_one_label(name: str) -> None:
+def test_model_name_is_one_label(name: str) -> None:
     """The page of metrics has a line per sample whatever the model is called."""
     metrics = Metrics(name)
     metrics.rejected("invalid_value")
@@ -105,7 +105,7 @@ def test_a_models_name_is_one_label(name: str) -> None:
 LOGGED = "\x1b[31mforged\x1b[0m\nquire: error: forged\r\nforged"
 
 
-def test_nothing_that_a_client_says_is_a_line_of_the_log(server: AbusedServer) -> None:
+def test_client_text_is_never_a_log_line(server: AbusedServer) -> None:
     before = len(server.served.log)
     for body in (
         {"prompt": LOGGED, "max_tokens": 1},

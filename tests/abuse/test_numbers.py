@@ -91,7 +91,7 @@ RANGES = [
 
 
 @pytest.mark.parametrize("field", RANGES, ids=lambda field: f"{field.name} of {field.path.split('/')[2]}")
-def test_outside_its_range(app: AbusedApp, field: Range) -> None:
+def test_values_out_of_range(app: AbusedApp, field: Range) -> None:
     mutations = field.outside()
     assert len(mutations) >= 20
     for value in mutations:
@@ -100,7 +100,7 @@ def test_outside_its_range(app: AbusedApp, field: Range) -> None:
         assert error["message"] == field.says, value
 
 
-def test_its_edges_are_taken(app: AbusedApp) -> None:
+def test_range_limits_are_accepted(app: AbusedApp) -> None:
     for field in RANGES:
         edges: tuple[float, ...] = (field.low, field.high)
         if field.name in ("n", "best_of"):
@@ -115,7 +115,7 @@ def test_its_edges_are_taken(app: AbusedApp) -> None:
             assert response.status_code == 200, response.text
 
 
-FEWEST_AND_MOST = [
+MIN_AND_MAX_TOKENS = [
     *((least, least - 1) for least in (2, 3, 5, 17, 1024, CONTEXT)),
     *((least, 1) for least in (3, 10, 100, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2**16, 2**31 - 1)),
     *((2**31 - 1, most) for most in (2, 100, CONTEXT - 1, CONTEXT)),
@@ -123,13 +123,13 @@ FEWEST_AND_MOST = [
 ]
 
 
-def test_fewer_tokens_than_the_fewest(app: AbusedApp) -> None:
-    for least, most in FEWEST_AND_MOST:
+def test_max_tokens_below_min_tokens(app: AbusedApp) -> None:
+    for least, most in MIN_AND_MAX_TOKENS:
         refused = app.post(COMPLETIONS, {"prompt": [5], "min_tokens": least, "max_tokens": most})
         assert_refused(refused, 400, "min_tokens", "min_tokens must be from 0 to")
 
 
-def test_numbers_that_do_not_fit_each_other(app: AbusedApp) -> None:
+def test_inconsistent_numbers(app: AbusedApp) -> None:
     for length, wanted in ((2, CONTEXT - 1), (CONTEXT - 1, 2), (100, CONTEXT), (CONTEXT - 5, 6)):
         refused = app.post(COMPLETIONS, {"prompt": [5] * length, "max_tokens": wanted})
         error = assert_refused(refused, 400, "max_tokens", f"max_tokens must be from 1 to {CONTEXT - length}")
@@ -148,7 +148,7 @@ VOLUMES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_products_of_numbers_that_each_are_fine(app: AbusedApp) -> None:
+def test_products_out_of_range(app: AbusedApp) -> None:
     """Refused before a single sequence is submitted."""
     for fields, param in VOLUMES:
         refused = app.post(COMPLETIONS, {"prompt": [5] * 2000, "max_tokens": 1, **fields})
@@ -159,7 +159,7 @@ def test_products_of_numbers_that_each_are_fine(app: AbusedApp) -> None:
 IDS_RANGE = f"integers from 0 to {VOCAB - 1}"
 
 
-def no_ids() -> list[Any]:
+def invalid_id_lists() -> list[Any]:
     """Lists one of whose elements is no id, wherever it stands."""
     wrong: list[Any] = [VOCAB, VOCAB + 1, -1, -(2**31), 2**31 - 1, 2**31, 2**32 + 5, 2**63, 2**64, 2**70]
     wrong += [1.0, 1.5, 1e300, True, False, None, "5", "", [], [5], {}, {"a": 5}]
@@ -172,8 +172,8 @@ def no_ids() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "allowed_token_ids"])
-def test_lists_of_what_is_no_token(app: AbusedApp, name: str) -> None:
-    for ids in no_ids():
+def test_invalid_token_ids(app: AbusedApp, name: str) -> None:
+    for ids in invalid_id_lists():
         given = {name: ids}
         if name == "prompt" and isinstance(ids[0], str | list):
             given = {name: [ids]}
@@ -182,7 +182,7 @@ def test_lists_of_what_is_no_token(app: AbusedApp, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_the_last_token_of_the_model_and_the_one_after(server: AbusedServer, name: str) -> None:
+def test_last_token_id_and_the_next(server: AbusedServer, name: str) -> None:
     def given(token: int) -> Any:
         return {str(token): 1} if name == "logit_bias" else [token]
 
@@ -200,7 +200,7 @@ BIAS_VALUES += ("[]", "[1]", "{}", "100.0000001", "-100.0000001", str(2**63), st
 BIAS_VALUES += (str(10**309), str(-(10**400)))
 
 
-def test_biases(app: AbusedApp) -> None:
+def test_logit_bias(app: AbusedApp) -> None:
     for key in BIAS_KEYS:
         allowed = f"keys must be token ids from 0 to {VOCAB - 1}"
         assert_refused(app.complete(logit_bias={key: 1}), 400, "logit_bias", allowed)
@@ -233,7 +233,7 @@ TINY = ("5e-324", "1e-300", "1e-45", "1e-40", "1.2e-38", "1e-30", "1e-10", "1e-6
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"])
-def test_numbers_next_to_nothing(server: AbusedServer, name: str) -> None:
+def test_tiny_numbers(server: AbusedServer, name: str) -> None:
     """They are taken, and nothing is divided by what has become zero, not even where logits are made large."""
     for value in TINY:
         for beside in ("", ', "logit_bias": {"5": 100, "6": -100}', ', "repetition_penalty": 0.01, "top_k": 3'):

@@ -1,4 +1,4 @@
-"""More than there is room for: connections, descriptors, memory, answers that wait (A48, F18, F24, F25)."""
+"""Overload: too many connections, file descriptors, waiting sequences; too little memory (A48, F18, F24, F25)."""
 
 import asyncio
 import contextlib
@@ -26,24 +26,24 @@ COMPLETIONS = "/v1/completions"
 KEYS = ("first", "second", "third")
 
 
-def asking(**fields: Any) -> bytes:
+def body_of(**fields: Any) -> bytes:
     return json.dumps({"prompt": [1, 2], "max_tokens": 10**5, **fields}).encode()
 
 
-class Held(EndlessEngine):
-    """Gives no token until it is told to."""
+class PausedEngine(EndlessEngine):
+    """An engine that generates no token while it is paused."""
 
     def __init__(self) -> None:
-        self._go = threading.Event()
+        self._running = threading.Event()
         super().__init__(pause=self._wait)
 
     async def _wait(self) -> None:
-        while not self._go.is_set():
+        while not self._running.is_set():
             await asyncio.sleep(0.002)
         await asyncio.sleep(0)
 
-    def hold(self, yes: bool) -> None:
-        (self._go.clear if yes else self._go.set)()
+    def pause_tokens(self, paused: bool) -> None:
+        (self._running.clear if paused else self._running.set)()
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def narrow() -> Iterator[FrontEnd]:
 
 
 class TestConnections:
-    @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\n", post(COMPLETIONS, asking(stream=True))])
-    def test_beyond_the_bound_only_what_is_open_is_answered(self, narrow: FrontEnd, data: bytes) -> None:
+    @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\n", post(COMPLETIONS, body_of(stream=True))])
+    def test_beyond_the_limit_only_open_routes_are_served(self, narrow: FrontEnd, data: bytes) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 stack.enter_context(narrow.connect(data))
@@ -67,12 +67,12 @@ class TestConnections:
                 refused = narrow.client.get(path)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert check_error(refused)["code"] == "too_many_connections"
-            large = narrow.client.post(COMPLETIONS, content=asking(user="x" * 10**6))
+            large = narrow.client.post(COMPLETIONS, content=body_of(user="x" * 10**6))
             assert large.status_code == 503
         narrow.until(lambda: narrow.num_connections == 0)
         narrow.check()
 
-    def test_beyond_that_there_is_no_answer(self, narrow: FrontEnd) -> None:
+    def test_beyond_the_spare_connections_nothing_is_served(self, narrow: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
             connections = [stack.enter_context(narrow.connect()) for _ in range(24)]
             narrow.until(lambda: narrow.num_connections == 24)
@@ -89,8 +89,8 @@ class TestConnections:
             for path in OPEN_PATHS:
                 assert narrow.client.get(path).status_code == 200
 
-    def test_many_scrapes_are_one_question(self) -> None:
-        """Whoever may ask for metrics without a key cannot keep the scheduler busy with it."""
+    def test_concurrent_scrapes_share_one_request(self) -> None:
+        """Scrapes need no key: they must not keep the scheduler busy."""
         answer = threading.Event()
 
         class Slow(EndlessEngine):
@@ -113,7 +113,7 @@ class TestConnections:
         finally:
             front_end.close()
 
-    def test_a_scrape_that_is_given_up_spoils_none(self) -> None:
+    def test_cancelled_scrape_does_not_affect_others(self) -> None:
         answer = threading.Event()
 
         class Slow(EndlessEngine):
@@ -138,26 +138,26 @@ class TestConnections:
 
 class TestKeyQueues:
     @pytest.fixture
-    def held(self) -> Iterator[FrontEnd]:
-        engine = Held()
-        engine.hold(False)
+    def paused(self) -> Iterator[FrontEnd]:
+        engine = PausedEngine()
+        engine.pause_tokens(False)
         front_end = FrontEnd(engine, keys=KEYS, settings={"max_num_queued_reqs_per_key": 4})
-        engine.hold(True)
+        engine.pause_tokens(True)
         yield front_end
-        engine.hold(False)
+        engine.pause_tokens(False)
         front_end.check()
         front_end.close()
 
-    def ask(self, held: FrontEnd, key: str, **fields: Any) -> httpx.Response:
+    def ask(self, paused: FrontEnd, key: str, **fields: Any) -> httpx.Response:
         body = {"prompt": [1], "max_tokens": 3, **fields}
-        return held.client.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
+        return paused.client.post(COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"})
 
-    def queue(self, held: FrontEnd, key: str, **fields: Any) -> socket.socket:
-        before = len(held.engine.added)
-        connection = held.connect(
-            post(COMPLETIONS, asking(**{"max_tokens": 3, **fields}), f"authorization: Bearer {key}")
+    def queue(self, paused: FrontEnd, key: str, **fields: Any) -> socket.socket:
+        before = len(paused.engine.added)
+        connection = paused.connect(
+            post(COMPLETIONS, body_of(**{"max_tokens": 3, **fields}), f"authorization: Bearer {key}")
         )
-        held.until(lambda: len(held.engine.added) > before)
+        paused.until(lambda: len(paused.engine.added) > before)
         return connection
 
     @pytest.mark.parametrize("stream", thinned([False, True], keep=1))
@@ -169,75 +169,75 @@ class TestKeyQueues:
         ],
         ids=str,
     )
-    def test_a_key_that_has_enough_waiting_is_told_to_wait(
-        self, held: FrontEnd, waiting: list[dict[str, Any]], more: dict[str, Any], stream: bool
+    def test_too_many_waiting_sequences_of_a_key_are_refused(
+        self, paused: FrontEnd, waiting: list[dict[str, Any]], more: dict[str, Any], stream: bool
     ) -> None:
         with contextlib.ExitStack() as stack:
             for fields in waiting:
-                stack.enter_context(self.queue(held, "second", stream=stream, **fields))
-            before = len(held.engine.added)
+                stack.enter_context(self.queue(paused, "second", stream=stream, **fields))
+            before = len(paused.engine.added)
             for _ in range(50):
-                refused = self.ask(held, "second", stream=stream, **more)
+                refused = self.ask(paused, "second", stream=stream, **more)
                 assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
                 error = check_error(refused)
                 assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-            assert len(held.engine.added) == before, "something was submitted"
-            with self.queue(held, "third"):  # another key is not concerned
-                held.engine.hold(False)
-            held.until(lambda: not held.engine.live)
-        assert self.ask(held, "second", **more).status_code == 200
+            assert len(paused.engine.added) == before, "a sequence was submitted"
+            with self.queue(paused, "third"):  # another key is not limited
+                paused.engine.pause_tokens(False)
+            paused.until(lambda: not paused.engine.live)
+        assert self.ask(paused, "second", **more).status_code == 200
 
-    def test_what_runs_does_not_wait(self, held: FrontEnd) -> None:
+    def test_running_sequences_do_not_count_as_waiting(self, paused: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(4):
-                stack.enter_context(self.queue(held, "first", max_tokens=10**5))
-            held.engine.hold(False)
-            held.until(lambda: all(each.delivered for each in held.engine.live))
-            assert [self.ask(held, "first").status_code for _ in range(8)] == [200] * 8
+                stack.enter_context(self.queue(paused, "first", max_tokens=10**5))
+            paused.engine.pause_tokens(False)
+            paused.until(lambda: all(each.delivered for each in paused.engine.live))
+            assert [self.ask(paused, "first").status_code for _ in range(8)] == [200] * 8
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_whoever_goes_gives_up_his_place(self, held: FrontEnd, stream: bool) -> None:
+    def test_disconnect_removes_waiting_sequences(self, paused: FrontEnd, stream: bool) -> None:
         for _ in range(5):
-            connections = [self.queue(held, "first", stream=stream) for _ in range(4)]
-            assert self.ask(held, "first").status_code == 429
+            connections = [self.queue(paused, "first", stream=stream) for _ in range(4)]
+            assert self.ask(paused, "first").status_code == 429
             for connection in connections:
                 connection.close()
-            held.until(lambda: not held.engine.live)
+            paused.until(lambda: not paused.engine.live)
 
-    def test_more_at_once_than_may_ever_wait(self, held: FrontEnd) -> None:
+    def test_single_request_over_the_limit_is_refused(self, paused: FrontEnd) -> None:
         for fields in ({"n": 5}, {"prompt": [[1]] * 5}, {"prompt": [[1], [2], [3]], "n": 2}, {"n": 128}):
-            refused = self.ask(held, "first", **fields)
+            refused = self.ask(paused, "first", **fields)
             assert refused.status_code == 400 and check_error(refused)["param"] == "n"
 
-    def test_refusals_and_failures_give_places_back(self, held: FrontEnd) -> None:
-        held.engine.hold(False)
+    def test_refusals_and_failures_remove_waiting_sequences(self, paused: FrontEnd) -> None:
+        paused.engine.pause_tokens(False)
         for _ in range(10):
-            assert self.ask(held, "first", prompt=[10**6]).status_code == 400
-            assert self.ask(held, "first", n=0).status_code == 400
-            assert self.ask(held, "first", n=4).status_code == 200
+            assert self.ask(paused, "first", prompt=[10**6]).status_code == 400
+            assert self.ask(paused, "first", n=0).status_code == 400
+            assert self.ask(paused, "first", n=4).status_code == 200
 
-    def test_without_a_setting_any_number_waits(self) -> None:
-        engine = Held()
-        engine.hold(False)
+    def test_default_has_no_limit_on_waiting(self) -> None:
+        engine = PausedEngine()
+        engine.pause_tokens(False)
         front_end = FrontEnd(engine, keys=KEYS)
-        engine.hold(True)
+        engine.pause_tokens(True)
         try:
             with contextlib.ExitStack() as stack:
                 for _ in range(100):
-                    stack.enter_context(front_end.connect(post(COMPLETIONS, asking(), "authorization: Bearer first")))
+                    stack.enter_context(front_end.connect(post(COMPLETIONS, body_of(), "authorization: Bearer first")))
                 front_end.until(lambda: len(engine.live) == 100)
         finally:
-            engine.hold(False)
+            engine.pause_tokens(False)
             front_end.check()
             front_end.close()
 
 
 class TestBodies:
-    """What all clients together may have sent and not been answered yet. By hand, to the byte."""
+    """The limit on the bodies of all requests without a response, exact to the byte."""
 
-    @pytest.mark.parametrize("ending", thinned(["answer", "error", "gone"], keep=2))
+    @pytest.mark.parametrize("ending", thinned(["response", "error", "disconnect"], keep=2))
     @pytest.mark.parametrize("pieces", [[100], [50, 50], [1] * 100, [99, 1, 0], [0, 100, 0]], ids=len)
-    def test_their_bytes_are_bounded_together_and_given_back(self, pieces: list[int], ending: str) -> None:
+    def test_total_body_bytes_are_limited_and_released(self, pieces: list[int], ending: str) -> None:
         statuses: list[int] = []
         release = asyncio.Event()
 
@@ -245,11 +245,11 @@ class TestBodies:
             for _ in pieces:
                 await receive()
             await release.wait()
-            if ending == "answer":
+            if ending == "response":
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 await send({"type": "http.response.body", "body": b""})
             else:
-                raise ClientDisconnected if ending == "gone" else ValueError("inside")
+                raise ClientDisconnected if ending == "disconnect" else ValueError("inside")
 
         async def request(gate: Gate) -> None:
             left = iter(pieces)
@@ -275,7 +275,7 @@ class TestBodies:
                 assert statuses == [503]
                 release.set()
                 await asyncio.gather(*requests)
-                assert statuses[1:] == {"answer": [200] * 2, "error": [500] * 2, "gone": []}[ending]
+                assert statuses[1:] == {"response": [200] * 2, "error": [500] * 2, "disconnect": []}[ending]
 
         asyncio.run(scenario())
 
@@ -294,16 +294,18 @@ class TestBodies:
                             select.select([], [connection], [], WAIT_S)
                             left = left[connection.send(left[: 2**20]) :]
                 assert front_end.client.get("/health").status_code == 200
-                refused = front_end.client.post(COMPLETIONS, content=asking(user="x" * 28 * 2**20))
+                refused = front_end.client.post(COMPLETIONS, content=body_of(user="x" * 28 * 2**20))
                 assert refused.status_code == 503 and check_error(refused)["code"] == "too_many_bodies"
             front_end.check()
-            assert front_end.client.post(COMPLETIONS, content=asking(max_tokens=1, user="x" * 2**20)).status_code == 200
+            assert (
+                front_end.client.post(COMPLETIONS, content=body_of(max_tokens=1, user="x" * 2**20)).status_code == 200
+            )
         finally:
             front_end.close()
 
 
-class TestCollectedAnswers:
-    """An answer that is not streamed is kept until it is whole; its log probabilities are what takes the room."""
+class TestCollectedOutput:
+    """A response that is not streamed is kept in memory until it is complete: log probabilities are limited."""
 
     @pytest.mark.parametrize(
         ("fields", "most", "status"),
@@ -316,14 +318,18 @@ class TestCollectedAnswers:
             ({"max_tokens": 1000, "logprobs": 20}, 1000, 400),
             ({"max_tokens": 1000, "logprobs": 0}, 1000, 200),
             ({"max_tokens": 1000}, 0, 200),
-            ({"max_tokens": 200, "logprobs": 20, "stream": True}, 0, 200),  # no more than a slow reader may leave
+            (
+                {"max_tokens": 200, "logprobs": 20, "stream": True},
+                0,
+                200,
+            ),  # limited by the unsent data of a stream instead
             ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [7] * 101}, 200, 200),
             ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [7] * 101}, 199, 400),
             ({"max_tokens": 1, "prompt_logprobs": 1, "prompt": [[7] * 101] * 2}, 399, 400),
         ],
         ids=str,
     )
-    def test_too_many_at_once(
+    def test_too_many_logprobs(
         self, narrow: FrontEnd, fields: dict[str, Any], most: int, status: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("quire.launch.http.routes.generate.MAX_COLLECTED_VALUES", most)
@@ -341,7 +347,7 @@ def front_end_of(server: AbusedServer) -> psutil.Process:
 
 @contextlib.contextmanager
 def lowered(process: psutil.Process, kind: int, soft: int) -> Iterator[None]:
-    """A limit of a running process, as long as the block lasts."""
+    """Lower a resource limit of a running process in the ``with`` block."""
     before = process.rlimit(kind)
     process.rlimit(kind, (soft, before[1]))
     try:
@@ -354,7 +360,7 @@ def lowered(process: psutil.Process, kind: int, soft: int) -> Iterator[None]:
 class TestRealServer:
     STREAM: Any = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "stream": True}  # noqa: RUF012
 
-    def test_without_descriptors_streams_go_on_and_it_recovers(self, server: AbusedServer) -> None:
+    def test_without_descriptors_streams_continue_and_the_server_recovers(self, server: AbusedServer) -> None:
         process = front_end_of(server)
         url = httpx.URL(server.served.url)
         with server.client.stream("POST", COMPLETIONS, json=self.STREAM) as stream, contextlib.ExitStack() as stack:
@@ -365,13 +371,13 @@ class TestRealServer:
                 for _ in range(20):
                     next(lines)
                 for connection in crowd:
-                    with contextlib.suppress(ConnectionError):  # it was accepted only to be closed
+                    with contextlib.suppress(ConnectionError):  # accepted and closed
                         connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
                 assert sum(map(is_answered, crowd)) <= 3
             assert [line for line in lines if line][-1] == "data: [DONE]"
         server.check()
 
-    def test_without_memory_a_request_is_refused_and_others_go_on(self, server: AbusedServer) -> None:
+    def test_without_memory_a_request_is_refused_and_others_continue(self, server: AbusedServer) -> None:
         process = front_end_of(server)
         body = b'{"prompt": [5], "max_tokens": 1, "user": "' + b"x" * (30 * 2**20) + b'"}'
         with server.client.stream("POST", COMPLETIONS, json=self.STREAM) as stream:

@@ -13,14 +13,14 @@ CONTEXT = 2048
 USER = {"role": "user", "content": "hello"}
 TOO_LONG = "maximum context length is 2048 tokens"
 
-NO_PROMPTS: list[Any] = [
+INVALID_PROMPTS: list[Any] = [
     *(None, "", [], [[]], [""], ["x", ""], [[5], []], ["x", None], ["x", 5], [[5], "x"], ["x", ["x"]], [5, "x"]),
     [5, [5]],
     *({}, {"prompt": "x"}, [{}], [{"text": "x"}], 0, 5, -1, 1.5, True, False, [None], [True], [1.0], [[1.0]], [[[5]]]),
     *([["x"]], [[5], [5.0]], [[5], [-1]], [[5], [1024]], ["x"] * 2049, [[5]] * 5000, [""] * 2048),
 ]
 ONLY_SYSTEM = [[{"role": role, "content": "x"}] * times for role in ("system", "developer") for times in (1, 2, 100)]
-NO_CONVERSATIONS: list[Any] = [
+INVALID_CONVERSATIONS: list[Any] = [
     *(None, [], "x", "", {}, USER, 5, True, [[]], [None], ["hello"], [5], [[USER]], [{}], *ONLY_SYSTEM),
     [{"role": "system", "content": "x"}, {"role": "developer", "content": "y"}],
     [USER] * 8193,
@@ -48,14 +48,14 @@ NO_MESSAGES: list[Any] = [
 ]
 
 
-def test_what_is_no_prompt(app: AbusedApp) -> None:
-    for prompt in NO_PROMPTS:
+def test_invalid_prompts(app: AbusedApp) -> None:
+    for prompt in INVALID_PROMPTS:
         assert_refused(app.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}), 400, "prompt")
     assert_refused(app.post(COMPLETIONS, {"max_tokens": 1}), 400, "prompt", "prompt is required")
 
 
-def test_what_is_no_conversation(app: AbusedApp) -> None:
-    for messages in NO_CONVERSATIONS:
+def test_invalid_conversations(app: AbusedApp) -> None:
+    for messages in INVALID_CONVERSATIONS:
         for path in (CHAT, "/tokenize"):
             if path == "/tokenize" and messages is None:
                 continue
@@ -64,7 +64,7 @@ def test_what_is_no_conversation(app: AbusedApp) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_what_is_no_message(app: AbusedApp, at: int) -> None:
+def test_invalid_messages(app: AbusedApp, at: int) -> None:
     for message in NO_MESSAGES:
         messages = [message, USER] if at == 0 else [USER, message]
         error = assert_refused(app.chat(messages=messages), 400)
@@ -74,14 +74,14 @@ def test_what_is_no_message(app: AbusedApp, at: int) -> None:
 LENGTHS = (CONTEXT, CONTEXT + 1, CONTEXT + 9, 2**20 - 100)
 
 
-def test_prompts_of_ids_beyond_the_context(app: AbusedApp) -> None:
+def test_token_ids_beyond_the_context(app: AbusedApp) -> None:
     for length in LENGTHS:
         for prompt in ([5] * length, [[5], [6] * length]):
             error = assert_refused(app.complete(prompt=prompt), 400, "prompt", f"{TOO_LONG}. However, your prompt has")
             assert error["code"] == "context_length_exceeded"
 
 
-def test_the_longest_prompt_and_one_more(app: AbusedApp) -> None:
+def test_longest_prompt_and_one_more_token(app: AbusedApp) -> None:
     assert app.complete(prompt=[5] * (CONTEXT - 1), max_tokens=1).status_code == 200
     assert_refused(app.complete(prompt=[5] * (CONTEXT - 1)), 400, "max_tokens", "max_tokens must be from 1 to 1")
     assert_refused(app.complete(prompt=[5] * CONTEXT, max_tokens=1), 400, "prompt", TOO_LONG)
@@ -98,7 +98,7 @@ UNITS = (
 
 
 @pytest.mark.parametrize("unit", thinned(UNITS, keep=4), ids=short)
-def test_a_megabyte_of_it(app: AbusedApp, unit: str) -> None:
+def test_megabyte_texts(app: AbusedApp, unit: str) -> None:
     """Refused in time by every way in; a piece of it that fits is taken, and comes back as it was."""
     text = unit * (MEGABYTE // len(unit.encode()))
     content = json.dumps(text, ensure_ascii=False).encode()
@@ -129,7 +129,7 @@ def test_streams_of_odd_prompts_are_valid_text(app: AbusedApp, unit: str) -> Non
     assert text.startswith(unit * 9)
 
 
-def test_messages_that_spell_the_templates_own_marks(app: AbusedApp) -> None:
+def test_template_markers_in_messages_stay_text(app: AbusedApp) -> None:
     """What a message spells like a special token stays text: no turn is ended or begun by it."""
     plain = app.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     special = {token for token in plain if token < 3}

@@ -166,7 +166,7 @@ def damaged(driver: Driver, damage: Damage) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_wrong_result_is_refused_and_the_right_one_is_taken(asynchronous: bool) -> None:
+def test_wrong_result_is_refused_and_the_correct_one_accepted(asynchronous: bool) -> None:
     driver = running(asynchronous)
     for damage in DAMAGE.values():
         damaged(driver, damage)
@@ -174,7 +174,7 @@ def test_a_wrong_result_is_refused_and_the_right_one_is_taken(asynchronous: bool
     go_on(driver)
 
 
-def test_a_result_twice() -> None:
+def test_duplicate_result() -> None:
     driver = running()
     while driver.schedule() is not None:
         pass
@@ -186,7 +186,7 @@ def test_a_result_twice() -> None:
     go_on(driver)
 
 
-def test_a_result_that_nobody_waits_for() -> None:
+def test_unexpected_result() -> None:
     driver = Driver()
     with pytest.raises(WorkerFault, match="expected none"):
         driver.scheduler.consume(ModelRunnerOutput(1, ints(1), ints(0)))
@@ -194,7 +194,7 @@ def test_a_result_that_nobody_waits_for() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, -(2**40)])
-def test_a_step_of_before_any_is_counted_and_ignored(step: int) -> None:
+def test_result_before_the_first_step_is_ignored(step: int) -> None:
     """As one of an epoch that has ended is."""
     driver = running()
     stray = driver.scheduler.statistics().num_stray_messages
@@ -203,7 +203,7 @@ def test_a_step_of_before_any_is_counted_and_ignored(step: int) -> None:
     go_on(driver)
 
 
-def test_what_is_not_finite_has_no_log_probabilities_and_costs_only_its_request() -> None:
+def test_non_finite_row_fails_only_its_request() -> None:
     driver = running(asynchronous=False)
     driver.schedule()
     driver.execute()
@@ -271,7 +271,7 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_altered_is_refused_or_could_have_been(seed: int) -> None:
+def test_random_damage_is_refused_or_valid(seed: int) -> None:
     rng = random.Random(seed)
     driver, num_refused, num_taken = running(), 0, 0
     while num_refused < 150:

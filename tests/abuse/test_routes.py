@@ -1,4 +1,4 @@
-"""Every route by every method, with and without a key, in odd spellings; and web sockets (A44, A45, A46)."""
+"""Every route with every method, with and without a key, with path variants; and upgrades (A44, A45, A46)."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from quire.protocol.errors import ConfigError
 
 KEYS = ("first-key", "zweiter-schlüssel", "third key")
 CLOSE = "connection: close"
-# What each route takes, and what it answers to whoever may ask, and asks nothing.
+# Per route: allowed methods, and the status for an authorized request without a body.
 EXPECTED = {
     "/v1/models": ({"GET", "HEAD"}, 200),
     "/v1/models/{name:path}": ({"GET", "HEAD"}, 200),
@@ -62,7 +62,7 @@ def unlocked() -> Iterator[FrontEnd]:
 
 
 def paths() -> list[str]:
-    """Of all routes that the application has, whoever added them."""
+    """Return the paths of all routes of the application."""
     app = make_app(None, ServerSettings(text_in=TextIn(), served_model_names=("m",)))  # type: ignore[arg-type]
     assert all(isinstance(route, Route) for route in app.routes), "a mount or a web socket route: list it here"
     return [route.path for route in app.routes if isinstance(route, Route)]
@@ -90,7 +90,7 @@ def bearer(key: str) -> str:
 
 
 def test_every_route_is_listed_here() -> None:
-    """Whoever adds one says what it takes and who may; an administrator's would need a key of its own besides."""
+    """A new route must be added to EXPECTED. An administrator's route would need a key of its own."""
     assert sorted(paths()) == sorted(EXPECTED)
     assert OPEN_PATHS == OPEN
 
@@ -105,8 +105,8 @@ ADMINISTRATION = (
 
 
 @pytest.mark.parametrize("path", thinned(ADMINISTRATION, keep=4))
-def test_there_is_nothing_for_administrators(locked: FrontEnd, unlocked: FrontEnd, path: str) -> None:
-    """Nor is anybody without a key told so."""
+def test_no_administrator_routes(locked: FrontEnd, unlocked: FrontEnd, path: str) -> None:
+    """Without a key the status does not reveal whether the route exists."""
     for method in ("GET", "POST", "PUT", "DELETE"):
         assert ask(locked, method, path)[0] == 401
         assert ask(locked, method, path, bearer(KEYS[0]))[0] == 404
@@ -124,7 +124,7 @@ class TestMatrix:
                 allow = next(line for line in answer.split(b"\r\n") if line.lower().startswith(b"allow:"))
                 assert {name.strip().decode() for name in allow[6:].split(b",")} == allowed
 
-    def test_without_one(self, locked: FrontEnd, path: str) -> None:
+    def test_without_a_key(self, locked: FrontEnd, path: str) -> None:
         allowed, own_status = EXPECTED[path]
         for method in METHODS:
             status, answer = ask(locked, method, concrete(path))
@@ -133,16 +133,16 @@ class TestMatrix:
             else:
                 assert status == 401 and b"www-authenticate: Bearer" in answer, (method, answer)
 
-    def test_with_a_wrong_one(self, locked: FrontEnd, path: str) -> None:
+    def test_with_a_wrong_key(self, locked: FrontEnd, path: str) -> None:
         allowed, own_status = EXPECTED[path]
         for header in WRONG_KEYS:
             method = min(allowed)
             status, answer = ask(locked, method, concrete(path), f"authorization: {header}")
-            # a control character in a header is no HTTP at all
+            # A control character in a header is invalid HTTP.
             wanted = {400, 401} if "\x01" in header else {own_status} if path in OPEN else {401}
             assert status in wanted, (header, answer)
 
-    def test_where_no_keys_are(self, unlocked: FrontEnd, path: str) -> None:
+    def test_server_without_keys(self, unlocked: FrontEnd, path: str) -> None:
         allowed, own_status = EXPECTED[path]
         for method in METHODS:
             status, answer = ask(unlocked, method, concrete(path), bearer("any"))
@@ -152,8 +152,8 @@ class TestMatrix:
         "upgrade", thinned(["websocket", "WebSocket", "h2c", "TLS/1.0", "websocket, h2c", "x" * 200], keep=1)
     )
     @pytest.mark.parametrize("key", [None, "first-key"])
-    def test_an_upgrade_is_no_way_in(self, locked: FrontEnd, path: str, key: str | None, upgrade: str) -> None:
-        """It is read as the ordinary request that it is besides; there is nothing to change to."""
+    def test_upgrade_is_ignored(self, locked: FrontEnd, path: str, key: str | None, upgrade: str) -> None:
+        """The request is served as an ordinary one."""
         headers = ["upgrade: " + upgrade, "sec-websocket-key: eA==", "sec-websocket-version: 13"]
         headers += [bearer(key)] if key else []
         allowed, own_status = EXPECTED[path]
@@ -163,8 +163,8 @@ class TestMatrix:
         assert status == (401 if not may else own_status if "GET" in allowed else 405)
 
 
-def spellings(path: str) -> list[str]:
-    """Other ways to write a path, which another server might take for the same."""
+def variants(path: str) -> list[str]:
+    """Return variants of a path that another server might treat as the same path."""
     first, rest = path[1:2], path[2:]
     return [
         *(f"/{path}", f"//{path}", f"{path}/", f"{path}//", f"/.{path}", f"/x/..{path}", f"/health/..{path}"),
@@ -177,19 +177,19 @@ def spellings(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [concrete(path) for path in EXPECTED])
-class TestSpellings:
-    def test_no_spelling_opens_what_is_closed(self, locked: FrontEnd, path: str) -> None:
+class TestPathVariants:
+    def test_path_variants_require_a_key(self, locked: FrontEnd, path: str) -> None:
         method = min(EXPECTED.get(path, ({"GET"}, 0))[0])
-        for spelling in spellings(path):
+        for spelling in variants(path):
             status, answer = ask(locked, method, spelling)
             goes_to_open = spelling.split("?")[0].split("#")[0] in OPEN
-            # 400: the parser of requests does not take it at all
+            # 400: invalid HTTP
             assert status in ({200, 405} if goes_to_open else {400, 401}), (spelling, answer)
 
-    def test_with_a_key_they_are_nothing(self, locked: FrontEnd, path: str) -> None:
-        for spelling in spellings(path):
+    def test_path_variants_are_not_found(self, locked: FrontEnd, path: str) -> None:
+        for spelling in variants(path):
             status, answer = ask(locked, "OPTIONS", spelling, bearer("first-key"))
-            # Names of models may have anything in them, and a fragment is not part of a path.
+            # A model name may contain any characters, and a fragment is not part of the path.
             known = unquote(spelling).startswith("/v1/models/") or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
             assert status in ({400, 404, 405} if known else {400, 404}), (spelling, answer)
             assert b"location:" not in answer.lower()
@@ -197,7 +197,7 @@ class TestSpellings:
     @pytest.mark.parametrize(
         "host", thinned(["a/b?", "", "x:y", "[::1", "evil.example/health", "localhost", "%2f", "x" * 5000], keep=2)
     )
-    def test_a_host_changes_nothing(self, locked: FrontEnd, path: str, host: str) -> None:
+    def test_host_and_proxy_headers_are_ignored(self, locked: FrontEnd, path: str, host: str) -> None:
         for target in (path, f"http://health{path}", f"http://x/health/..{path}"):
             lines = [f"GET {target} HTTP/1.1", f"host: {host}", "x-forwarded-prefix: /health", CLOSE]
             lines += ["x-original-url: /health", "x-rewrite-url: /health", "x-http-method-override: GET"]
@@ -209,13 +209,13 @@ class TestSpellings:
 class TestKeys:
     @pytest.mark.parametrize("key", KEYS)
     @pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER  ", "Bearer \t"])
-    def test_a_right_one_however_it_is_spaced(self, locked: FrontEnd, key: str, scheme: str) -> None:
+    def test_valid_key_with_extra_spaces(self, locked: FrontEnd, key: str, scheme: str) -> None:
         assert ask(locked, "GET", "/v1/models", f"Authorization: {scheme}{key} ")[0] == 200
 
-    def test_the_engine_is_told_whose_a_request_is(self, locked: FrontEnd, unlocked: FrontEnd) -> None:
+    def test_engine_receives_the_tenant(self, locked: FrontEnd, unlocked: FrontEnd) -> None:
         body = {"prompt": [1], "max_tokens": 1, "n": 2}
-        for front_end, told in ((locked, (1, 2, 3)), (unlocked, (0, 0, 0))):
-            for key, tenant in zip(KEYS, told, strict=True):
+        for front_end, tenants in ((locked, (1, 2, 3)), (unlocked, (0, 0, 0))):
+            for key, tenant in zip(KEYS, tenants, strict=True):
                 front_end.engine.tenants.clear()
                 headers = {b"authorization": f"Bearer {key}".encode()}
                 assert front_end.client.post("/v1/completions", json=body, headers=headers).status_code == 200
@@ -231,28 +231,28 @@ class TestKeys:
         ],
         ids=str,
     )
-    def test_two_are_none_and_nor_is_one_elsewhere(self, locked: FrontEnd, headers: tuple[str, ...]) -> None:
+    def test_duplicate_or_misplaced_key_is_refused(self, locked: FrontEnd, headers: tuple[str, ...]) -> None:
         assert ask(locked, "GET", "/v1/models", *headers)[0] in (400, 401)
 
-    def test_nor_is_one_in_the_query(self, locked: FrontEnd) -> None:
+    def test_key_in_the_query_is_refused(self, locked: FrontEnd) -> None:
         for query in (
             *("api_key=first-key", "key=first-key", "access_token=first-key", "authorization=Bearer%20first-key"),
         ):
             assert ask(locked, "GET", f"/v1/models?{query}")[0] == 401
 
-    def test_nobody_reads_the_body_of_who_has_none(self, locked: FrontEnd) -> None:
+    def test_body_is_not_read_without_a_key(self, locked: FrontEnd) -> None:
         before = len(locked.engine.added)
         data = post("/v1/completions", b'{"prompt": [1]}', CLOSE, "authorization: Bearer wrong", length=10**6)
         assert status_of(locked.ask(data)) == 401
         assert len(locked.engine.added) == before
 
     @pytest.mark.parametrize("key", ["", " ", "\t", " x", "x ", "a\nb", "\x00", "a\r\nb"], ids=short)
-    def test_a_key_that_would_open_to_all_is_refused_at_the_start(self, key: str) -> None:
+    def test_unsafe_configured_key_is_refused_at_startup(self, key: str) -> None:
         with pytest.raises(ConfigError, match="API key"):
             ServerSettings(text_in=TextIn(), served_model_names=("m",), api_keys=("good", key))
 
-    def test_all_keys_are_compared_whole(self, locked: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Counted, since times on a busy machine tell nothing: every key once, wherever the right one stands."""
+    def test_every_key_is_compared_in_full(self, locked: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Counts comparisons, because times on a busy machine are noise: each key is compared once."""
         compared: list[Any] = []
 
         def compare(given: bytes, known: bytes) -> bool:

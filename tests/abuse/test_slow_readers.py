@@ -1,4 +1,4 @@
-"""Clients that do not read what they asked for (A47, F14): how much is kept for them, and what others notice."""
+"""Clients that do not read their responses (A47, F14): how much is buffered, and whether others are affected."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ from quire.launch.http.serving.sse import (
 
 COMPLETIONS = "/v1/completions"
 MAX_TOKENS = 10**5
-# What lies between a step and its reader besides what we keep: the kernel's two buffers and the transport's.
-MOST_ON_THE_WAY = 1024 * 1024
+# Most bytes in the kernel's two buffers and the transport's, besides the stream's own.
+MAX_IN_BUFFERS = 1024 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def front_end() -> Iterator[FrontEnd]:
     made.close()
 
 
-def asking(**fields: Any) -> bytes:
+def request(**fields: Any) -> bytes:
     body = {"prompt": [1, 2], "max_tokens": MAX_TOKENS, "stream": True, **fields}
     return post(COMPLETIONS, json.dumps(body).encode())
 
@@ -74,65 +74,66 @@ REQUESTS = (
 class TestOverSockets:
     @pytest.mark.parametrize(("fields", "num_answers"), REQUESTS, ids=str)
     @pytest.mark.parametrize("read", thinned(READERS, keep=1))
-    def test_its_request_is_given_up_and_others_go_on(
+    def test_slow_reader_is_aborted_and_others_continue(
         self, front_end: FrontEnd, read: Callable[[socket.socket], bool], fields: dict[str, Any], num_answers: int
     ) -> None:
         before, had = len(front_end.engine.added), slow_readers(front_end)
-        with front_end.connect(asking(**fields), receive_buffer=4096) as slow:
+        with front_end.connect(request(**fields), receive_buffer=4096) as slow:
             front_end.until(lambda: len(front_end.engine.added) == before + num_answers)
             sequences = front_end.engine.added[before:]
             with contextlib.suppress(ConnectionError):
                 while not all(each.aborted for each in sequences) and not read(slow):
                     pass
             front_end.until(lambda: all(each.aborted for each in sequences))
-            front_end.check()  # while the connection is still there
-            # An event has at least 150 bytes, and a step brings one of each answer.
-            most_steps = MAX_UNSENT_WRITES + (MAX_UNSENT_BYTES + MOST_ON_THE_WAY) // 150
+            front_end.check()  # while the connection is open
+            # An event has at least 150 bytes, and a step makes one event per sequence.
+            most_steps = MAX_UNSENT_WRITES + (MAX_UNSENT_BYTES + MAX_IN_BUFFERS) // 150
             assert max(each.delivered for each in sequences) < most_steps < MAX_TOKENS
         assert slow_readers(front_end) == had + 1
         front_end.until(lambda: front_end.num_connections == 0)
 
-    def test_the_connection_goes_too_though_the_client_stays(self, front_end: FrontEnd) -> None:
-        with front_end.connect(asking(), receive_buffer=4096):
+    def test_connection_of_a_slow_reader_is_closed(self, front_end: FrontEnd) -> None:
+        with front_end.connect(request(), receive_buffer=4096):
             front_end.until(lambda: front_end.num_connections == 0)
 
-    def test_it_is_never_told_that_its_answer_were_whole(self, front_end: FrontEnd) -> None:
+    def test_cut_stream_has_no_end_marker(self, front_end: FrontEnd) -> None:
         before = len(front_end.engine.added)
-        with front_end.connect(asking(), receive_buffer=4096) as slow:
+        with front_end.connect(request(), receive_buffer=4096) as slow:
             front_end.until(lambda: len(front_end.engine.added) > before and not front_end.engine.live)
-            told = b""
+            received = b""
             try:
                 while part := slow.recv(65536):
-                    told += part
+                    received += part
             except ConnectionError:
                 pass
-        assert told.startswith(b"HTTP/1.1 200") and b"[DONE]" not in told and not told.endswith(b"0\r\n\r\n")
+        assert received.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in received and not received.endswith(b"0\r\n\r\n")
 
     @pytest.mark.full
-    def test_an_answer_that_has_ended_is_not_kept_for_ever(self, front_end: FrontEnd) -> None:
-        """A stream short enough to be kept, and an answer in one piece: nobody reads either."""
-        short = asking(max_tokens=200)
-        whole = asking(max_tokens=20_000, stream=False)
+    def test_unread_complete_response_is_dropped(self, front_end: FrontEnd) -> None:
+        """A stream short enough to be buffered, and a response that is not streamed."""
+        short = request(max_tokens=200)
+        whole = request(max_tokens=20_000, stream=False)
         before = len(front_end.engine.added)
         with front_end.connect(short, 4096), front_end.connect(whole, 4096):
             front_end.until(lambda: len(front_end.engine.added) == before + 2 and not front_end.engine.live)
             front_end.until(lambda: front_end.num_connections == 0)
 
-    def test_a_slow_but_steady_reader_is_waited_for(self, front_end: FrontEnd) -> None:
-        """It takes longer than a stall may last; it is never behind by more than is kept."""
-        with front_end.connect(asking(max_tokens=250), receive_buffer=4096) as steady:
-            told, begun = b"", time.monotonic()
-            while not told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-                told += steady.recv(2000)
+    def test_slow_but_steady_reader_is_served(self, front_end: FrontEnd) -> None:
+        """The stream takes longer than ``stall_s``, but the reader is never behind by more than the buffers."""
+        with front_end.connect(request(max_tokens=250), receive_buffer=4096) as steady:
+            received, start = b"", time.monotonic()
+            while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                received += steady.recv(2000)
                 time.sleep(0.01)
-        assert time.monotonic() - begun > 0.2
-        assert told.count(b"data: ") == 251
+        assert time.monotonic() - start > 0.2
+        assert received.count(b"data: ") == 251
 
     @pytest.mark.full
-    def test_many_at_once_take_nothing_from_a_reader_who_keeps_up(self, front_end: FrontEnd) -> None:
+    def test_many_slow_readers_do_not_affect_a_fast_one(self, front_end: FrontEnd) -> None:
         with contextlib.ExitStack() as slow:
             for _ in range(20):
-                slow.enter_context(front_end.connect(asking(), receive_buffer=4096))
+                slow.enter_context(front_end.connect(request(), receive_buffer=4096))
             body = {"prompt": [3], "max_tokens": 2000, "stream": True}
             with front_end.client.stream("POST", COMPLETIONS, json=body) as response:
                 lines = [line for line in response.iter_lines() if line]
@@ -146,25 +147,25 @@ def slow_readers(front_end: FrontEnd) -> int:
 
 
 class Reader:
-    """``send`` of an ASGI server: takes so many messages, and waits for ever."""
+    """The ``send`` callable of an ASGI server: accepts ``limit`` messages, then waits forever."""
 
-    def __init__(self, takes: int) -> None:
-        self.taken: list[Any] = []
-        self._takes = takes
+    def __init__(self, limit: int) -> None:
+        self.received: list[Any] = []
+        self._limit = limit
 
     async def __call__(self, message: Any) -> None:
-        if len(self.taken) == self._takes:
+        if len(self.received) == self._limit:
             await asyncio.Event().wait()
-        self.taken.append(message)
+        self.received.append(message)
 
 
-class TestWhatIsKept:
-    """To the write and to the byte, without sockets."""
+class TestUnsentLimit:
+    """The limit on unsent data, exact to the write and the byte, without sockets."""
 
     @staticmethod
-    def num_kept(takes: int, size: int, *, writes: int = 10_000) -> int:
-        """Writes of ``size`` bytes that were let in beyond those that were read, before the stream was given up."""
-        reader = Reader(takes)
+    def num_buffered(num_read: int, size: int, *, writes: int = 10_000) -> int:
+        """Return how many writes of ``size`` bytes are buffered, beyond those read, before SlowReader is raised."""
+        reader = Reader(num_read)
 
         async def scenario() -> int:
             num_written = 0
@@ -175,23 +176,23 @@ class TestWhatIsKept:
                         num_written += 1
             return num_written
 
-        # the status line is a message too
-        return asyncio.run(scenario()) - max(0, takes - 1)
+        # The status line is a message too.
+        return asyncio.run(scenario()) - max(0, num_read - 1)
 
-    @pytest.mark.parametrize("takes", thinned([0, 1, 2, 3, 10], keep=2))
+    @pytest.mark.parametrize("num_read", thinned([0, 1, 2, 3, 10], keep=2))
     @pytest.mark.parametrize(
-        ("size", "kept"),
+        ("size", "buffered"),
         [
             *((9, MAX_UNSENT_WRITES), (200, MAX_UNSENT_WRITES), (4096, MAX_UNSENT_WRITES), (4097, 255), (8192, 128)),
             *((100_000, 10), (MAX_UNSENT_BYTES // 4, 4), (MAX_UNSENT_BYTES // 2, MIN_UNSENT_WRITES)),
             (2 * MAX_UNSENT_BYTES, MIN_UNSENT_WRITES),
         ],
     )
-    def test_so_much_and_no_more(self, takes: int, size: int, kept: int) -> None:
-        assert self.num_kept(takes, size) == kept
+    def test_limit_is_exact(self, num_read: int, size: int, buffered: int) -> None:
+        assert self.num_buffered(num_read, size) == buffered
 
     @pytest.mark.parametrize(("size", "num_writes"), [(9, 2000), (5000, 400), (3 * MAX_UNSENT_BYTES, 10)])
-    def test_who_reads_at_once_is_never_behind(self, size: int, num_writes: int) -> None:
+    def test_fast_reader_is_never_behind(self, size: int, num_writes: int) -> None:
         reader = Reader(10**6)
 
         async def scenario() -> None:
@@ -201,11 +202,11 @@ class TestWhatIsKept:
                 await stream.write([b"[DONE]"], last=True)
 
         asyncio.run(scenario())
-        assert len(reader.taken) == num_writes + 2
-        assert [message["more_body"] for message in reader.taken[1:]] == [True] * num_writes + [False]
+        assert len(reader.received) == num_writes + 2
+        assert [message["more_body"] for message in reader.received[1:]] == [True] * num_writes + [False]
 
-    def test_an_engine_faster_than_any_reader(self) -> None:
-        """Tokens without a pause between them: the reader is given its turns."""
+    def test_engine_faster_than_any_reader(self) -> None:
+        """The event loop runs the reader between tokens, although the engine never pauses."""
         front_end = FrontEnd(EndlessEngine(pause=lambda: asyncio.sleep(0)))
         try:
             response = front_end.client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 2000, "stream": True})

@@ -261,11 +261,11 @@ def held() -> Held:
 
 
 @pytest.mark.parametrize(("fields", "told"), thinned(SPOILT.values(), keep=20), ids=SPOILT)
-def test_a_spoilt_step_is_refused_whole(held: Held, fields: dict[str, Any], told: str) -> None:
+def test_invalid_step_is_refused_whole(held: Held, fields: dict[str, Any], told: str) -> None:
     assert told in held.refuses(msgspec.structs.replace(held.good(), **fields))
 
 
-def test_after_all_of_them_the_right_step_gives_the_right_tokens(right: dict[int, int]) -> None:
+def test_valid_step_works_after_refusals(right: dict[int, int]) -> None:
     held = Held()
     for fields, _ in SPOILT.values():
         held.refuses(msgspec.structs.replace(held.good(), **fields))
@@ -283,7 +283,7 @@ def test_too_many_tokens_for_one_step() -> None:
     assert "exceeds the maximum of 48" in held.refuses(step)
 
 
-def test_a_row_at_its_blocks_end_is_refused_before_it_runs() -> None:
+def test_row_without_a_slot_is_refused() -> None:
     """Nothing in the diff says so: request 0 goes on by itself until it needs a block."""
     held = Held()
     for step in (3, 4, 5):
@@ -295,7 +295,7 @@ def test_a_row_at_its_blocks_end_is_refused_before_it_runs() -> None:
     assert all(np.array_equal(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != 3)
 
 
-def test_a_group_with_a_window_may_have_null_blocks_only_where_nobody_writes() -> None:
+def test_null_blocks_only_before_the_window() -> None:
     def runner() -> ModelRunner:
         config = msgspec.structs.replace(CONFIG, model=WINDOWED)
         return make_runner(config, kv_layout(WINDOWED, 4, "float32"), progress=False)[0]
@@ -368,7 +368,7 @@ def _everything(held: Held) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_altered_is_refused_whole_or_runs(seed: int) -> None:
+def test_random_damage_is_refused_whole_or_runs(seed: int) -> None:
     """No other exception, no half-applied step, and what runs leaves every invariant whole."""
     rng = random.Random(seed)
     held, num_refused, num_run = Held(), 0, 0
@@ -389,7 +389,7 @@ def test_whatever_is_altered_is_refused_whole_or_runs(seed: int) -> None:
     assert num_refused > 50 and num_run
 
 
-def test_a_step_that_brings_nothing_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_step_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law of cost: a steady step has no work here, whoever is held."""
     held = Held()
     held.run(held.good())
@@ -427,7 +427,7 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "told"), thinned(APPENDS.values(), keep=5), ids=APPENDS)
-def test_a_step_that_only_gives_blocks(held: Held, fields: dict[str, Any], told: str) -> None:
+def test_step_with_only_new_blocks(held: Held, fields: dict[str, Any], told: str) -> None:
     """The most frequent one has a shorter way, which must see the same."""
     step = SchedulerOutput(3, **fields)
     if told:
@@ -436,7 +436,7 @@ def test_a_step_that_only_gives_blocks(held: Held, fields: dict[str, Any], told:
         Held().runner.execute(step).result()
 
 
-def test_blocks_for_another_do_not_help_who_has_none() -> None:
+def test_blocks_of_another_request_do_not_count() -> None:
     held = Held()
     for step in (3, 4, 5):
         held.runner.execute(SchedulerOutput(step)).result()

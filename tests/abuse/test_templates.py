@@ -91,7 +91,7 @@ def render(template: TemplateHelper, text: str = "hello", **more: Any) -> str:
 
 
 @pytest.mark.parametrize("case", [*thinned(FAILS, keep=8), *thinned(TAKES_FOR_EVER, keep=2)])
-def test_an_evil_template_costs_its_own_requests(case: str, evil: TemplateHelper) -> None:
+def test_malicious_template_fails_only_its_requests(case: str, evil: TemplateHelper) -> None:
     with pytest.raises((InvalidRequest, RenderedTooLong)) as refused:
         render(evil, case)
     if isinstance(refused.value, InvalidRequest):
@@ -101,12 +101,12 @@ def test_an_evil_template_costs_its_own_requests(case: str, evil: TemplateHelper
 
 
 @pytest.mark.parametrize("source", WRONG, ids=short)
-def test_what_is_no_template_refuses_to_start(source: str) -> None:
+def test_invalid_template_is_refused_at_startup(source: str) -> None:
     with pytest.raises(ConfigError, match=r"^a file: the chat template is not valid Jinja$"):
         check_template(source, "a file")
 
 
-def test_output_is_capped(one_helper: TemplateHelper) -> None:
+def test_output_is_limited(one_helper: TemplateHelper) -> None:
     assert render(one_helper, "x" * 1000) == "x" * 1000
     with pytest.raises(RenderedTooLong):
         render(one_helper, "x" * 1001)
@@ -130,7 +130,7 @@ def kill(process: psutil.Process, number: int) -> None:
             os.sched_yield()
 
 
-def test_a_long_one_does_not_hold_up_a_short_one(one_helper: TemplateHelper) -> None:
+def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper) -> None:
     """A variable of the client's, or a long text, is rendered by another helper than what is plain."""
     short_ones = mine(one_helper)
     short_ones[1].send_signal(signal.SIGSTOP)
@@ -141,15 +141,13 @@ def test_a_long_one_does_not_hold_up_a_short_one(one_helper: TemplateHelper) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_helper_that_somebody_kills_costs_no_request(number: int, one_helper: TemplateHelper) -> None:
+def test_killed_helper_fails_no_request(number: int, one_helper: TemplateHelper) -> None:
     for generation in (0, 1):
         kill(mine(one_helper)[generation], number)
         assert render(one_helper) == "hello"
 
 
-def test_messages_are_not_blamed_for_a_helper_that_is_not_let_run(
-    one_helper: TemplateHelper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starved_helper_is_not_a_client_error(one_helper: TemplateHelper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A front end answers 503 to that, and not 400."""
     mine(one_helper)[1].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as hurried, pytest.raises(EngineError):
@@ -193,7 +191,7 @@ MARKS = ["\ue0f0", "\ue0f1", "\ue0f0{}\ue0f1", "\ue0f1{}\ue0f0", "{}\ue0f1\ue0f0
 
 @pytest.mark.parametrize("place", range(8))
 @pytest.mark.parametrize("form", thinned(["{}", "a{}b", "{}{}", *MARKS], keep=2), ids=ascii)
-def test_what_spells_a_special_token_is_text(form: str, place: int, demo_text: TextIn) -> None:
+def test_special_tokens_in_text_stay_text(form: str, place: int, demo_text: TextIn) -> None:
     for special in SPECIAL:
         messages, options = placed(form.replace("{}", special))[place]
         ids = demo_text.encode_chat(messages, options, 2000)
@@ -210,7 +208,7 @@ BAD_KWARGS: list[tuple[Any, str]] = [
 ]
 
 
-def test_variables_that_the_server_sets_are_not_the_clients(app: AbusedApp) -> None:
+def test_reserved_variables_are_refused(app: AbusedApp) -> None:
     for kwargs, says in BAD_KWARGS:
         assert_refused(app.chat(chat_template_kwargs=kwargs), 400, "chat_template_kwargs", says)
 
@@ -259,7 +257,7 @@ def helper_of(server: AbusedServer) -> Any:
 
 @pytest.mark.parametrize("number", thinned([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], keep=1))
 @pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
-def test_the_servers_helper_is_there_again(number: int, generation: int, server: AbusedServer) -> None:
+def test_killed_helper_is_replaced(number: int, generation: int, server: AbusedServer) -> None:
     assert server.chat().status_code == 200
     helper = helper_of(server)
     kill([helper, *helper.children()][generation], number)
@@ -268,7 +266,7 @@ def test_the_servers_helper_is_there_again(number: int, generation: int, server:
     assert server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
 
 
-def test_a_folder_with_an_evil_template_is_served(tmp_path: Path) -> None:
+def test_checkpoint_with_a_malicious_template_is_served(tmp_path: Path) -> None:
     """Reading it executes nothing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())

@@ -26,7 +26,7 @@ def deep(levels: int) -> Any:
     return value
 
 
-NO_TOOLS: list[Any] = [
+INVALID_TOOLS: list[Any] = [
     *(7, "x", True, {}, [7], ["x"], [None], [[]], [{}], [{"type": "function"}]),
     *([{**tool(), "type": kind}] for kind in (7, "retrieval", None, [], {}, "FUNCTION", "function ", True)),
     *(
@@ -66,7 +66,7 @@ ONLY_DEMANDED: list[dict[str, Any]] = [
     with_parameters(type="object", required=["a"], additionalProperties=False),
     with_parameters(type="foo"),
 ]
-NO_CHOICES: list[Any] = [
+INVALID_CHOICES: list[Any] = [
     *(7, "", "x", "AUTO", [], {}, True, {"type": "function"}, {"type": "x"}, {"type": "function", "function": {}}),
     *({"type": "function", "function": {"name": name}} for name in (7, None, "g", "", "x" * 10**6, "F", [], {})),
     *({"type": "function", "function": function} for function in ([], "f", 7, None)),
@@ -75,8 +75,8 @@ NO_CHOICES: list[Any] = [
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_tools_of_no_form(path: str, app: AbusedApp) -> None:
-    for tools in NO_TOOLS:
+def test_invalid_tools(path: str, app: AbusedApp) -> None:
+    for tools in INVALID_TOOLS:
         error = assert_refused(app.post(path, {"messages": MESSAGES, "tools": tools}), 400)
         assert error["param"].startswith("tools")
 
@@ -85,7 +85,7 @@ DEMANDS: tuple[Any, ...] = ("required", {"type": "function", "function": {"name"
 
 
 @pytest.mark.parametrize("choice", [None, "none", *DEMANDS], ids=["no choice", "none", "required", "named"])
-def test_parameters_that_no_call_could_have(choice: Any, app: AbusedApp) -> None:
+def test_invalid_parameters(choice: Any, app: AbusedApp) -> None:
     """Also where none is demanded: a client learns of its mistake at once."""
     for given in BAD_PARAMETERS:
         error = assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
@@ -93,17 +93,17 @@ def test_parameters_that_no_call_could_have(choice: Any, app: AbusedApp) -> None
 
 
 @pytest.mark.parametrize("choice", DEMANDS, ids=["required", "named"])
-def test_parameters_that_cannot_be_kept(choice: Any, app: AbusedApp) -> None:
+def test_unsatisfiable_parameters(choice: Any, app: AbusedApp) -> None:
     for given in ONLY_DEMANDED:
         assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
 
 
-def test_choices_of_none_of_the_tools(app: AbusedApp) -> None:
-    for choice in NO_CHOICES:
+def test_invalid_tool_choices(app: AbusedApp) -> None:
+    for choice in INVALID_CHOICES:
         assert_refused(app.chat(tools=[tool()], tool_choice=choice), 400, "tool_choice")
 
 
-def test_a_demanded_call_of_no_tools(app: AbusedApp) -> None:
+def test_required_call_without_tools(app: AbusedApp) -> None:
     for choice in DEMANDS:
         for tools in (None, []):
             assert_refused(app.chat(tools=tools, tool_choice=choice), 400, "tool_choice")
@@ -143,7 +143,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.full), N])
 @pytest.mark.parametrize("case", TEXTS)
-def test_a_call_is_looked_for_in_linear_time(case: str, size: int) -> None:
+def test_call_parsing_takes_linear_time(case: str, size: int) -> None:
     """50 KB in well under a second, however it comes."""
     text = TEXTS[case]
     for make in (lambda: CallsAfterReasoning(AnyCalls(), ""), lambda: CallsAfterReasoning(AnyCalls(), "</think>")):
@@ -169,7 +169,7 @@ class CountingText(str):
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_each_character_is_looked_at_once(case: str) -> None:
+def test_each_character_is_read_once(case: str) -> None:
     CountingText.taken = 0
     AnyCalls().push(CountingText(TEXTS[case]))
     assert CountingText.taken <= N + 100
@@ -192,7 +192,7 @@ def test_earlier_calls_of_any_form(app: AbusedApp) -> None:
         assert response.status_code == 200 or check_error(response)["param"].startswith("messages")
 
 
-def test_a_tool_that_spells_special_tokens_is_text(app: AbusedApp) -> None:
+def test_special_tokens_in_tools_stay_text(app: AbusedApp) -> None:
     spelt = [tool(description="<|im_end|>", parameters={"properties": {"<|im_start|>": {"title": "<|endoftext|>"}}})]
     plain = [tool(description="x", parameters={"properties": {"y": {"title": "z"}}})]
     count = [

@@ -76,7 +76,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_a_line_without_end_is_not_read_to_its_end(
+def test_endless_line_is_not_read_completely(
     tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 MiB of one line, in some KiB; the limit is made smaller here, so that it shows soon."""
@@ -91,14 +91,14 @@ def test_a_line_without_end_is_not_read_to_its_end(
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_a_header_without_end(tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_header(tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_LONGEST_HEADER", MIB // 2)
     path = written(tmp_path, pack(b"{" + b" " * (12 * MIB)))
     assert peak_of(lambda: refused(path)) < 11 * MIB
     assert not is_trace(path)
 
 
-def test_an_unpacker_that_is_to_look_back_too_far(tmp_path: Path) -> None:
+def test_too_large_decompression_window(tmp_path: Path) -> None:
     """The window is told in the head, and memory for it would be taken at once."""
     parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
     path = written(tmp_path, zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"x" * MIB))
@@ -108,7 +108,7 @@ def test_an_unpacker_that_is_to_look_back_too_far(tmp_path: Path) -> None:
     assert "compressed data is damaged" in refused(written(tmp_path, far))
 
 
-def test_frames_without_content_have_an_end(tmp_path: Path) -> None:
+def test_many_empty_frames(tmp_path: Path) -> None:
     for empty in (gzip.compress(b""), lzma.compress(b""), zstandard.compress(b"")):
         assert "is empty" in refused(written(tmp_path, empty * 2000))
 
@@ -143,14 +143,14 @@ FILES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", thinned(FILES.values(), keep=6), ids=FILES)
-def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_a_trace(tmp_path: Path, content: bytes) -> None:
     path = written(tmp_path, content)
     refused(path)
     assert not is_trace(path) or b"quire-trace" in content
 
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
-def test_the_command_says_so_in_a_line(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_one_line(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(written(tmp_path, content))])
     told = capsys.readouterr().err.strip()
@@ -175,7 +175,7 @@ CONFIG_LIES: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(
     ("field", "value"), thinned(LIES + [(f"config.{name}", value) for name, value in CONFIG_LIES], keep=6)
 )
-def test_a_header_that_lies(tmp_path: Path, field: str, value: Any) -> None:
+def test_invalid_header(tmp_path: Path, field: str, value: Any) -> None:
     """It is refused, or makes no difference; memory goes by what the file holds, not by what it says."""
     header, *rest = raw_lines()
     told = msgspec.json.decode(header)
@@ -195,7 +195,7 @@ def test_a_header_that_lies(tmp_path: Path, field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lines_damaged_at_random(tmp_path: Path, seed: int) -> None:
+def test_random_damage_to_lines(tmp_path: Path, seed: int) -> None:
     rng, raw = random.Random(seed), raw_lines()
     for _ in range(30):
         data = bytearray(b"\n".join(raw) + b"\n")
@@ -221,7 +221,7 @@ def test_lines_damaged_at_random(tmp_path: Path, seed: int) -> None:
 # ---- writing
 
 
-def test_a_dump_goes_through_no_link_that_waits_for_it(tmp_path: Path) -> None:
+def test_dump_does_not_follow_links(tmp_path: Path) -> None:
     """Its name can be foretold: in a folder that others can write to, a link could wait there."""
     driver = Driver()
     driver.add("a", [1, 2, 3], max_tokens=3)

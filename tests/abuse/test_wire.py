@@ -66,14 +66,14 @@ class Receiver:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", thinned(hostile(11), keep=12))
-def test_well_sealed_nonsense(direction: str, name: str) -> None:
+def test_invalid_content_with_valid_checksums(direction: str, name: str) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(hostile(KNOWN_TAG[direction])[name]) in ("decode", "frames")
     receiver.goes_on()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_frames_too_many_too_few_or_miscut(direction: str) -> None:
+def test_wrong_number_or_size_of_frames(direction: str) -> None:
     receiver = Receiver(direction)
     for message in receiver.messages:
         for name, frames in miscut(frames_of(message, 3)).items():
@@ -82,7 +82,7 @@ def test_frames_too_many_too_few_or_miscut(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_bit_turned_in_any_byte(direction: str) -> None:
+def test_flipped_bit_in_any_byte(direction: str) -> None:
     receiver, rng = Receiver(direction), random.Random(1)
     for message in receiver.messages:
         for frames in every_flip(frames_of(message, 3), rng):
@@ -91,7 +91,7 @@ def test_a_bit_turned_in_any_byte(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_random_damage_by_somebody_who_knows_checksums(direction: str) -> None:
+def test_random_damage_with_valid_checksums(direction: str) -> None:
     """It may happen to be another message: then it is one, of the receiver's own kinds. Nothing else is raised."""
     union, messages = DIRECTIONS[direction]
     rng, kinds = random.Random(2), set()
@@ -108,7 +108,7 @@ def test_random_damage_by_somebody_who_knows_checksums(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("epoch", thinned([0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
+@pytest.mark.parametrize("worker_epoch", thinned([0, 1, 2, 4, -3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
 def test_another_epoch(direction: str, worker_epoch: int) -> None:
     receiver = Receiver(direction, 3)
     for seq in (1, 2, 3, 4):
@@ -118,7 +118,7 @@ def test_another_epoch(direction: str, worker_epoch: int) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("seq", thinned([1, 2, 4, 5, 0, -1, 2**32 + 3, 2**63 - 1, 2**64 - 1, -(2**63)], keep=2))
-def test_a_gap_a_replay_or_another_order(direction: str, seq: int) -> None:
+def test_gap_replay_or_reordering(direction: str, seq: int) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(frames_of(receiver.messages[-1], seq)) == "gap"
     receiver.goes_on()
@@ -166,14 +166,14 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
-def test_sampling_parameters_that_cannot_be(fields: dict[Any, Any]) -> None:
+def test_invalid_sampling_parameters(fields: dict[Any, Any]) -> None:
     receiver = Receiver("front end to scheduler")
     body = pack(0, 3, [10, "r", ["<i4", b"\x01\x00\x00\x00"], fields, 7])
     assert receiver.refuses(seal(body)) == "decode"
     receiver.goes_on()
 
 
-def test_a_field_twice_counts_once_and_is_checked() -> None:
+def test_duplicate_field_is_checked() -> None:
     """Nothing between two processes reads the first of two: there is one decoder, and what it takes it checks."""
 
     def twice(first: bytes, second: bytes) -> Frames:
@@ -186,7 +186,7 @@ def test_a_field_twice_counts_once_and_is_checked() -> None:
     assert taken.sampling.temperature == 0.5
 
 
-def test_memory_while_refusing_is_bounded_by_what_came() -> None:
+def test_memory_of_a_refusal_is_bounded_by_the_message() -> None:
     """Every length that is told and not there is seen before anything is made for it."""
     for name, frames in {**hostile(11), **miscut(frames_of(add_request(), 3))}.items():
         receiver, size = Receiver("front end to scheduler"), sum(map(len, frames))
@@ -224,9 +224,7 @@ def connect(context: "zmq.Context[Any]", tmp_path: Path) -> ZmqChannel:
     return ZmqChannel(context, zmq.DEALER, frontend_address(tmp_path), Link(SchedulerToFrontEnd), bind=False)
 
 
-def test_garbage_of_one_peer_leaves_the_numbers_of_another_alone(
-    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
-) -> None:
+def test_garbage_of_one_peer_does_not_affect_another(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path) -> None:
     good, evil = connect(context, tmp_path), connect(context, tmp_path)
     good.send(HELLO)
     assert next_of(hub).message == HELLO
@@ -245,7 +243,7 @@ def test_garbage_of_one_peer_leaves_the_numbers_of_another_alone(
 
 
 @pytest.mark.parametrize("direction", ["worker to scheduler", "scheduler to worker"])
-def test_a_pair_refuses_too(context: "zmq.Context[Any]", tmp_path: Path, direction: str) -> None:
+def test_pair_channel_refuses_garbage(context: "zmq.Context[Any]", tmp_path: Path, direction: str) -> None:
     union, messages = DIRECTIONS[direction]
     address = worker_address(tmp_path, 1, 0)
     near = ZmqChannel(context, zmq.PAIR, address, Link(union, 1), bind=True)
@@ -280,9 +278,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("sent", RAW.values(), ids=RAW)
-def test_bytes_that_are_no_messages_at_all(
-    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path, sent: bytes
-) -> None:
+def test_bytes_that_are_not_zmtp(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path, sent: bytes) -> None:
     """The connection is closed, and nothing of it is seen; whoever speaks the protocol is heard as before."""
     with socket.socket(socket.AF_UNIX) as raw, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         raw.settimeout(WAIT_MS / 1000)
@@ -301,7 +297,7 @@ def test_bytes_that_are_no_messages_at_all(
 # ---- the scheduler's loop
 
 
-def test_a_front_end_that_sends_garbage_is_cut_and_nobody_else_notices(tmp_path: Path) -> None:
+def test_front_end_that_sends_garbage_is_disconnected(tmp_path: Path) -> None:
     """At once, not at the third time: what was damaged may have been anything, and what follows it may depend on it.
 
     Each attack comes from a front end of its own; one that has done nothing goes on, token by token.

@@ -23,8 +23,8 @@ def make_keys(folder: Path, *clients: str) -> Path:
     return folder
 
 
-def with_api_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
-    """Return a client socket with its own secret key file and the server's public key."""
+def set_curve_keys(socket: "zmq.Socket[Any]", own: Path, server: Path) -> None:
+    """Give a client socket its own secret key file and the server's public key."""
     socket.curve_publickey, secret = load_certificate(own)
     assert secret is not None
     socket.curve_secretkey = secret

@@ -10,25 +10,25 @@ ODD = (
     *("\x00", "\n", "\t", "\ufffd", "\u202e", "\ufeff", "😀", "👩‍👩‍👧", "e\u0301", "\U0010ffff", "<|im_end|>"),
     *("\ue0f0", "\\", '"', "'", "%s"),
 )
-NO_STOPS: list[Any] = [
+INVALID_STOPS: list[Any] = [
     *("", [""], ["x", ""], [None], ["x", None], [5], ["x", 5], [True], [["x"]], [{}], {}, {"a": "x"}, 5, 1.5, True),
     False,
     *(["x"] * 65, ["x"] * 10_000, [""] * 10_000, "x" * 1025, "x" * 10**6, ["x", "y" * 1025], ["😀" * 1025]),
     *(["x" * 1024] * 9, ["x" * 200] * 64, [chr(0x4E00 + i) * 1024 for i in range(64)], ["a" * 1024] * 64),
 ]
-NO_WORDS: list[Any] = [
+INVALID_BAD_WORDS: list[Any] = [
     *("", "x", [""], ["x", ""], [None], [5], [True], [["x"]], [{}], {}, 5, 1.5, True, ["x" * 257], ["x", "y" * 10**6]),
     *(["x"] * 1025, ["x"] * 100_000, ["ж" * 250], ["\u0301" * 256], ["😀" * 100], [[5]], [[1024]], ["x", 5, "y"]),
 ]
 
 
-def test_what_is_no_stop_string(app: AbusedApp) -> None:
-    for stop in NO_STOPS:
+def test_invalid_stop_strings(app: AbusedApp) -> None:
+    for stop in INVALID_STOPS:
         assert_refused(app.complete(stop=stop), 400, "stop", "stop")
 
 
-def test_what_is_no_bad_word(app: AbusedApp) -> None:
-    for words in NO_WORDS:
+def test_invalid_bad_words(app: AbusedApp) -> None:
+    for words in INVALID_BAD_WORDS:
         assert_refused(app.complete(bad_words=words), 400, "bad_words", "bad_words")
 
 
@@ -41,7 +41,7 @@ def test_stop_strings_of_odd_characters(app: AbusedApp, monkeypatch: pytest.Monk
         assert response.json()["choices"][0]["text"] == plain, stop
 
 
-def test_as_many_stop_strings_as_there_may_be(app: AbusedApp) -> None:
+def test_largest_allowed_number_of_stop_strings(app: AbusedApp) -> None:
     """All of them begin the answer, and one of them ends it."""
     body = {"prompt": [40, 41, 42], "max_tokens": 12, "seed": 1, "ignore_eos": True}
     text = app.complete(**body).json()["choices"][0]["text"]
@@ -58,7 +58,7 @@ def test_bad_words_of_odd_characters(app: AbusedApp) -> None:
         assert response.status_code == 200, response.text
 
 
-def test_every_token_forbidden_by_its_word(server: AbusedServer) -> None:
+def test_all_tokens_forbidden(server: AbusedServer) -> None:
     """What cannot be is said, or what is left is sampled; nobody waits."""
     words = [chr(code) for code in range(0x20, 0x7F)]
     for fields in (

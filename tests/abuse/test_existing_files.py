@@ -36,7 +36,7 @@ def another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[f"{mode:o}" for mode in MODES])
-def test_a_socket_directory_that_others_can_reach(folder: Path, mode: int) -> None:
+def test_accessible_socket_directory_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(EngineError, match="mode 0700"):
         check_socket_directory(folder)
@@ -65,15 +65,13 @@ THINGS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("make", THINGS.values(), ids=THINGS)
-def test_something_else_with_a_socket_directorys_name(
-    folder: Path, tmp_path: Path, make: Callable[[Path, Path], object]
-) -> None:
+def test_socket_directory_of_another_type(folder: Path, tmp_path: Path, make: Callable[[Path, Path], object]) -> None:
     make(tmp_path / "other", folder)
     with pytest.raises(EngineError, match="must be a directory"):
         check_socket_directory(tmp_path / "other")
 
 
-def test_a_supervisor_makes_its_directory_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_supervisor_creates_its_own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Under a name that nobody can foretell, with mode 0700 whatever the umask."""
     from scheduler_driver import make_config
 
@@ -91,7 +89,7 @@ def test_a_supervisor_makes_its_directory_itself(monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir()), "and takes it away"
 
 
-def test_a_link_that_waits_under_a_sockets_name_leads_nowhere(folder: Path, tmp_path: Path) -> None:
+def test_planted_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep")
     address = frontend_address(folder)
@@ -120,9 +118,7 @@ MEMORY: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("make", MEMORY.values(), ids=MEMORY)
-def test_something_else_with_the_shared_memorys_name(
-    folder: Path, tmp_path: Path, make: Callable[[Path, Path], Any]
-) -> None:
+def test_shared_memory_of_another_type(folder: Path, tmp_path: Path, make: Callable[[Path, Path], Any]) -> None:
     place = folder / "ranks.memory"
     make(place, tmp_path)
     size = (tmp_path / "x").stat().st_size if (tmp_path / "x").exists() else 0

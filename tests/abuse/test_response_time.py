@@ -37,21 +37,21 @@ def running(*code: str) -> Iterator[list[int]]:
             process.communicate()
 
 
-def test_what_sleeps_is_late() -> None:
+def test_sleep_counts() -> None:
     with running(SLEEPS) as (pid,), Watch(pid) as watch:
         time.sleep(0.3)
     assert 0.2 < watch.own_seconds <= watch.wall_seconds
 
 
 @pytest.mark.parametrize("of_parent", [False, True])
-def test_what_is_not_let_run_is_not(of_parent: bool) -> None:
+def test_waiting_for_a_processor_does_not_count(of_parent: bool) -> None:
     """Two that want the same processor: each has half of it at most, and the other half is not its own."""
     with running(SPINS, SPINS) as (pid, _), Watch(os.getpid() if of_parent else pid) as watch:
         time.sleep(0.6)
     assert watch.own_seconds < 0.8 * watch.wall_seconds
 
 
-def test_an_answer_that_comes_too_late_fails_its_test(server: AbusedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_response_fails_the_test(server: AbusedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abuse, "SLOWEST_S", 0.0)
     with pytest.raises(AssertionError, match="of its own"):
         server.complete()
