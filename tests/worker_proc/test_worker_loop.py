@@ -1,4 +1,4 @@
-"""The worker's loop over memory channels: what a step with masks waits for, and what happens when they do not come."""
+"""The worker's loop over memory channels: steps that wait for a token bitmask, and bitmasks that do not arrive."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,9 +33,9 @@ BLOCKS = [1, 2, 3, 4, 5, 6]
 
 @dataclass
 class Script(Channel):
-    """The worker's end: it is given ``told`` one after the other, and then Shutdown. Keeps the order of all."""
+    """The worker's end of the channel: receives ``messages``, then Shutdown; records the order of all messages."""
 
-    told: list[Any]
+    messages: list[Any]
     seen: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -48,15 +48,15 @@ class Script(Channel):
 
     def receive(self, timeout: float | None = 0.0) -> Any:
         if timeout == 0.0:
-            return None  # as if the scheduler were slow: a result that is ready is sent first
-        message = self.told.pop(0) if self.told else Shutdown()
+            return None  # as with a slow scheduler: a ready result is sent first
+        message = self.messages.pop(0) if self.messages else Shutdown()
         self.seen.append(message)
         self._far.send(message)
         return self._near.receive()
 
 
 def run(*steps: Any) -> list[Any]:
-    """All messages in the order in which they came and went, from the first step on."""
+    """Return all received and sent messages in order, from the first step on."""
     script = Script([Configure(FIRST_WORKER_EPOCH, kv_layout(MODEL, 4, "float32"), CONFIG), *steps])
     with no_calls() as calls:
         WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: SingleRank())
@@ -65,7 +65,7 @@ def run(*steps: Any) -> list[Any]:
 
 
 def only(*tokens: int) -> np.ndarray[Any, Any]:
-    """A mask that allows these."""
+    """Return a bitmask that allows ``tokens``."""
     mask = np.zeros(WORDS, np.uint32)
     for token in tokens:
         mask[token // 32] |= np.uint32(1 << token % 32)
@@ -80,7 +80,7 @@ def results(seen: list[Any]) -> list[ModelRunnerOutput]:
     return [message for message in seen if isinstance(message, ModelRunnerOutput)]
 
 
-def test_a_step_waits_for_its_masks_and_samples_by_them() -> None:
+def test_step_waits_for_its_bitmask_and_applies_it() -> None:
     seen = run(first(), SampleInputs(1, [4], [1], only(17)), SchedulerOutput(2), SchedulerOutput(3))
     one, two, three = results(seen)
     assert one.tokens is not None and one.tokens.tolist() == [17]
@@ -88,8 +88,8 @@ def test_a_step_waits_for_its_masks_and_samples_by_them() -> None:
     assert [r.tokens.tolist() for r in (two, three) if r.tokens is not None] == [[follow[0]], [follow[1]]]
 
 
-def test_the_result_before_is_sent_before_masks_are_waited_for() -> None:
-    """They depend on it: else both sides would wait for ever."""
+def test_sends_previous_result_before_waiting_for_bitmask() -> None:
+    """The scheduler needs the result to make the bitmask; otherwise both sides would wait for ever."""
     plain = SchedulerOutput(1, **adding((4, PROMPT, BLOCKS)))
     seen = run(plain, SchedulerOutput(2, awaits_sample_inputs=True), SampleInputs(2, [4], [1], only(9)))
     kinds = [type(message).__name__ for message in seen]
@@ -99,26 +99,26 @@ def test_the_result_before_is_sent_before_masks_are_waited_for() -> None:
     assert results(seen)[1].tokens.tolist() == [9]  # type: ignore[union-attr]
 
 
-def test_masks_for_nobody_leave_everyone_alone() -> None:
+def test_empty_bitmask_masks_no_request() -> None:
     seen = run(first(), SampleInputs(1, [], []))
     assert results(seen)[0].tokens.tolist() == alone(PROMPT, 1)  # type: ignore[union-attr]
 
 
-def test_masks_that_come_late_or_for_another_step_are_ignored() -> None:
+def test_ignores_bitmask_of_another_step() -> None:
     stray = SampleInputs(7, [4], [1], only(3))
     seen = run(first(), stray, SampleInputs(1, [4], [1], only(17)), stray, SchedulerOutput(2))
     assert [r.tokens.tolist() for r in results(seen) if r.tokens is not None] == [[17], alone([*PROMPT, 17], 1)]
 
 
-def test_a_step_that_comes_instead_of_the_masks_makes_the_waiting_one_void() -> None:
-    """The scheduler began a new epoch of its own: everyone is removed, and comes again."""
-    again = SchedulerOutput(2, removed=[4], **adding((4, PROMPT, BLOCKS)))
-    one, two = results(run(first(), again))
+def test_step_that_arrives_instead_of_the_bitmask_voids_the_waiting_one() -> None:
+    """The scheduler removed all requests and admitted them again."""
+    readmitted = SchedulerOutput(2, removed=[4], **adding((4, PROMPT, BLOCKS)))
+    one, two = results(run(first(), readmitted))
     assert (one.step, one.tokens, one.failure) == (1, None, "")
     assert two.tokens is not None and two.tokens.tolist() == alone(PROMPT, 1)
 
 
-def test_shut_down_while_waiting() -> None:
+def test_shutdown_while_waiting_for_bitmask() -> None:
     assert [r.tokens for r in results(run(first()))] == [None]
 
 
@@ -133,6 +133,6 @@ def test_shut_down_while_waiting() -> None:
     ],
     ids=["unknown handle", "too many", "counts and handles", "half a mask"],
 )
-def test_masks_that_do_not_fit_end_the_worker(inputs: SampleInputs) -> None:
+def test_invalid_bitmask_stops_the_worker(inputs: SampleInputs) -> None:
     with pytest.raises(StepRefused):
         run(first(), inputs)

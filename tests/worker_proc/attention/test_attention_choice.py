@@ -1,4 +1,4 @@
-"""Which attention backend a worker gets, and every reason for which it does not start."""
+"""Selection of the attention backend, and all errors of it."""
 
 import logging
 import logging.handlers
@@ -26,7 +26,7 @@ HOPPER, AMPERE, BLACKWELL, TURING = (9, 0), (8, 0), (10, 0), (7, 5)
 
 
 def config_of(backend: str = "auto", **settings: Any) -> EngineConfig:
-    """``settings``: of the engine, and of the model where that has a field of the name."""
+    """``settings``: fields of the model configuration if it has them, otherwise of the engine configuration."""
     of_model = {name: settings.pop(name) for name in list(settings) if name in ModelConfig.__struct_fields__}
     dtype = of_model.pop("dtype", "bfloat16")
     model = ModelConfig(
@@ -44,7 +44,7 @@ def pick(
     """Return the backend and the one record that the choice logs."""
     layout = layout or kv_layout(config.model, config.block_size, config.kv_cache_dtype)
     on_cpu = config.device == "cpu"
-    # Nothing can be made on a GPU that is not there; all that matters of the device is that it is not a CPU.
+    # There is no GPU to allocate on; the backends only need a device that is not a CPU.
     device = torch.device("cpu" if on_cpu else "meta")
     messages = queue.SimpleQueue[logging.LogRecord]()
     handler = logging.handlers.QueueHandler(messages)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The CPU backend, native and by torch, against attention written out row by row."""
+"""The CPU backend, native and with torch operators, against reference attention computed row by row."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def check(backend: CpuBackend, case: Case) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("step", thinned(STEPS, keep=3))
 @pytest.mark.parametrize("way", ["native", "torch"])
-def test_equals_attention_row_by_row(
+def test_equals_reference_attention(
     way: str, step: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     check(make_backend(way), make_case(STEPS[step], heads, block_size, dtype))
@@ -69,7 +69,7 @@ def test_equals_attention_row_by_row(
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("step", ["first tokens", "chunks", "mixed"])
-def test_a_token_at_a_time_equals_it_too(step: str, heads: tuple[int, int, int]) -> None:
+def test_fixed_order_attention_equals_reference_attention(step: str, heads: tuple[int, int, int]) -> None:
     for block_size, dtype in ((4, torch.float32), (16, torch.bfloat16)):
         check(make_backend("fixed"), make_case(STEPS[step], heads, block_size, dtype))
 
@@ -77,12 +77,12 @@ def test_a_token_at_a_time_equals_it_too(step: str, heads: tuple[int, int, int])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (5, 1, 20)], ids=str)
 @pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
 @pytest.mark.parametrize("ask", ASKS)
-def test_whatever_a_layer_asks(ask: str, step: str, heads: tuple[int, int, int], backend: CpuBackend) -> None:
+def test_all_layer_settings(ask: str, step: str, heads: tuple[int, int, int], backend: CpuBackend) -> None:
     check(backend, make_case(STEPS[step], heads, 4, torch.float32, ask=ASKS[ask]))
 
 
 @pytest.mark.parametrize("ask", ["window", "soft cap"])
-def test_a_layer_that_reads_an_earlier_ones_cache(ask: str, backend: CpuBackend) -> None:
+def test_layer_that_reads_an_earlier_layers_cache(ask: str, backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float32, ask=ASKS[ask], shared=True)
     before = case.cache.clone()
     check(backend, case)
@@ -96,7 +96,7 @@ def test_a_layer_that_reads_an_earlier_ones_cache(ask: str, backend: CpuBackend)
     [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
-def test_a_cache_in_a_dtype_of_its_own(
+def test_cache_of_another_dtype_than_activations(
     cache_dtype: torch.dtype, dtype: torch.dtype, step: str, backend: CpuBackend
 ) -> None:
     ask = Ask(k_scale=0.25, v_scale=0.125) if cache_dtype.itemsize == 1 else Ask()
@@ -113,7 +113,7 @@ def test_float16_activations(backend: CpuBackend) -> None:
     check(backend, make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float16))
 
 
-def test_keys_and_values_are_written_where_the_slots_say_and_nowhere_else(backend: CpuBackend) -> None:
+def test_writes_keys_and_values_only_to_their_slots(backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 4, torch.float32)
     before = case.cache.clone()
     backend.forward(case.query, case.key, case.value, case.cache, backend.plan(case.batch), case.spec)
@@ -128,7 +128,7 @@ def test_keys_and_values_are_written_where_the_slots_say_and_nowhere_else(backen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_is_stored_is_rounded_as_torch_rounds_and_bounded(dtype: torch.dtype, backend: CpuBackend) -> None:
+def test_stored_values_are_rounded_as_in_torch_and_clamped(dtype: torch.dtype, backend: CpuBackend) -> None:
     case = make_case([(0, 64)], (2, 1, 32), 16, torch.float32, dtype)
     most = torch.finfo(dtype).max if dtype.itemsize == 1 else float("inf")
     exponents = torch.linspace(-26, 20, 64)[:, None, None] if dtype is not torch.bfloat16 else torch.zeros(64, 1, 1)
@@ -141,11 +141,11 @@ def test_what_is_stored_is_rounded_as_torch_rounds_and_bounded(dtype: torch.dtyp
 
 
 def by_slot(cache: torch.Tensor) -> torch.Tensor:
-    """``[2, slots, kv_heads, head_dim]`` of a cache."""
+    """View a cache as ``[2, slots, kv_heads, head_dim]``."""
     return cache.transpose(2, 3).flatten(1, 2)
 
 
-def test_padding_tokens_are_not_written_and_come_out_zero(backend: CpuBackend) -> None:
+def test_padding_is_not_written_and_gives_zero(backend: CpuBackend) -> None:
     case = make_case([(9, 1), (14, 1)], (4, 2, 16), 4, torch.float32)
     before = case.cache.clone()
     assert case.key is not None and case.value is not None
@@ -159,7 +159,7 @@ def test_padding_tokens_are_not_written_and_come_out_zero(backend: CpuBackend) -
     assert torch.equal(changed.nonzero().view(-1), case.batch.slot_mapping.sort().values)
 
 
-def test_one_plan_serves_several_layers(backend: CpuBackend) -> None:
+def test_several_layers_share_one_plan(backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float32)
     plan = backend.plan(case.batch)
     caches = [case.cache.clone(), case.cache.clone()]
@@ -172,7 +172,7 @@ def test_one_plan_serves_several_layers(backend: CpuBackend) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rotary_dim", thinned([0, 8, 20], keep=2))
 @pytest.mark.parametrize("norms", [False, True])
-def test_norms_and_rotation_come_before(
+def test_norms_and_rotation_before_attention(
     norms: bool, rotary_dim: int, shared: bool, dtype: torch.dtype, backend: CpuBackend
 ) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 20), 4, dtype, shared=shared)
@@ -199,7 +199,7 @@ def test_norms_and_rotation_come_before(
 
 
 def _prepared(case: Case, spec: AttentionSpec, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Query and key after norms and rotation, by the plain prologue in float32."""
+    """Return query and key after norms and rotation, with torch operators in float32."""
     both = case.query if case.key is None else torch.cat((case.query, case.key), 1)
     if spec.q_norm is not None and spec.k_norm is not None:
         spec = dataclasses.replace(spec, q_norm=spec.q_norm.float(), k_norm=spec.k_norm.float())
@@ -211,17 +211,17 @@ def _prepared(case: Case, spec: AttentionSpec, rotary: Rotary | None) -> tuple[t
     return both[:, : spec.num_heads], None if case.key is None else both[:, spec.num_heads :]
 
 
-def test_describe_says_which_way_and_why() -> None:
+def test_describe_has_the_implementation_and_the_reason() -> None:
     assert CpuBackend(native=False).describe() == "cpu (torch operators; no native kernels: not requested)"
     assert make_backend("native").describe().startswith("cpu (native, ")
 
 
-def test_native_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
     assert "QUIRE_CPU_NATIVE is 0" in CpuBackend().describe()
 
 
-def test_native_refuses_what_lies_outside_the_cache() -> None:
+def test_native_rejects_indices_outside_the_cache() -> None:
     backend = make_backend("native")
     case = make_case(STEPS["mixed"], (4, 2, 16), 4, torch.float32)
     case.batch.block_table[3, 5] = 10**6

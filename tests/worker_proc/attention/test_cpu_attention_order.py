@@ -1,4 +1,4 @@
-"""A query's result depends on its own query, keys and values, to the bit, where that is promised."""
+"""Implementations that guarantee it: a query's result depends, bit for bit, on its own query, keys and values alone."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 class Rows:
-    """Prompts whose projections are fixed, fed to one layer in whatever pieces; rows have blocks of their own."""
+    """Prompts with fixed projections, fed to one layer in chunks; each row has its own blocks."""
 
     def __init__(self, way: str, ask: Ask, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         self.ask, self.heads, self.lengths = ask, HEADS[way], LENGTHS[way]
@@ -54,7 +54,7 @@ class Rows:
         ]
 
     def feed(self, members: list[int], piece: int) -> list[torch.Tensor]:
-        """All of the members' tokens, together, at most ``piece`` of each in a step: what each row's tokens get."""
+        """Compute all tokens of ``members`` together, at most ``piece`` per row and step; return each row's results."""
         _, kv_heads, dim = self.heads
         cache = empty_cache(1 + 100 * len(self.lengths), kv_heads, BLOCK, dim, self.cache_dtype)
         done = dict.fromkeys(members, 0)
@@ -80,7 +80,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("ask", thinned(ASKS, keep=1))
-def test_alone_together_and_in_pieces(way: str, ask: str) -> None:
+def test_results_do_not_depend_on_batch_and_chunks(way: str, ask: str) -> None:
     for dtype, cache_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         rows = Rows(way, ASKS[ask], dtype, cache_dtype)
         everyone = list(range(len(rows.lengths)))
@@ -91,14 +91,14 @@ def test_alone_together_and_in_pieces(way: str, ask: str) -> None:
             assert torch.equal(one, other) and torch.equal(one, third)
 
 
-def test_prefill_and_decode(way: str) -> None:
+def test_results_of_prefill_and_decode_are_equal(way: str) -> None:
     rows = Rows(way, Ask(), torch.float32, torch.float8_e4m3fn)
     everyone = list(range(len(rows.lengths)))[1:]
     for whole, decoded in zip(rows.feed(everyone, 1000), rows.feed(everyone, 1), strict=True):
         assert torch.equal(whole, decoded)
 
 
-def test_any_number_of_threads(way: str) -> None:
+def test_results_do_not_depend_on_threads(way: str) -> None:
     rows = Rows(way, Ask(), torch.float32, torch.float32)
     outs = []
     for threads in (1, 2, 5):
@@ -108,7 +108,7 @@ def test_any_number_of_threads(way: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(outs[0], out, strict=True))
 
 
-def test_what_follows_in_the_prompt_changes_nothing(way: str) -> None:
+def test_results_do_not_depend_on_later_tokens(way: str) -> None:
     rows = Rows(way, Ask(), torch.float32, torch.float32)
     before = rows.feed([1], 40)[0]
     rows.qkv[1][50:] *= 3.0

@@ -1,4 +1,4 @@
-"""Tiles of decoding rows, where torch's operators attend."""
+"""Tiles of decoding rows in attention with torch operators."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from quire.worker_proc.attention.cpu import CpuBackend
 
 
 @pytest.mark.parametrize("spread", [1, 10, 4000])
-def test_tiles_hold_every_row_once_and_bound_padding_and_size(spread: int) -> None:
+def test_tiles_hold_every_row_once_with_bounded_padding_and_size(spread: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 1 + spread, 200)
     token_bytes = 2 * 3 * 64 * 4
     order, tiles = cpu_plan._cut_tiles(lengths, token_bytes)
@@ -29,7 +29,7 @@ def test_rows_that_fit_one_tile_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("ask", [Ask(), Ask(window=11, sinks=True)], ids=str)
-def test_a_steady_batch_in_many_tiles(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_batch_in_many_tiles(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_plan, "TILE_BYTES_PER_THREAD", 1 << 14)
     case = make_case([(20 + 7 * i % 60, 1) for i in range(12)], (4, 2, 16), 16, torch.float32, ask=ask)
     torch.testing.assert_close(run(CpuBackend(native=False), case).double(), case.expected, atol=2e-5, rtol=2e-5)

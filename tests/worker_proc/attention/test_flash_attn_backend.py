@@ -1,5 +1,4 @@
-"""The flash-attn backend, both versions, against attention written out row by row: with stand-ins for the libraries
-here, with the libraries on a GPU."""
+"""Both versions of the flash-attn backend against reference attention, with fakes of the libraries or on a GPU."""
 
 import dataclasses
 
@@ -39,21 +38,21 @@ def step(
 
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("name", STEPS)
-def test_equals_attention_row_by_row(backend: FlashAttnBackend, name: str, ask: str) -> None:
+def test_equals_reference_attention(backend: FlashAttnBackend, name: str, ask: str) -> None:
     check(backend, step(backend, STEPS[name], ask=ASKS[ask]))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_any_group_of_heads(backend: FlashAttnBackend, heads: tuple[int, int, int]) -> None:
+def test_all_head_group_sizes(backend: FlashAttnBackend, heads: tuple[int, int, int]) -> None:
     check(backend, step(backend, STEPS["mixed"], heads))
 
 
-def test_layers_that_read_an_earlier_ones_cache(backend: FlashAttnBackend) -> None:
+def test_layers_that_read_an_earlier_layers_cache(backend: FlashAttnBackend) -> None:
     check(backend, step(backend, STEPS["mixed"], shared=True))
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_a_decode_step_is_planned_from_the_device_alone(backend: FlashAttnBackend, ask: str) -> None:
+def test_decode_plan_reads_no_host_lengths(backend: FlashAttnBackend, ask: str) -> None:
     assert not backend.needs_host_lengths
     case = step(backend, STEPS["steady decode"], ask=ASKS[ask])
     nothing = np.zeros(0, np.int32)
@@ -62,7 +61,7 @@ def test_a_decode_step_is_planned_from_the_device_alone(backend: FlashAttnBacken
 
 
 @pytest.mark.parametrize("window", [0, 6])
-def test_padding_rows_of_a_decode_step_are_nobodys(backend: FlashAttnBackend, window: int) -> None:
+def test_padding_rows_of_a_decode_step_have_no_effect(backend: FlashAttnBackend, window: int) -> None:
     case = step(backend, STEPS["steady decode"], ask=Ask(window=window))
     batch, nothing = case.batch, np.zeros(0, np.int32)
     rows, last = len(batch.seq_lens), batch.query_start_loc[-1:]
@@ -81,11 +80,11 @@ def test_padding_rows_of_a_decode_step_are_nobodys(backend: FlashAttnBackend, wi
     torch.testing.assert_close(out[:rows].double(), case.expected, atol=3e-3, rtol=3e-3)
 
 
-def test_attend_is_norms_rotation_write_and_attention(backend: FlashAttnBackend) -> None:
+def test_attend_computes_norms_rotation_write_and_attention(backend: FlashAttnBackend) -> None:
     check_attend(backend, step(backend, STEPS["mixed"]))
 
 
-def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(backend: FlashAttnBackend) -> None:
+def test_unsupported_settings_are_errors(backend: FlashAttnBackend) -> None:
     with pytest.raises(ValueError, match="flash_attn does not support sinks"):
         check(backend, step(backend, STEPS["mixed"], ask=Ask(sinks=True)))
     case = step(backend, STEPS["mixed"])
@@ -93,7 +92,7 @@ def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(backend: FlashAttnBa
         check(backend, dataclasses.replace(case, cache=case.cache.float()))
 
 
-def test_a_library_without_the_function_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_if_the_library_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash_attn.install(monkeypatch)
     monkeypatch.delattr("flash_attn_interface.flash_attn_with_kvcache")
     with pytest.raises(ImportError, match="too old"):
@@ -104,9 +103,7 @@ def test_a_library_without_the_function_is_too_old(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("version", [FlashAttn3, FlashAttn2], ids=["3", "2"])
-def test_the_library_equals_attention_row_by_row(
-    version: type[FlashAttn3] | type[FlashAttn2], name: str, ask: str
-) -> None:
+def test_library_equals_reference_attention(version: type[FlashAttn3] | type[FlashAttn2], name: str, ask: str) -> None:
     try:
         backend = FlashAttnBackend(version())
     except ImportError as error:
@@ -115,7 +112,7 @@ def test_the_library_equals_attention_row_by_row(
     check(backend, on_gpu(dataclasses.replace(case, cache=case.cache.nan_to_num(0.0))))
 
 
-def test_a_model_with_windows_and_shared_caches_runs_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_windows_and_shared_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash_attn.install(monkeypatch)
     config = ModelConfig(
         architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=4,
@@ -128,7 +125,7 @@ def test_a_model_with_windows_and_shared_caches_runs_through_it(monkeypatch: pyt
     with torch.inference_mode():
         init_dummy_weights(model, 3)
         for weight in model.parameters():
-            weight.mul_(6.0 if weight.dim() == 2 else 1.0)  # else attention hardly counts beside the residual
+            weight.mul_(6.0 if weight.dim() == 2 else 1.0)  # otherwise attention is negligible beside the residual
         answers = [
             SteppedRows(model, [len(prompt) for prompt in prompts], backend).run_in_pieces(prompts)
             for backend in (FlashAttnBackend(FlashAttn3()), DenseBackend())

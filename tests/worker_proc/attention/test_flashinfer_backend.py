@@ -1,5 +1,4 @@
-"""The FlashInfer backend against attention written out row by row: with a stand-in for the library here, with the
-library on a GPU."""
+"""The FlashInfer backend against reference attention, with a fake of the library or with the library on a GPU."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +20,7 @@ HEADS = (6, 2, 64)
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All wrappers of the library that were made."""
+    """Return the list of all wrappers that the fake library makes."""
     wrappers: Any = fake_flashinfer.install(monkeypatch)
     return wrappers  # type: ignore[no-any-return]
 
@@ -34,14 +33,14 @@ def step(
 
 @pytest.mark.parametrize("ask", thinned(ASKS, keep=2))
 @pytest.mark.parametrize("name", STEPS)
-def test_equals_attention_row_by_row(made: list[Any], name: str, ask: str) -> None:
+def test_equals_reference_attention(made: list[Any], name: str, ask: str) -> None:
     check(FlashInferBackend(CPU), step(STEPS[name], ASKS[ask]))
     assert [type(wrapper).__name__ for wrapper in made] == ["Decode" if "decode" in name else "Prefill"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 128), (12, 2, 64), (7, 1, 256)], ids=str)
-def test_any_group_of_heads(made: list[Any], heads: tuple[int, int, int]) -> None:
+def test_all_head_group_sizes(made: list[Any], heads: tuple[int, int, int]) -> None:
     for name in ("steady decode", "mixed"):
         check(FlashInferBackend(CPU), step(STEPS[name], heads=heads))
     assert made[0].use_tensor_cores is (heads[0] // heads[1] > 2)
@@ -49,12 +48,12 @@ def test_any_group_of_heads(made: list[Any], heads: tuple[int, int, int]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("name", ["steady decode", "mixed"])
-def test_a_cache_of_8_bit_floats_has_scales(made: list[Any], name: str, dtype: torch.dtype) -> None:
+def test_fp8_cache_with_scales(made: list[Any], name: str, dtype: torch.dtype) -> None:
     case = step(STEPS[name], Ask(k_scale=0.5, v_scale=2.0), cache_dtype=dtype)
     check(FlashInferBackend(CPU), case)
 
 
-def test_one_plan_serves_all_layers_of_a_kind(made: list[Any]) -> None:
+def test_layers_of_one_kind_share_one_plan(made: list[Any]) -> None:
     backend, case = FlashInferBackend(CPU), step(STEPS["mixed"])
     plan = backend.plan(case.batch)
     for _ in range(3):
@@ -64,7 +63,7 @@ def test_one_plan_serves_all_layers_of_a_kind(made: list[Any]) -> None:
     assert [wrapper.plans for wrapper in made] == [1, 1]
 
 
-def test_plans_that_live_together_have_wrappers_of_their_own(made: list[Any]) -> None:
+def test_simultaneous_plans_have_separate_wrappers(made: list[Any]) -> None:
     backend = FlashInferBackend(CPU)
     full, local = step(STEPS["mixed"]), step(STEPS["mixed"], ASKS["wide window"])
     for _ in range(3):
@@ -76,18 +75,18 @@ def test_plans_that_live_together_have_wrappers_of_their_own(made: list[Any]) ->
     assert [wrapper.plans for wrapper in made] == [3, 3]
 
 
-def test_attend_is_norms_rotation_write_and_attention(made: list[Any]) -> None:
+def test_attend_computes_norms_rotation_write_and_attention(made: list[Any]) -> None:
     check_attend(FlashInferBackend(CPU), step(STEPS["mixed"]))
 
 
-def test_it_plans_on_the_host_alone(made: list[Any]) -> None:
+def test_plan_decode_is_not_supported(made: list[Any]) -> None:
     backend, case = FlashInferBackend(CPU), step(STEPS["one decode"])
     assert backend.needs_host_lengths
     with pytest.raises(NotImplementedError, match="lengths on the host"):
         backend.plan_decode(dataclasses.replace(case.batch, seq_lens_cpu=np.zeros(0, np.int32)))
 
 
-def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> None:
+def test_unsupported_settings_are_errors(made: list[Any]) -> None:
     with pytest.raises(ValueError, match="flashinfer does not support sinks"):
         check(FlashInferBackend(CPU), step(STEPS["mixed"], Ask(sinks=True)))
     case = step(STEPS["mixed"])
@@ -99,6 +98,6 @@ def test_what_it_has_not_is_an_error_and_not_a_wrong_answer(made: list[Any]) -> 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("name", STEPS)
-def test_the_library_equals_attention_row_by_row(name: str, ask: str, cache_dtype: torch.dtype | None) -> None:
+def test_library_equals_reference_attention(name: str, ask: str, cache_dtype: torch.dtype | None) -> None:
     pytest.importorskip("flashinfer")
     check(FlashInferBackend(torch.device("cuda")), on_gpu(step(STEPS[name], ASKS[ask], (8, 2, 64), cache_dtype)))

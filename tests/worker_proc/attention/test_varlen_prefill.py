@@ -33,7 +33,7 @@ def attend(case: Case, lengths: list[int], device: str = "cpu") -> torch.Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 16)], ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
-def test_equals_attention_row_by_row(name: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_equals_reference_attention(name: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     lengths = LENGTHS[name]
     case = prompts(lengths, heads, dtype)
     out = attend(case, lengths)
@@ -41,7 +41,7 @@ def test_equals_attention_row_by_row(name: str, heads: tuple[int, int, int], dty
     torch.testing.assert_close(out.double(), expected_of(case, lengths), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_slices_of_one_projection_are_taken_as_they_are() -> None:
+def test_accepts_slices_of_one_projection() -> None:
     lengths = [5, 5, 9]
     case = prompts(lengths, (4, 2, 8), torch.float32)
     assert case.key is not None and case.value is not None
@@ -57,7 +57,7 @@ def test_no_tokens() -> None:
     )  # fmt: skip
 
 
-def test_a_wrong_tensor_is_named() -> None:
+def test_error_names_the_wrong_tensor() -> None:
     x, starts, lens = torch.zeros(6, 4, 8), torch.tensor([0, 6], dtype=torch.int32), np.array([6], np.int32)
     with pytest.raises(ValueError, match=r"key: dimension 0 \(num_tokens\) is 5, expected 6"):
         attend_fresh(x, x[:5], x, starts, lens, 1.0)
@@ -71,7 +71,7 @@ def test_a_wrong_tensor_is_named() -> None:
         attend_fresh(x, x, x, starts, np.array([5], np.int32), 1.0)
 
 
-def test_which_steps_it_takes() -> None:
+def test_steps_that_can_use_fresh_attention() -> None:
     half = torch.float16
 
     def takes(rows: list[tuple[int, int]], ask: Ask = Ask(), kv_dtype: torch.dtype = half) -> bool:  # noqa: B008
@@ -89,7 +89,7 @@ def test_which_steps_it_takes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ["one", "equal", "ragged"])
-def test_equals_attention_row_by_row_on_the_device(name: str, dtype: torch.dtype) -> None:
+def test_equals_reference_attention_on_the_device(name: str, dtype: torch.dtype) -> None:
     lengths = LENGTHS[name]
     case = prompts(lengths, (8, 2, 64), dtype)
     out = attend(case, lengths, "cuda").double().cpu()

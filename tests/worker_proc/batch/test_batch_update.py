@@ -1,4 +1,4 @@
-"""What the gatherer of row changes promises to the batch and to processors."""
+"""Guarantees of BatchUpdateBuilder for the batch and for logits processors."""
 
 import random
 
@@ -19,7 +19,7 @@ def removals(rows: list[int]) -> BatchUpdateBuilder:
 
 
 @given(st.lists(st.integers(0, 63), unique=True), st.integers(0, 8))
-def test_removed_falls_and_what_is_taken_is_the_smallest(rows: list[int], taken: int) -> None:
+def test_removed_is_descending_and_pop_returns_the_smallest(rows: list[int], taken: int) -> None:
     builder = removals(random.Random(7).sample(rows, len(rows)))
     left = sorted(rows)
     for _ in range(taken):
@@ -28,14 +28,14 @@ def test_removed_falls_and_what_is_taken_is_the_smallest(rows: list[int], taken:
 
 
 @pytest.mark.parametrize("look", ["removed", "pop_removed"])
-def test_no_removal_after_a_look(look: str) -> None:
+def test_rejects_removal_after_a_read(look: str) -> None:
     builder = removals([3, 5])
     {"removed": lambda: builder.removed, "pop_removed": builder.pop_removed}[look]()
     with pytest.raises(RuntimeError, match="after the removed rows were read"):
         builder.removed_append(1)
 
 
-def test_after_an_update_the_next_one_begins() -> None:
+def test_builder_is_empty_after_an_update() -> None:
     builder = removals([2, 4])
     assert builder.get_and_reset(6) is not None
     builder.removed_append(1)
@@ -43,7 +43,7 @@ def test_after_an_update_the_next_one_begins() -> None:
     assert update is not None and update.removed == (1,) and update.batch_size == 5
 
 
-def test_an_update_that_was_given_is_left_alone() -> None:
+def test_returned_update_does_not_change() -> None:
     builder = removals([0, 2])
     added = AddedRequest(2, SamplingParams(), [1], [])
     assert builder.pop_removed() == 0
@@ -58,7 +58,7 @@ def test_an_update_that_was_given_is_left_alone() -> None:
     assert (update.removed, update.added, update.moved) == ((2,), (added,), (moved,))
 
 
-def test_nothing_happened_means_no_update() -> None:
+def test_no_update_without_changes() -> None:
     builder = BatchUpdateBuilder()
     assert builder.get_and_reset(4) is None
     assert not builder.reset()
@@ -67,7 +67,7 @@ def test_nothing_happened_means_no_update() -> None:
     assert builder.get_and_reset(4) is None
 
 
-def test_a_row_that_is_taken_again_at_once_is_no_removal() -> None:
+def test_refilled_row_is_not_a_removal() -> None:
     builder = removals([0])
     assert builder.pop_removed() == 0
     assert builder.get_and_reset(1) is None

@@ -1,4 +1,4 @@
-"""Block tables and slots: worked examples, bad ids refused, no stale id after any move, and a device that knows all."""
+"""Block tables and slots: worked examples, invalid ids, no stale ids after moves, and correct device copies."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def view(table: BlockTable, rows: list[int], max_seq_len: int) -> list[list[int]
     return table.rows(np.array(rows, np.int64), max_seq_len).tolist()
 
 
-def test_slots_of_one_row_and_of_a_chunk_that_crosses_a_block() -> None:
+def test_slots_of_one_row_and_of_a_chunk_across_blocks() -> None:
     table = table_of(block_size=4)
     table.append_row(0, [7, 3, 9])
     assert slots(table, [0] * 10, list(range(10))) == [28, 29, 30, 31, 12, 13, 14, 15, 36, 37]
@@ -44,12 +44,12 @@ def test_slots_do_not_overflow_32_bits() -> None:
 
 
 @pytest.mark.parametrize("ids", [[0], [-1], [100], [5, 0], [5, 100, 6], [2**31 - 1]])
-def test_ids_that_no_request_may_write_to_are_refused(ids: list[int]) -> None:
+def test_refuses_ids_that_no_request_may_write(ids: list[int]) -> None:
     with pytest.raises(StepRefused, match="must be between 1 and 99"):
         table_of().require_blocks(ids)
 
 
-def test_more_blocks_than_a_request_can_have_are_refused() -> None:
+def test_refuses_more_blocks_than_a_request_can_have() -> None:
     table = table_of(max_len=10)  # 3 blocks
     table.require_room(3)
     with pytest.raises(StepRefused, match="has 4 blocks, more than the maximum of 3"):
@@ -57,22 +57,22 @@ def test_more_blocks_than_a_request_can_have_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("row", "position"), [(0, 4), (0, 31), (0, 32), (0, 10**12), (0, -1), (1, 0)])
-def test_a_token_without_a_block_is_refused(row: int, position: int) -> None:
+def test_refuses_token_without_a_block(row: int, position: int) -> None:
     table = table_of()
     table.append_row(0, [5])
     with pytest.raises(StepRefused, match="no block"):
         slots(table, [0, row], [0, position])
 
 
-def test_a_position_behind_a_full_table_is_refused() -> None:
+def test_refuses_position_past_a_full_table() -> None:
     table = table_of()
     table.append_row(0, range(1, 9))
     with pytest.raises(StepRefused, match="no block"):
         slots(table, [0], [32])
 
 
-def test_a_move_leaves_no_stale_id_in_its_target() -> None:
-    """The target was the longer one."""
+def test_move_leaves_no_stale_id_in_its_target() -> None:
+    """The target row was longer than the source row."""
     table = table_of()
     table.append_row(0, [1, 2, 3, 4])
     table.append_row(1, [9])
@@ -80,7 +80,7 @@ def test_a_move_leaves_no_stale_id_in_its_target() -> None:
     assert view(table, [0], 32) == [[9, 0, 0, 0, 0, 0, 0, 0]]
 
 
-def test_kernels_get_the_chosen_rows_as_wide_as_the_longest() -> None:
+def test_kernels_get_the_chosen_rows_with_the_width_of_the_longest() -> None:
     table = table_of()
     for row in range(4):
         table.append_row(row, [10 * row + 1, 10 * row + 2, 10 * row + 3])
@@ -89,10 +89,10 @@ def test_kernels_get_the_chosen_rows_as_wide_as_the_longest() -> None:
     assert view(table, [2], 9) == [[21, 22, 23]]
 
 
-# ---- blocks that are larger where they are given out
+# ---- scheduler blocks larger than kernel blocks
 
 
-def test_a_block_given_out_is_several_of_the_kernels() -> None:
+def test_scheduler_block_is_several_kernel_blocks() -> None:
     table = table_of(block_size=32, max_len=96, kernel_block_size=16)
     table.append_row(0, [1, 2])
     table.append_row(0, [7])
@@ -107,8 +107,8 @@ def test_a_block_given_out_is_several_of_the_kernels() -> None:
 
 
 @given(ids=st.lists(st.integers(1, 99), min_size=1, max_size=4), ratio=st.sampled_from([1, 2, 4]))
-def test_slots_do_not_depend_on_how_blocks_are_cut(ids: list[int], ratio: int) -> None:
-    """Kernel's blocks of a block lie one behind the other in memory: the same position has the same slot."""
+def test_slots_do_not_depend_on_kernel_block_size(ids: list[int], ratio: int) -> None:
+    """The kernel blocks of a block are adjacent in memory, so a position has one slot for all kernel block sizes."""
     whole, cut = table_of(8), table_of(8, kernel_block_size=8 // ratio)
     for table in (whole, cut):
         table.append_row(2, ids)
@@ -117,21 +117,21 @@ def test_slots_do_not_depend_on_how_blocks_are_cut(ids: list[int], ratio: int) -
 
 
 @pytest.mark.parametrize("kernel_block_size", [3, 16, 0])
-def test_blocks_that_cannot_be_cut_are_refused(kernel_block_size: int) -> None:
+def test_rejects_kernel_block_size_that_does_not_divide(kernel_block_size: int) -> None:
     with pytest.raises(ValueError, match="not a multiple of the kernel block size"):
         table_of(block_size=8, kernel_block_size=kernel_block_size)
 
 
-def test_ids_that_need_more_than_32_bits_are_refused() -> None:
+def test_rejects_ids_of_more_than_32_bits() -> None:
     with pytest.raises(ValueError, match="more than 32 bits"):
         table_of(block_size=8, kernel_block_size=1, num_blocks=2**28 + 1)
 
 
-# ---- blocks that are read no more
+# ---- blocks that are no longer read
 
 
 @pytest.mark.parametrize("kernel_block_size", [4, 2])
-def test_the_null_block_may_stand_left_of_a_window_and_is_not_written_to(kernel_block_size: int) -> None:
+def test_null_block_is_allowed_left_of_a_window_but_not_written(kernel_block_size: int) -> None:
     table = table_of(null_allowed=True, kernel_block_size=kernel_block_size)
     table.append_row(0, [0, 0, 9])
     assert slots(table, [0], [8]) == [36]
@@ -144,7 +144,7 @@ def test_the_null_block_may_stand_left_of_a_window_and_is_not_written_to(kernel_
 
 @st.composite
 def mapped_steps(draw: st.DrawFn) -> tuple[BlockTable, list[range]]:
-    """A table, and the positions that each of its rows computes."""
+    """Draw a table, and the positions that each of its rows computes."""
     kernel_block_size, ratio = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1, 2, 3]))
     table = table_of(kernel_block_size * ratio, max_len=240, kernel_block_size=kernel_block_size)
     held = draw(st.lists(st.lists(st.integers(1, 99), max_size=4), min_size=1, max_size=4))
@@ -157,12 +157,12 @@ def mapped_steps(draw: st.DrawFn) -> tuple[BlockTable, list[range]]:
 
 
 @given(step=mapped_steps())
-def test_slots_equal_the_kernels_reference(step: tuple[BlockTable, list[range]]) -> None:
+def test_slots_equal_the_kernel_reference(step: tuple[BlockTable, list[range]]) -> None:
     table, spans = step
     rows = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
     positions = np.array([position for span in spans for position in span], np.int64)
     starts = torch.tensor([0, *map(len, spans)]).cumsum(0)
-    # Poison: neither may look past a row's length.
+    # Poison: neither may read past a row's length.
     table.poison()
     expected = slot_mapping_reference(
         starts,
@@ -174,15 +174,15 @@ def test_slots_equal_the_kernels_reference(step: tuple[BlockTable, list[range]])
     assert table.slots(rows, positions).tolist() == expected.tolist()
 
 
-# ---- a device's own copy
+# ---- separate device copies
 
 
 def separate(**options: Any) -> BlockTable:
-    """A table whose device copy is another tensor, as on a GPU."""
+    """Make a table with a separate device copy, as on a GPU."""
     return table_of(own_copy=True, max_rows=5, **options)
 
 
-def test_a_device_that_shares_the_hosts_memory_has_no_other() -> None:
+def test_cpu_table_has_no_separate_device_copy() -> None:
     assert not table_of().has_own_copy and separate().has_own_copy
     shared = table_of()
     groups = MultiGroupBlockTable([shared])
@@ -190,7 +190,7 @@ def test_a_device_that_shares_the_hosts_memory_has_no_other() -> None:
     assert shared.device_copy[0, 0] == 5
 
 
-def test_nothing_reaches_the_device_before_it_is_committed() -> None:
+def test_device_copy_changes_only_on_commit() -> None:
     groups = MultiGroupBlockTable([separate(), separate(block_size=8)])
     groups.add_row(1, [[1, 2, 3], [4]])
     assert not groups.tables[0].device_copy.any() and not groups.tables[1].device_copy.any()
@@ -201,7 +201,7 @@ def test_nothing_reaches_the_device_before_it_is_committed() -> None:
     assert groups.tables[0].device_copy[1, :3].tolist() == [1, 2, 3] and groups.tables[1].device_copy[1, 0] == 4
 
 
-def test_only_what_changed_is_sent() -> None:
+def test_sends_only_changes() -> None:
     table = separate()
     assert table.take_staged() is None
     table.append_row(3, [1, 2, 3])
@@ -233,7 +233,7 @@ OPERATIONS = st.one_of(
 
 
 class PlainRows:
-    """What two groups should hold: lists of blocks, as they are given out; eight at most."""
+    """Expected content of two groups: lists of at most eight scheduler blocks per row."""
 
     def __init__(self) -> None:
         self.held: list[list[list[int]]] = [[[] for _ in range(5)] for _ in range(2)]
@@ -267,20 +267,20 @@ class PlainRows:
 
 
 @given(operations=st.lists(OPERATIONS, max_size=25))
-def test_after_any_operations_the_device_knows_every_row(operations: list[Any]) -> None:
+def test_device_copy_equals_the_host_after_any_operations(operations: list[Any]) -> None:
     assert_known_after(operations, CPU)
 
 
 @pytest.mark.gpu
 @given(operations=st.lists(OPERATIONS, max_size=25))
-def test_after_any_operations_a_gpu_knows_every_row(operations: list[Any]) -> None:
+def test_gpu_copy_equals_the_host_after_any_operations(operations: list[Any]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     assert_known_after(operations, torch.device("cuda"))
 
 
 def assert_known_after(operations: list[Any], device: torch.device) -> None:
-    """Poison past the lengths, before and after: nothing of it ever comes below a length."""
+    """Check with poison past the lengths, before and after the operations: it never appears below a length."""
     cut = separate(block_size=8, max_len=64, kernel_block_size=4, device=device)
     groups = MultiGroupBlockTable([separate(device=device), cut])
     plain = PlainRows()
@@ -299,7 +299,7 @@ def assert_known_after(operations: list[Any], device: torch.device) -> None:
             assert table.block_ids(row).tolist() == ids
 
 
-def test_all_groups_are_mapped_from_the_device() -> None:
+def test_maps_slots_of_all_groups_from_device_copies() -> None:
     groups = MultiGroupBlockTable([separate(), separate(block_size=8, kernel_block_size=4)])
     groups.add_row(0, [[7, 3], [2]])
     groups.add_row(1, [[9], [5]])
@@ -310,21 +310,21 @@ def test_all_groups_are_mapped_from_the_device() -> None:
     assert mapped.tolist() == [[31, 12, 37], [19, 20, 41]]
 
 
-# ---- what check finds
+# ---- errors that check finds
 
 
-def test_check_finds_a_device_that_does_not_know() -> None:
+def test_check_finds_a_stale_device_copy() -> None:
     groups = MultiGroupBlockTable([separate()])
     groups.add_row(0, [[1, 2]])
     groups.commit()
-    groups.tables[0].device_copy[0, 2] = 5  # past the length: means nothing
+    groups.tables[0].device_copy[0, 2] = 5  # past the length: ignored
     groups.check()
     groups.tables[0].device_copy[0, 1] = 5
     with pytest.raises(AssertionError, match="differs from the host"):
         groups.check()
 
 
-def test_check_finds_ids_where_none_should_be() -> None:
+def test_check_finds_stale_ids_past_a_rows_length() -> None:
     table = table_of()
     table.append_row(0, [1, 2])
     table.num_blocks_per_row[0] = 1
@@ -335,7 +335,7 @@ def test_check_finds_ids_where_none_should_be() -> None:
         table.check()
 
 
-def test_check_finds_half_a_block() -> None:
+def test_check_finds_part_of_a_block() -> None:
     table = table_of(block_size=8, kernel_block_size=4)
     table.append_row(0, [1])
     table.num_blocks_per_row[0] = 1

@@ -1,4 +1,4 @@
-"""Rows stay dense, every column follows every change, and a batch update tells all that happened to the rows."""
+"""Rows stay without gaps, columns follow every change, and a batch update has all row changes."""
 
 import random
 from typing import Any
@@ -46,7 +46,7 @@ def packed(tokens: list[list[int]]) -> Int32 | None:
 
 
 class Mirror:
-    """Row state kept by nothing but batch updates: removed, then added, then moved."""
+    """Row state derived from batch updates alone: removed, then added, then moved."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
@@ -60,13 +60,13 @@ class Mirror:
             self.rows[added.row] = added.params.seed or 0
         for source, target, directionality in update.moved:
             assert directionality is MoveDirectionality.UNIDIRECTIONAL
-            assert target not in self.rows, "a move onto a row that is taken"
+            assert target not in self.rows, "a move onto an occupied row"
             self.rows[target] = self.rows.pop(source)
         assert sorted(self.rows) == list(range(update.batch_size))
 
 
 class World:
-    """A batch with its table and an extra column, and what each held handle should look like."""
+    """A batch with a block table and an extra column, and the expected state of each handle."""
 
     def __init__(self) -> None:
         self.batch = InputBatch(MAX_ROWS, MAX_LEN)
@@ -105,7 +105,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_after_any_changes_the_columns_equal_a_batch_built_afresh(seed: int) -> None:
+def test_columns_equal_a_newly_built_batch_after_any_changes(seed: int) -> None:
     rng = random.Random(seed)
     world, mirror, next_handle = World(), Mirror(), 0
     for _ in range(120):
@@ -124,14 +124,14 @@ def three() -> World:
     return world
 
 
-def test_a_row_freed_and_filled_again_is_an_addition_alone() -> None:
-    """Seed 002 has it as a removal too; a processor would then clear what it has just been told."""
+def test_freed_and_refilled_row_is_only_an_addition() -> None:
+    """If it were also a removal, a processor would clear the state that it has just added."""
     update = three().change([2], [(make_new(9, [5]), [5])])
     assert update is not None
     assert (update.removed, [(a.row, a.params.seed) for a in update.added], update.moved) == ((), [(1, 9)], ())
 
 
-def test_a_hole_is_closed_by_the_last_row() -> None:
+def test_last_row_fills_a_gap() -> None:
     update = three().change([1], [])
     assert update is not None
     assert (update.batch_size, update.removed, update.added, update.moved) == (
@@ -142,29 +142,29 @@ def test_a_hole_is_closed_by_the_last_row() -> None:
     )
 
 
-def test_holes_at_the_end_need_no_move() -> None:
+def test_gaps_at_the_end_need_no_move() -> None:
     update = three().change([2, 3], [])
     assert update is not None and (update.batch_size, update.removed, update.moved) == (1, (2, 1), ())
 
 
-def test_nothing_is_told_when_no_row_changed() -> None:
+def test_no_update_if_no_row_changed() -> None:
     assert three().change([], []) is None
 
 
-def test_removing_and_adding_the_same_handle_starts_it_afresh() -> None:
+def test_removing_and_adding_the_same_handle_resets_its_row() -> None:
     world = three()
     world.change([2], [(make_new(2, [7, 8, 9], temperature=0.5), [7, 8, 9])])
     world.check_against_a_fresh_batch()
 
 
-def test_each_update_is_told_once() -> None:
+def test_each_update_is_returned_once() -> None:
     world = three()
     world.change([1], [])
     assert world.batch.builder.get_and_reset(2) is None
 
 
 @pytest.mark.parametrize("damage", ["map", "gap", "active", "computed"])
-def test_check_fails_when_it_should(damage: str) -> None:
+def test_check_fails_on_damage(damage: str) -> None:
     batch = three().batch
     batch.check()
     if damage == "map":

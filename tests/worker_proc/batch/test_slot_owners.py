@@ -1,4 +1,4 @@
-"""No two rows write the same slot: what a sound scheduler does is let through, every overlap is refused."""
+"""No two rows write the same slot: a correct scheduler is accepted, and every overlap is refused."""
 
 import random
 
@@ -19,14 +19,14 @@ WINDOW = KVGroup("sliding_window", 4, [1], window=6)
 
 
 class Rows:
-    """Tables with owners, and the column of computed positions that a batch would have."""
+    """Tables with owners, and a column of computed positions as in a batch."""
 
     def __init__(self, *groups: KVGroup, max_rows: int = 4) -> None:
         self.num_computed = np.zeros(max_rows, np.int32)
         self.tables = make_block_tables(groups, NUM_BLOCKS, 80, self.num_computed, CPU)
 
     def add(self, row: int, *block_ids: list[int], computed: int = 0) -> None:
-        """As a step does: what the row is to write to is asked for first."""
+        """Add a row as a step does: check its blocks to write first."""
         own = [block_id for ids in block_ids for block_id in ids[computed // 4 :]]
         self.tables.require_free(np.array(own, np.int64), ())
         self.num_computed[row] = computed
@@ -41,7 +41,7 @@ class Rows:
         self.tables.append_rows(np.array(rows, np.int64), np.array(groups, np.int64), real)
 
     def move(self, source: int, target: int) -> None:
-        """As a batch does: columns and tables, and then the source is cleared."""
+        """Move a row as a batch does: move columns and tables, then clear the source."""
         self.num_computed[target] = self.num_computed[source]
         self.tables.move_row(source, target)
         self.clear(source)
@@ -55,7 +55,7 @@ def refused() -> "pytest.RaisesExc[StepRefused]":
     return pytest.raises(StepRefused, match="slot overlap")
 
 
-def test_a_block_that_another_row_writes_is_refused() -> None:
+def test_refuses_block_that_another_row_writes() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
     rows.add(1, [3])
@@ -63,25 +63,25 @@ def test_a_block_that_another_row_writes_is_refused() -> None:
         rows.append(1, 0, [2])
 
 
-def test_a_new_row_may_not_write_what_another_does() -> None:
+def test_new_row_may_not_write_blocks_of_another() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
     with refused():
         rows.add(1, [3, 1])
 
 
-def test_hits_are_shared_and_what_comes_behind_them_is_not() -> None:
+def test_prefix_hits_are_shared_and_later_blocks_are_not() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2, 3], computed=0)
     rows.num_computed[0] = 9
     rows.add(1, [1, 2, 4], computed=8)
     rows.add(2, [1, 2, 5], computed=8)
     rows.tables.check()
-    with refused():  # block 3 is half full: row 3 goes on in the middle of it
+    with refused():  # block 3 is half full: row 3 continues in the middle of it
         rows.add(3, [1, 2, 3], computed=9)
 
 
-def test_a_full_block_of_a_living_row_is_read_on_and_not_given_away() -> None:
+def test_full_block_of_a_running_row_stays_claimed() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
     rows.num_computed[0] = 8
@@ -89,7 +89,7 @@ def test_a_full_block_of_a_living_row_is_read_on_and_not_given_away() -> None:
         rows.add(1, [1])
 
 
-def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
+def test_prefix_hit_is_not_written_after_its_writer_is_removed() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2])
     rows.num_computed[0] = 5
@@ -99,7 +99,7 @@ def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
     rows.clear(0)
     rows.clear(1)
     rows.tables.check()
-    rows.append(2, 0, [3, 2])  # nobody has these any more
+    rows.append(2, 0, [3, 2])  # no row has these any more
     with refused():
         rows.add(0, [1])
     rows.clear(0)
@@ -108,7 +108,7 @@ def test_a_hit_is_not_written_to_after_its_writer_has_gone() -> None:
     rows.tables.check()
 
 
-def test_a_prefix_is_read_in_the_step_that_writes_it_whoever_is_named_first() -> None:
+def test_prefix_may_be_read_in_the_step_that_writes_it() -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     rows.tables.commit()
@@ -122,7 +122,7 @@ def test_a_prefix_is_read_in_the_step_that_writes_it_whoever_is_named_first() ->
         rows.add(0, [2])
 
 
-def test_a_row_that_ends_in_the_step_that_adds_it_reads_nothing() -> None:
+def test_row_removed_in_its_first_step_counts_no_reads() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2], computed=4)
     rows.clear(0)
@@ -154,7 +154,7 @@ def test_claims_move_with_their_row() -> None:
         rows.append(1, 0, [3])
 
 
-def test_a_move_ends_what_its_target_claimed() -> None:
+def test_move_ends_the_claims_of_its_target() -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     rows.add(1, [2])
@@ -174,14 +174,14 @@ def test_groups_share_one_pool() -> None:
 
 
 @pytest.mark.parametrize("ids", [[5, 6, 5], [1]])
-def test_a_row_may_not_have_a_block_twice(ids: list[int]) -> None:
+def test_refuses_duplicate_block_in_a_row(ids: list[int]) -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     with refused():
         rows.append(0, 0, ids)
 
 
-def test_rows_that_get_the_same_block_at_once_are_refused() -> None:
+def test_refuses_same_block_for_two_rows() -> None:
     rows = Rows(FULL)
     rows.add(0, [1])
     rows.add(1, [2])
@@ -191,7 +191,7 @@ def test_rows_that_get_the_same_block_at_once_are_refused() -> None:
         rows.append_rows([0, 1], [0, 0], [5, 5])
 
 
-def test_a_block_behind_the_window_is_given_to_another_row() -> None:
+def test_block_left_of_the_window_may_be_reassigned() -> None:
     computed = 8  # the last position that still reads block 1, which holds positions 0 to 3: a window of 6 sees 3 to 8
     rows = Rows(WINDOW)
     rows.add(0, [1, 2, 3])
@@ -206,7 +206,7 @@ def test_a_block_behind_the_window_is_given_to_another_row() -> None:
         rows.append(0, 0, [1])
 
 
-def test_a_row_gets_back_what_it_gave_up() -> None:
+def test_row_may_get_back_its_block_left_of_the_window() -> None:
     rows = Rows(WINDOW)
     rows.add(0, [1, 2, 3])
     rows.num_computed[0] = 9
@@ -241,7 +241,7 @@ def test_check_finds_a_block_without_a_claim() -> None:
         rows.tables.check()
 
 
-def test_check_finds_a_writer_of_what_is_read() -> None:
+def test_check_finds_a_writer_of_a_read_block() -> None:
     rows = Rows(FULL)
     rows.add(0, [1, 2], computed=4)
     rows.num_computed[0] = 0
@@ -249,11 +249,11 @@ def test_check_finds_a_writer_of_what_is_read() -> None:
         rows.tables.check()
 
 
-# ---- a scheduler that is sound, and one that makes a mistake
+# ---- a correct scheduler, and one with a mistake
 
 
 class Pool:
-    """A scheduler in small: rows of one full and one window group, hits, windows, removals. Counts references."""
+    """A small scheduler with one full and one window group, prefix hits and removals. Counts references."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -270,7 +270,7 @@ class Pool:
         return taken
 
     def add(self) -> None:
-        """A new row; half of them begin with the full blocks of another."""
+        """Add a row; half of the rows share the full blocks of another row."""
         if len(self.held) == 5 or self.refs.count(0) < 4:
             return
         full, window, computed = [], [], 0
@@ -290,7 +290,7 @@ class Pool:
         self.rows.add(len(self.held) - 1, *self.held[-1], computed=computed)
 
     def run(self) -> None:
-        """Every row computes a few positions; what falls behind its window is free for the next row already."""
+        """Compute a few positions of every row; blocks left of its window may be allocated by the next row at once."""
         for row, (full, window) in enumerate(self.held):
             count = self.rng.randrange(4)
             end = self.computed[row] + count
@@ -307,7 +307,7 @@ class Pool:
                 blocks += new
                 self.rows.append(row, group, new)
             self.computed[row] = end
-        # The worker's column is behind until the step has run, as the scheduler's acknowledged count is.
+        # The worker's column is updated after the step, like the scheduler's acknowledged count.
         self.rows.num_computed[: len(self.computed)] = self.computed
 
     def remove(self) -> None:
@@ -329,7 +329,7 @@ class Pool:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
-def test_a_sound_scheduler_is_never_refused_and_a_mistake_always(seed: int) -> None:
+def test_accepts_correct_scheduler_and_refuses_every_mistake(seed: int) -> None:
     rng = random.Random(seed)
     pool = Pool(rng)
     for _ in range(30):

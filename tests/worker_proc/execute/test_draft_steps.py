@@ -1,4 +1,4 @@
-"""Steps with drafts, by hand-written diffs and a proposer that says what the test wants."""
+"""Steps with draft tokens, from hand-written diffs and a scripted proposer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ from quire.worker_proc.batch.input_batch import StepRefused
 BLOCKS = [3, 1, 7, 5, 2, 9]
 
 
-class Saying:
-    """Proposes for each row the next of its lists."""
+class ScriptedProposer:
+    """Proposes the lists of draft tokens that the test gives it, in order."""
 
     def __init__(self, *drafts: list[int]) -> None:
         self.drafts = list(drafts)
@@ -25,8 +25,8 @@ class Saying:
         return {row: self.drafts.pop(0)[:most] for row, most in wanted.items() if self.drafts}
 
 
-def drafting(runner: Runner, *drafts: list[int]) -> Saying:
-    proposer = runner.runner._proposer = Saying(*drafts)
+def drafting(runner: Runner, *drafts: list[int]) -> ScriptedProposer:
+    proposer = runner.runner._proposer = ScriptedProposer(*drafts)
     return proposer
 
 
@@ -41,7 +41,7 @@ def tokens_of(result: ModelRunnerOutput) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
-def test_right_drafts_are_taken_wrong_ones_change_nothing(sampling: dict[str, Any]) -> None:
+def test_correct_drafts_are_accepted_and_wrong_ones_change_no_token(sampling: dict[str, Any]) -> None:
     want = alone(PROMPT, 9, **sampling)
     runner = Runner()
     got = [runner.step(**adding((4, PROMPT, BLOCKS), **sampling))[4]]
@@ -56,7 +56,7 @@ def test_right_drafts_are_taken_wrong_ones_change_nothing(sampling: dict[str, An
     assert [runner.step()[4] for _ in range(2)] == want[7:9]
 
 
-def test_fewer_drafts_than_were_asked_for_are_computed() -> None:
+def test_proposer_may_make_fewer_drafts_than_allowed() -> None:
     want = alone(PROMPT, 4)
     runner = Runner()
     runner.step(**adding((4, PROMPT, BLOCKS)))
@@ -103,7 +103,7 @@ def test_logprobs_of_accepted_tokens_only() -> None:
     ],
     ids=["all are drafts", "no count", "unknown handle", "two known tokens where there is one"],
 )
-def test_drafts_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
+def test_refuses_invalid_draft_counts(fields: dict[str, Any]) -> None:
     runner = Runner()
     runner.step(**adding((4, PROMPT, BLOCKS)))
     drafting(runner, [1, 1, 1])
@@ -111,7 +111,7 @@ def test_drafts_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
         runner.result(**fields)
 
 
-def test_drafts_in_a_prefill_are_refused() -> None:
+def test_refuses_drafts_in_a_prefill_chunk() -> None:
     runner = Runner()
     drafting(runner, [1])
     with pytest.raises(StepRefused):

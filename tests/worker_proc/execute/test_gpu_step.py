@@ -1,4 +1,4 @@
-"""The GPU's step in Triton's interpreter: ``interpreted/decode_step.py``, a program of its own."""
+"""The GPU's decode step in Triton's interpreter: runs ``interpreted/decode_step.py`` as a separate program."""
 
 import importlib.util
 

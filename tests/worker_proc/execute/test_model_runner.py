@@ -1,6 +1,6 @@
-"""The runner by hand-written diffs: how work is cut changes no token, and what does not fit is refused.
+"""The model runner with hand-written diffs: tokens do not depend on chunks, blocks or other rows.
 
-A tiny decoder with random weights; block ids, chunks and parking are chosen by each test.
+It runs a tiny decoder with random weights; each test chooses block ids, chunks and parking.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def test_chunks_and_scattered_blocks_give_the_same_tokens(sampling: dict[str, An
     assert [runner.step()[3] for _ in range(4)] == want
 
 
-def test_a_neighbour_changes_nothing() -> None:
+def test_other_rows_change_no_token() -> None:
     runner = Runner()
     tokens = [runner.step(**adding((0, PROMPT, [1, 2, 3]), (1, [8, 8], [7, 6, 5])))]
     tokens += [runner.step() for _ in range(3)]
@@ -36,14 +36,14 @@ def test_a_neighbour_changes_nothing() -> None:
     assert [t[1] for t in tokens] == alone([8, 8], 4)
 
 
-def test_a_prefix_that_another_row_wrote_is_read() -> None:
+def test_reads_prefix_written_by_another_row() -> None:
     runner = Runner()
     runner.step(**adding((0, PROMPT, [5, 6])))
     shared = adding((1, PROMPT, [5, 7, 8]), computed=4)
     assert runner.step(**shared)[1] == alone(PROMPT, 1)[0]
 
 
-def test_a_prefix_written_in_the_same_step_is_read() -> None:
+def test_reads_prefix_written_in_the_same_step() -> None:
     runner = Runner()
     both = adding((0, PROMPT, [5, 6]), (1, PROMPT, [5, 7]))
     both["new_requests"][1] = NewRequestData(1, "r1", 6, 6, 4, [2], SamplingParams(temperature=0.0), 7)
@@ -51,7 +51,7 @@ def test_a_prefix_written_in_the_same_step_is_read() -> None:
     assert tokens[0] == tokens[1] == alone(PROMPT, 1)[0]
 
 
-def test_a_parked_row_stands_still_and_goes_on_where_it_was() -> None:
+def test_parked_row_continues_after_unparking() -> None:
     runner = Runner()
     got = [runner.step(**adding((0, PROMPT, [1, 2, 3]), (1, [8], [7, 8])))]
     got.append(runner.step(parked=[0]))
@@ -62,7 +62,7 @@ def test_a_parked_row_stands_still_and_goes_on_where_it_was() -> None:
     assert [t[1] for t in got] == alone([8], 5)
 
 
-def test_a_request_resumed_with_its_tokens_goes_on_as_if_nothing_had_been() -> None:
+def test_readmitted_request_continues_with_the_same_tokens() -> None:
     want = alone(PROMPT, 5, temperature=1.0)
     runner = Runner()
     tokens = [runner.step(**adding((0, PROMPT, [1, 2, 3]), (1, [8], [7, 8]), temperature=1.0))[0], runner.step()[0]]
@@ -72,7 +72,7 @@ def test_a_request_resumed_with_its_tokens_goes_on_as_if_nothing_had_been() -> N
     assert tokens == want
 
 
-def test_rows_that_move_take_everything_along() -> None:
+def test_moved_rows_keep_all_their_state() -> None:
     runner = Runner()
     rows = [(0, PROMPT, [1, 2, 3]), (1, [8], [4, 5]), (2, [3, 3, 3], [6, 7])]
     got = [runner.step(**adding(*rows)), runner.step()]
@@ -82,7 +82,7 @@ def test_rows_that_move_take_everything_along() -> None:
     assert [t[5] for t in got if 5 in t] == alone([4, 4], 2)
 
 
-def test_blocks_are_appended_as_they_are_needed() -> None:
+def test_appends_blocks_during_decode() -> None:
     runner = Runner()
     got = [runner.step(**adding((0, [1, 2, 3], [12])))[0], runner.step()[0]]
     got.append(runner.step(**appending(0, 0, [3]))[0])
@@ -90,7 +90,7 @@ def test_blocks_are_appended_as_they_are_needed() -> None:
     assert got == alone([1, 2, 3], 6)
 
 
-def test_handles_are_told_only_when_they_change() -> None:
+def test_result_has_handles_only_after_changes() -> None:
     runner = Runner()
     first = runner.result(**adding((0, PROMPT, [1, 2, 3]), (1, [8], [4, 5])))
     assert first.handles is not None and first.handles.tolist() == [0, 1]
@@ -101,7 +101,7 @@ def test_handles_are_told_only_when_they_change() -> None:
     assert nothing.tokens is None and nothing.handles is not None and nothing.handles.tolist() == []
 
 
-def test_logprobs_come_with_their_rows() -> None:
+def test_result_has_logprobs_of_the_requesting_rows() -> None:
     runner = Runner()
     fields = adding((0, PROMPT, [1, 2]), (1, [8], [4]))
     fields["new_requests"][1] = NewRequestData(1, "r1", 1, 1, 0, [1], SamplingParams(temperature=0.0, logprobs=2), 7)
@@ -113,7 +113,7 @@ def test_logprobs_come_with_their_rows() -> None:
     assert entry.rank == 1
 
 
-def test_a_row_that_is_not_finite_is_told_by_its_handle() -> None:
+def test_result_marks_non_finite_row_as_bad() -> None:
     runner = Runner()
     runner.step(**adding((4, PROMPT, [1, 2]), (9, [8], [4, 5])))
     for cache in runner.runner._kv_caches:

@@ -1,4 +1,4 @@
-"""A step that the device's memory does not suffice for: it is told, steps get smaller, and no request notices."""
+"""Out of memory in a step: the result reports it, steps get smaller, and all requests finish with the same tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 20, [16, 17]]
 
 
 class ShortOfMemory(CpuBackend):
-    """Has no room for a step of more than so many tokens, nor for a few steps in any case."""
+    """CPU backend that is out of memory for steps of more than ``max_tokens`` tokens, and for ``failing_plans``."""
 
-    def __init__(self, most_tokens: int, failing_plans: set[int]) -> None:
+    def __init__(self, max_tokens: int, failing_plans: set[int]) -> None:
         super().__init__()
-        self._most = most_tokens
+        self._most = max_tokens
         self._failing = failing_plans
         self.plans = 0
         self.failed = 0
@@ -41,12 +41,12 @@ def _engine(folder: Path, **settings: object) -> InProcessEngine:
 
 @pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_steps_get_smaller_and_tokens_stay(asynchronous: bool, tmp_path: Path) -> None:
+def test_steps_get_smaller_and_tokens_stay_the_same(asynchronous: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     folder = tmp_path
     want = {name: answer.tokens for name, answer in _engine(folder).run().items()}
     engine = _engine(folder, async_scheduling=asynchronous)
-    backend = ShortOfMemory(most_tokens=18, failing_plans={6, 9})
+    backend = ShortOfMemory(max_tokens=18, failing_plans={6, 9})
     engine.runner._backend = backend
     answers = engine.run()
     assert {name: answer.tokens for name, answer in answers.items()} == want

@@ -1,4 +1,4 @@
-"""The host's tokens: behind the device until somebody asks, then exact, whatever happened to the rows meanwhile."""
+"""Tokens on the host: late until ``catch_up``, then exact, even if rows were moved or removed in between."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ROWS, LENGTH = 4, 16
 
 
 class Late(HostCopy):
-    """A copy that counts how often it was waited for."""
+    """A copy that counts how often a caller waited for it."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__([torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)], None)
@@ -33,14 +33,14 @@ class Late(HostCopy):
 
 
 class World:
-    """A batch whose samples are told by hand; ``lists``: answers are kept as lists."""
+    """A batch with scripted samples; ``lists``: output tokens are kept as lists."""
 
     def __init__(self, *, lists: bool = True) -> None:
         self.batch = InputBatch(ROWS, LENGTH, lambda sampling: lists)
         self.history = TokenHistory(self.batch)
 
     def change(self, removed: list[int], added: dict[int, list[int]]) -> None:
-        """``added``: handle → prompt of two tokens and what was answered so far."""
+        """``added``: handle → prompt of two tokens and the output so far."""
         new = [NewRequestData(h, f"r{h}", 2, len(t), 0, [1], SamplingParams(), 0) for h, t in added.items()]
         tokens = [token for own in added.values() for token in own]
         self.batch.change_rows(removed, new, np.array(tokens, np.int32) if added else None)
@@ -62,7 +62,7 @@ class World:
         return self.batch.outputs.data[self.batch.row(handle)]
 
 
-def test_nobody_waits_until_somebody_asks() -> None:
+def test_does_not_wait_before_catch_up() -> None:
     world = World()
     world.change([], {1: [5, 6], 2: [7, 8]})
     copies = [world.sample([10, 20]), world.sample([11, 21])]
@@ -73,7 +73,7 @@ def test_nobody_waits_until_somebody_asks() -> None:
     world.batch.check()
 
 
-def test_the_list_is_the_same_object_all_along() -> None:
+def test_output_list_stays_the_same_object() -> None:
     world = World()
     world.change([], {1: [5, 6, 9]})
     output = world.output(1)
@@ -86,7 +86,7 @@ def test_the_list_is_the_same_object_all_along() -> None:
     world.batch.check()
 
 
-def test_what_is_there_is_taken_in_order() -> None:
+def test_ready_copies_are_stored_in_order() -> None:
     world = World()
     world.change([], {1: [5, 6]})
     first = world.sample([10])
@@ -96,7 +96,7 @@ def test_what_is_there_is_taken_in_order() -> None:
     assert world.known(1) == [5, 6, 10] and first.waits == 1
 
 
-def test_copies_that_would_become_stale_are_read_in_time() -> None:
+def test_reads_copies_before_their_memory_is_reused() -> None:
     world = World()
     world.change([], {1: [5, 6]})
     copies = [world.sample([10 + i]) for i in range(5)]
@@ -104,7 +104,7 @@ def test_copies_that_would_become_stale_are_read_in_time() -> None:
     assert world.known(1) == [5, 6, 10, 11, 12]
 
 
-def test_rows_that_moved_or_went_meanwhile() -> None:
+def test_rows_moved_or_removed_before_the_copy_is_read() -> None:
     world = World()
     world.change([], {1: [1, 1], 2: [2, 2], 3: [3, 3]})
     world.sample([10, 20, 30])
@@ -115,7 +115,7 @@ def test_rows_that_moved_or_went_meanwhile() -> None:
     world.batch.check()
 
 
-def test_a_handle_that_came_again_has_its_tokens_already() -> None:
+def test_readmitted_handle_already_has_its_tokens() -> None:
     world = World()
     world.change([], {1: [1, 1]})
     world.sample([10])
@@ -126,7 +126,7 @@ def test_a_handle_that_came_again_has_its_tokens_already() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_a_handle_that_is_anothers_now_gets_none_of_the_old_ones(length: int) -> None:
+def test_reused_handle_gets_no_tokens_of_the_old_request(length: int) -> None:
     world = World()
     world.change([], {1: [1, 1]})
     world.sample([10])
@@ -135,7 +135,7 @@ def test_a_handle_that_is_anothers_now_gets_none_of_the_old_ones(length: int) ->
     assert world.known(1) == [7] * length
 
 
-def test_lists_are_kept_of_those_only_whose_processors_look() -> None:
+def test_keeps_output_lists_only_for_processors_that_read_them() -> None:
     world = World(lists=False)
     world.change([], {1: [1, 1]})
     world.sample([10])
@@ -143,7 +143,7 @@ def test_lists_are_kept_of_those_only_whose_processors_look() -> None:
     assert world.output(1) is None and world.known(1) == [1, 1, 10] and world.batch.outputs.num_kept == 0
 
 
-def test_after_all_rows_are_gone_nothing_is_left_to_read() -> None:
+def test_clear_discards_pending_copies() -> None:
     world = World()
     world.change([], {1: [1, 1]})
     copy = world.sample([10])

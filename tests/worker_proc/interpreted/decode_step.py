@@ -1,6 +1,6 @@
-"""The GPU's way through a step, kernels in Triton's interpreter, against the CPU's; run by test_gpu_step.py.
+"""The GPU's step, with kernels in Triton's interpreter, compared with the CPU's; run by test_gpu_step.py.
 
-The same diffs go to both runners. Without a device there are no graphs: the step that would be captured is launched.
+Both runners receive the same diffs. Without a GPU there are no graphs: the step that would be captured is launched.
 """
 
 from typing import Any
@@ -61,12 +61,12 @@ def _runner(backend: AttentionBackend, ops: Ops) -> ModelRunner:
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
-            slot.target.mul_(12)  # at the usual 0.02 every logit is nearly the same
+            slot.target.mul_(12)  # with the usual 0.02 all logits are nearly equal
     return ModelRunner(CONFIG, LAYOUT, NUM_BLOCKS, model, backend, CPU)
 
 
 class Both:
-    """Two runners that are told the same, and must answer the same."""
+    """Two runners that receive the same steps and must return the same tokens."""
 
     def __init__(self, fresh_from: int = 0) -> None:
         self.host = _runner(CpuBackend(native=False), TorchOps())
@@ -103,7 +103,7 @@ class Both:
 
 
 def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **sampling: Any) -> dict[str, Any]:
-    """Fields that add (handle, tokens, blocks of group 0); group 1 has the blocks 20 later."""
+    """Return diff fields that add (handle, tokens, blocks of group 0); the block ids of group 1 are 20 higher."""
     params = SamplingParams(**{"temperature": 0.0} | sampling)
     new = [NewRequestData(h, f"r{h}", len(t), len(t), computed, [len(b)] * 2, params, 70 + h) for h, t, b in rows]
     return {
@@ -122,7 +122,7 @@ def appending(handle: int, block: int) -> dict[str, Any]:
     }
 
 
-def test_steady_steps_arrivals_and_departures() -> None:
+def test_steady_steps_with_added_and_removed_requests() -> None:
     both = Both()
     both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [8, 8], [4, 5, 6])))
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_steady_steps_arrivals_and_departures() -> None:
     assert both.steady_steps == 3
     both.step(**adding((2, [3, 1, 4], [7, 8, 9]), temperature=0.9, min_p=0.05))
     both.step()
-    both.step(removed=[0])  # row 0 is filled by the last one, whose newest sample goes along
+    both.step(removed=[0])  # the last row fills row 0 and keeps its newest sampled token
     both.step()
     both.step(**appending(1, 10))
     both.step(**appending(2, 11))
@@ -141,10 +141,10 @@ def test_steady_steps_arrivals_and_departures() -> None:
     assert both.steady_steps == 10
 
 
-def test_a_request_that_comes_with_one_token_to_compute() -> None:
+def test_request_admitted_with_one_token_to_compute() -> None:
     both = Both()
     both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2])))
-    # Its first five tokens are in the blocks of the first one.
+    # Its first five tokens are in the blocks of the first request.
     fields = adding((1, [5, 9, 2, 7, 6], [1, 3]), computed=4)
     fields["block_ids"] = np.array([1, 3, 21, 23], np.int32)
     both.step(**fields)
@@ -153,7 +153,7 @@ def test_a_request_that_comes_with_one_token_to_compute() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.8}, {"logprobs": 2}], ids=str)
-def test_what_the_graph_does_not_sample_is_sampled_on_its_logits(sampling: dict[str, Any]) -> None:
+def test_sampler_uses_the_graphs_logits(sampling: dict[str, Any]) -> None:
     both = Both()
     both.step(**adding((0, [5, 9, 2], [1, 2, 3]), (1, [8, 8, 1], [4, 5]), temperature=0.8, **sampling))
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_what_the_graph_does_not_sample_is_sampled_on_its_logits(sampling: dict[
     assert both.steady_steps == 3
 
 
-def test_a_token_without_a_block_is_refused() -> None:
+def test_refuses_token_without_a_block() -> None:
     both = Both()
     both.step(**adding((0, [5, 9, 2], [1])))
     both.step()
@@ -170,15 +170,15 @@ def test_a_token_without_a_block_is_refused() -> None:
             runner.execute(SchedulerOutput(3))
 
 
-def test_whole_new_prompts_by_torch_leave_the_same_in_the_cache() -> None:
+def test_fresh_attention_leaves_the_same_cache() -> None:
     both = Both(fresh_from=2)
     both.step(**adding((0, [5, 9, 2, 7, 7], [1, 2]), (1, [8, 8], [4, 5])))
     both.step()
-    both.step(**adding((2, [3, 1, 4, 1], [7, 8])))  # beside decoding rows: through the cache
+    both.step(**adding((2, [3, 1, 4, 1], [7, 8])))  # together with decoding rows, the prompt uses the cache
     both.step()
 
 
-def test_sizes_grow_by_eight_and_hold_every_batch() -> None:
+def test_capture_sizes_cover_every_batch() -> None:
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert capture_sizes(1) == [1]
     sizes = capture_sizes(1000)

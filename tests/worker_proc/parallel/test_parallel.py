@@ -1,4 +1,4 @@
-"""Ranks that sum and gather: over shared memory and over torch.distributed, each rank a process of its own."""
+"""Sums and gathers over shared memory and torch.distributed, with a process per rank."""
 
 import multiprocessing
 from pathlib import Path
@@ -19,9 +19,9 @@ def _part(shape: tuple[int, int], rank: int, round_: int, dtype: torch.dtype) ->
 
 
 def _rank(kind: str, path: Path, rank: int, size: int, dtype: torch.dtype) -> None:
-    """One rank's life; an assertion that fails is its exit status."""
+    """Main function of one rank; a failed assertion gives a non-zero exit status."""
     torch.set_num_threads(1)
-    shared_memory.CHUNK_BYTES = 1 << 10  # so that some go in several rounds
+    shared_memory.CHUNK_BYTES = 1 << 10  # so that some exchanges take several rounds
     group = DistributedGroup("gloo", path, rank, size) if kind == "gloo" else SharedMemoryGroup(path, rank, size)
     for round_ in range(4):
         for shape in SHAPES:
@@ -49,7 +49,7 @@ def test_every_rank_gets_the_sum_and_all_parts(kind: str, size: int, dtype: torc
     assert [process.exitcode for process in ranks] == [0] * size
 
 
-def test_the_file_is_ours_alone(tmp_path: Path) -> None:
+def test_shared_memory_file_must_be_private(tmp_path: Path) -> None:
     group = SharedMemoryGroup(tmp_path / "meet", 0, 1)
     assert (tmp_path / "meet").stat().st_mode & 0o077 == 0
     x = torch.from_numpy(np.arange(4, dtype=np.float32)).view(2, 2)

@@ -1,4 +1,4 @@
-"""Checkpoint folders that load, and those that must not: each refusal is one line that names the file."""
+"""Valid checkpoint folders, and invalid ones with a one-line error that names the file."""
 
 import shutil
 from collections.abc import Callable
@@ -28,13 +28,13 @@ def weight_bytes(folder: Path) -> int:
 
 @pytest.fixture
 def single(checkpoint_factory: Factory, tmp_path: Path) -> Path:
-    """A private copy of a checkpoint in one file."""
+    """Copy a checkpoint with one file."""
     return shutil.copytree(checkpoint_factory("llama")[0], tmp_path / "single")
 
 
 @pytest.fixture
 def sharded(checkpoint_factory: Factory, tmp_path: Path) -> Path:
-    """A private copy of a checkpoint in several files with an index."""
+    """Copy a checkpoint with several files and an index."""
     return shutil.copytree(checkpoint_factory("llama", max_shard_size="30KB")[0], tmp_path / "sharded")
 
 
@@ -69,7 +69,7 @@ def _assert_equal(a: Decoder, b: Decoder) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_every_weight_arrives_in_its_place(family: str, checkpoint_factory: Factory) -> None:
+def test_loads_every_weight(family: str, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(family)
     slots = _load(folder).weight_slots()
     for name, weight in reference.named_parameters():
@@ -158,7 +158,7 @@ def test_wrong_dtype(single: Path) -> None:
     assert f"{SINGLE}: tensor {Q_PROJ} has dtype I8" in _refused(single)
 
 
-def test_doubled_tensor(single: Path) -> None:
+def test_duplicate_tensor(single: Path) -> None:
     _edit(single, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
     assert "norm.weight is also in model.safetensors" in _refused(single)
 
@@ -186,7 +186,7 @@ def test_folder_without_weights(single: Path) -> None:
         weight_bytes(single / "nowhere")
 
 
-def test_dummy_weights_follow_from_the_seed(single: Path) -> None:
+def test_dummy_weights_depend_on_the_seed(single: Path) -> None:
     models = [_model(single) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         init_dummy_weights(model, seed)

@@ -1,4 +1,4 @@
-"""The forms in which checkpoints hold the same weights: fused or not, experts apart or together, in MXFP4, by rank."""
+"""Forms of the same weights in checkpoints: fused tensors, separate or merged experts, MXFP4; and parts of ranks."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 
 
 class Rank:
-    """The place of one rank; nothing is computed here."""
+    """``TensorParallel`` with a rank and size, without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -85,7 +85,7 @@ def _refused(folder: Path) -> str:
 
 
 def _merge_experts(tensors: Tensors, gate: str, up: str, down: str, into: str) -> None:
-    """The one-tensor form of transformers 5."""
+    """Merge experts into one tensor, as transformers 5 stores them."""
     layers = {match[1] for name in tensors if (match := re.match(r"(.*\.experts)\.0\.", name))}
     for base in layers:
         count = sum(name.startswith(base) and name.endswith(f"{down}.weight") for name in tensors)
@@ -131,7 +131,7 @@ def _fuse_all(tensors: Tensors) -> None:
     ],
 )
 @pytest.mark.parametrize("size", thinned([1, 2], keep=1))
-def test_fused_tensors_are_taken_apart(
+def test_splits_fused_tensors(
     family: str, overrides: dict[str, Any], change: Callable[[Tensors], None], size: int, copy_of: Any
 ) -> None:
     folder = copy_of(family, **overrides)
@@ -142,7 +142,7 @@ def test_fused_tensors_are_taken_apart(
         _assert_equal(_load(folder, Rank(rank, size)), model)
 
 
-def test_the_text_part_under_its_names_in_transformers_5(copy_of: Any) -> None:
+def test_text_model_with_the_names_of_transformers_5(copy_of: Any) -> None:
     folder = copy_of("gemma3_vision")
     model = _load(folder)
     assert any(name.startswith("language_model.model.") for name in load_file(folder / SINGLE))
@@ -158,7 +158,7 @@ def test_the_text_part_under_its_names_in_transformers_5(copy_of: Any) -> None:
     assert "tensor model.audio_tower.weight is not part of the model" in _refused(folder)
 
 
-def test_eyes_are_refused_where_the_architecture_has_none(copy_of: Any) -> None:
+def test_rejects_vision_tower_in_a_text_architecture(copy_of: Any) -> None:
     folder = copy_of("gemma3")
     _edit(folder, lambda t: t.update({"vision_tower.post_layernorm.bias": torch.ones(1)}))
     assert "vision_tower.post_layernorm.bias is not part of the model" in _refused(folder)
@@ -166,7 +166,7 @@ def test_eyes_are_refused_where_the_architecture_has_none(copy_of: Any) -> None:
 
 @pytest.mark.parametrize("family", thinned(["qwen2", "phi3", "gemma2", "olmo2", "mixtral", "gpt_oss"], keep=2))
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_the_whole_between_them(family: str, size: int, copy_of: Any) -> None:
+def test_ranks_together_hold_all_weights(family: str, size: int, copy_of: Any) -> None:
     folder = copy_of(family)
     whole = _load(folder).weight_slots()
     for rank in range(size):
@@ -181,7 +181,7 @@ def test_ranks_hold_the_whole_between_them(family: str, size: int, copy_of: Any)
 
 
 def _covered(folder: Path, size: int) -> dict[str, torch.Tensor]:
-    """How often each number of each tensor is held."""
+    """Count on how many ranks each number of each tensor is."""
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
         for name, slot in _load(folder, Rank(rank, size)).weight_slots().items():
@@ -189,42 +189,42 @@ def _covered(folder: Path, size: int) -> dict[str, torch.Tensor]:
     return counts
 
 
-def test_each_number_is_held_once_but_norms_and_routers(copy_of: Any) -> None:
+def test_each_weight_is_on_one_rank_except_norms_and_routers(copy_of: Any) -> None:
     for name, count in _covered(copy_of("gpt_oss"), 2).items():
         copies = 2 if name.endswith(("norm.weight", "mlp.gate.weight", "mlp.gate.bias")) else 1
         assert bool((count == copies).all()), name
 
 
-def test_kv_heads_are_held_by_every_rank_whose_queries_read_them(copy_of: Any) -> None:
+def test_kv_heads_are_on_every_rank_whose_queries_read_them(copy_of: Any) -> None:
     counts = _covered(copy_of("llama"), 4)
     assert bool((counts["model.layers.0.self_attn.k_proj.weight"] == 2).all())
     assert bool((counts["model.layers.0.self_attn.q_proj.weight"] == 1).all())
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "told"),
+    ("family", "size", "message"),
     [
         ("llama", 3, "tensor_parallel_size 3 does not divide the model's 4 heads and 2 KV heads"),
         ("llama", 8, "tensor_parallel_size 8 does not divide"),
         ("qwen3_moe", 5, "tensor_parallel_size 5 does not divide"),
     ],
 )
-def test_sizes_that_do_not_divide(family: str, size: int, told: str, checkpoint_factory: Factory) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_sizes_that_do_not_divide(family: str, size: int, message: str, checkpoint_factory: Factory) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_model(load_model_config(checkpoint_factory(family)[0]), torch.float32, "meta", parallel=Rank(0, size))
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "told"),
+    ("family", "overrides", "message"),
     [
         ("llama", {"intermediate_size": 45}, "does not divide the model's intermediate_size 45"),
         ("qwen3_moe", {"moe_intermediate_size": 7}, "does not divide the model's expert width 7"),
     ],
 )
 def test_widths_that_do_not_divide(
-    family: str, overrides: dict[str, Any], told: str, checkpoint_factory: Factory
+    family: str, overrides: dict[str, Any], message: str, checkpoint_factory: Factory
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         config = load_model_config(checkpoint_factory(family, **overrides)[0])
         build_model(config, torch.float32, "meta", parallel=Rank(0, 2))
 
@@ -272,7 +272,7 @@ class TestMxfp4:
         assert torch.equal(dequantise_mxfp4(blocks, scales, torch.bfloat16), expected.bfloat16())
 
     def _quantised(self, copy_of: Any) -> tuple[Path, Tensors]:
-        """A gpt-oss checkpoint in MXFP4, and its experts as ``transformers`` has them once dequantised."""
+        """Return a gpt-oss checkpoint in MXFP4, and its experts as ``transformers`` dequantises them."""
         folder = copy_of("gpt_oss", hidden_size=64, intermediate_size=96)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
@@ -295,7 +295,7 @@ class TestMxfp4:
 
     @pytest.mark.parametrize("size", [1, 2, 4])
     def test_experts_are_dequantised_as_transformers_does(self, size: int, copy_of: Any) -> None:
-        """On four ranks a rank's 24 inputs end within a block of 32."""
+        """With four ranks, a rank's 24 inputs end within a block of 32."""
         folder, plain = self._quantised(copy_of)
         ranks = [_load(folder, Rank(rank, size)) for rank in range(size)]
 
@@ -347,7 +347,7 @@ class TestChecksums:
         (folder / SINGLE).write_bytes(bytes(data))
 
     @pytest.mark.parametrize("form", ["sums", "json", "json with a prefix"])
-    def test_damage_is_told_by_name(self, form: str, copy_of: Any) -> None:
+    def test_error_names_the_damaged_file(self, form: str, copy_of: Any) -> None:
         folder = copy_of("llama")
         good = {name: self._sum(folder / name) for name in (SINGLE, "config.json")}
         if form == "sums":
@@ -358,19 +358,19 @@ class TestChecksums:
             (folder / "checksums.json").write_text(json.dumps({name: prefix + v for name, v in good.items()}))
         _load(folder)
         self._damage(folder)
-        told = _refused(folder)
-        assert f"{SINGLE}: SHA-256 differs from" in told
-        _load(folder, Rank(1, 2))  # One rank looks; that is enough.
+        message = _refused(folder)
+        assert f"{SINGLE}: SHA-256 differs from" in message
+        _load(folder, Rank(1, 2))  # only rank 0 checks the files
 
     @pytest.mark.parametrize(
-        ("name", "text", "told"),
+        ("name", "text", "message"),
         [
             ("SHA256SUMS", "hello\n", "line 1 must be a SHA-256"),
             ("checksums.json", "[]", "must hold a JSON object"),
             ("checksums.json", '{"model.safetensors": 5}', "value of 'model.safetensors' must be a SHA-256 in hex"),
         ],
     )
-    def test_a_list_that_cannot_be_read(self, name: str, text: str, told: str, copy_of: Any) -> None:
+    def test_invalid_checksum_list(self, name: str, text: str, message: str, copy_of: Any) -> None:
         folder = copy_of("llama")
         (folder / name).write_text(text)
-        assert told in _refused(folder)
+        assert message in _refused(folder)

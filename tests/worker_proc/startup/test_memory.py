@@ -1,4 +1,4 @@
-"""The memory plan: its numbers, its warning, and its refusal before any weight is read."""
+"""The memory plan: its numbers, its warning, and its error before any weight is read."""
 
 import logging
 from types import SimpleNamespace
@@ -43,14 +43,14 @@ def plan(weights: int = 10 * MIB, **settings: Any) -> MemoryPlan:
     return plan_memory(msgspec.structs.replace(CONFIG, **settings), LAYOUT, weights, CPU)
 
 
-def test_a_cpu_pool_is_one_gib_unless_told_otherwise() -> None:
+def test_cpu_pool_is_one_gib_by_default() -> None:
     made = plan()
     assert LAYOUT.block_bytes == BLOCK
     assert (made.device, made.total, made.weights, made.block_size) == ("cpu", 4096 * MIB, 10 * MIB, 16)
     assert made.num_blocks == 1024 * MIB // BLOCK and made.kv_cache == made.num_blocks * BLOCK
 
 
-def test_the_pool_shrinks_to_what_weights_and_activations_leave() -> None:
+def test_pool_shrinks_to_the_memory_left_by_weights_and_activations() -> None:
     made = plan(weights=2500 * MIB)
     left = 3000 * MIB - 2500 * MIB - made.activations
     assert made.num_blocks == left // BLOCK and made.kv_cache <= left
@@ -58,11 +58,11 @@ def test_the_pool_shrinks_to_what_weights_and_activations_leave() -> None:
 
 def test_bytes_and_blocks_can_be_set() -> None:
     assert plan(kv_cache_memory_bytes=10 * BLOCK + 5).num_blocks == 10
-    assert plan(num_blocks_override=10).num_blocks == 11, "the null block comes on top"
+    assert plan(num_blocks_override=10).num_blocks == 11, "the null block is added"
     assert plan(num_blocks_override=7, kv_cache_memory_bytes=100 * BLOCK).num_blocks == 8
 
 
-def test_activations_cover_the_widest_moment() -> None:
+def test_activations_cover_logits_and_mlp() -> None:
     """Logits of all rows, or the MLP of all tokens."""
     assert plan(max_num_seqs=64).activations >= 64 * 1000 * 4
     assert plan(max_num_batched_tokens=8192).activations >= 8192 * 2 * 128 * 4
@@ -78,7 +78,7 @@ def test_activations_cover_the_widest_moment() -> None:
         {"num_blocks_override": 10**6},
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any]) -> None:
+def test_error_has_the_numbers_if_memory_does_not_suffice(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(**settings)
     text = str(caught.value)
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any])
     assert "--kv-cache-memory-bytes" in text and "\n" not in text
 
 
-def test_the_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         log_plan(plan(num_blocks_override=32), 256)
     (record,) = caplog.records
@@ -95,15 +95,17 @@ def test_the_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize(("blocks", "warned"), [(15, True), (16, False), (17, False)])
-def test_a_pool_smaller_than_the_context_warns(blocks: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_if_the_pool_is_smaller_than_the_context(
+    blocks: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     log_plan(plan(num_blocks_override=blocks), 256)
     assert len(caplog.records) == warned
     if warned:
         assert "finish reason length tokens=240 max_model_len=256" in caplog.text
 
 
-def test_a_gpu_pool_is_the_share_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_pool_is_the_remaining_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.torch.cuda, "mem_get_info", lambda device: (900 * MIB, 1000 * MIB))
     made = plan_memory(CONFIG, LAYOUT, 300 * MIB, torch.device("cuda", 0))
-    # 90 % of all, less what others hold, less weights and activations.
+    # 90 % of the memory, less the memory in use, weights and activations.
     assert made.num_blocks == (900 * MIB - 100 * MIB - 300 * MIB - made.activations) // BLOCK

@@ -1,4 +1,4 @@
-"""What a worker does before it can run steps: every bit of it is time for which streams pause when one has died."""
+"""Startup of a worker: streams pause for as long as it takes, when a worker is replaced."""
 
 import subprocess
 import sys
@@ -23,6 +23,6 @@ assert grown < ready.plan.kv_cache // 4, f"the KV cache was written: {grown} byt
 
 
 @pytest.mark.slow
-def test_no_compiler_is_imported_and_no_cache_is_written() -> None:
+def test_imports_no_compiler_and_writes_no_cache() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", START], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
