@@ -113,13 +113,13 @@ class StepsInFlight:
         self._positions: dict[int, int] | None = {}
         self._vocab_size = vocab_size
         self.verified: SteadyBatch | None = None
-        """The steady batch if no other request sampled in the last result, else None."""
+        """The steady batch if no other request sampled in the last result; otherwise None."""
 
     def __len__(self) -> int:
         return len(self.records)
 
     def set_handles(self, handles: Int32) -> None:
-        """Use ``handles`` for results without handles from now on."""
+        """Use ``handles`` for all following results without handles."""
         self.handles, self._positions = handles, None
 
     def position_of(self, handle: int) -> int:

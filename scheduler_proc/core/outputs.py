@@ -24,7 +24,7 @@ class _ClientOutputs:
 
 
 class OutputCollector:
-    """Collects outputs between two calls of ``take``. Of a request it keeps only the client, by handle."""
+    """Collects outputs between two calls of ``take``. Its only state per request is the client, by handle."""
 
     def __init__(self) -> None:
         self._clients: dict[int, _ClientOutputs] = {}
@@ -36,7 +36,7 @@ class OutputCollector:
         self._seen: set[int] = set()
 
     def set_owner(self, handle: int, client: int) -> None:
-        """Send the outputs of ``handle`` to ``client`` from now on."""
+        """Send all following outputs of ``handle`` to ``client``."""
         if handle >= len(self._owners):
             self._owners = np.concatenate([self._owners, np.zeros(max(handle, len(self._owners)), np.int32)])
         self._owners[handle] = client

@@ -196,8 +196,8 @@ class Planner:
     def _allocate(self, plan: StepPlan, row: StepRow) -> None:
         """Allocate the blocks of a running request's row and add it to the plan.
 
-        If blocks run short, drafts are dropped first, then other requests are preempted. The row is dropped if the
-        request itself was preempted.
+        If too few blocks are free, drafts are dropped first, then other requests are preempted. The row is dropped if
+        the request itself was preempted.
         """
         request = row.request
         while request.status is RequestStatus.RUNNING:

@@ -45,7 +45,7 @@ class Preemption:
         self._stats.num_preemptions += 1
 
     def victim(self) -> tuple[Request, PreemptReason]:
-        """Return the running request to preempt when blocks run short.
+        """Return the running request to preempt when too few blocks are free.
 
         FCFS: the last admitted, so that the oldest always makes progress. Priority: the highest number, among equals
         the latest. With several tenants, a request of the tenant with the most blocks; but the only request of a

@@ -1,7 +1,7 @@
 """The scheduler: consumes events and decides steps. It has no access to sockets, clocks, files or devices.
 
 Reading order: ``consume`` here (all events), ``Planner.plan`` (a step), ``Results`` (results of steps). Requests that
-need one token per step and nothing else are in steady decode (steady_decode.py).
+only need one token per step are in steady decode (steady_decode.py).
 """
 
 from collections.abc import Callable

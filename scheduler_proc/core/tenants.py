@@ -13,9 +13,9 @@ class TenantShares:
     """Finds tenants above their fair share; changes nothing. A tenant is *active* while it has running or waiting
     requests.
 
-    The fair share of a resource is an equal part for each active tenant. It is no limit: free rows and blocks go to the
-    next request. But if none are free, a tenant below its share may claim them from a tenant above it. After a claim
-    neither side may claim them back, so requests do not preempt each other alternately.
+    The fair share of a resource is an equal part for each active tenant. It does not limit: free rows and blocks go to
+    the next request. But if none are free, a tenant below its share may claim them from a tenant above it. After a
+    claim neither side may claim them back, so requests do not preempt each other alternately.
 
     A tenant's earliest request is never preempted for another tenant, so each tenant makes progress.
     """

@@ -31,7 +31,7 @@ class TokenStore(Protocol):
         ...
 
     def follow(self, on_full_block: Callable[[bytes], None]) -> None:
-        """Call ``on_full_block`` with the hash of each block that becomes full from now on."""
+        """Call ``on_full_block`` with the hash of each block that becomes full after this call."""
         ...
 
 

@@ -38,14 +38,14 @@ def test_abort_while_paused() -> None:
 
 def test_statistics_contain_query_and_counters() -> None:
     driver = busy(async_scheduling=True)
-    told = driver.control("statistics")
-    assert (told.query, told.done, told.num_running, told.num_waiting) == (7, True, 2, 2)
-    assert told.num_usable_blocks == 32 and told.num_free_blocks == 30
-    assert (told.prompt_tokens, told.generation_tokens) == (12, 2)
+    reply = driver.control("statistics")
+    assert (reply.query, reply.done, reply.num_running, reply.num_waiting) == (7, True, 2, 2)
+    assert reply.num_usable_blocks == 32 and reply.num_free_blocks == 30
+    assert (reply.prompt_tokens, reply.generation_tokens) == (12, 2)
     driver.run()
-    told = driver.control("statistics")
-    assert (told.num_running, told.num_waiting, told.num_free_blocks) == (0, 0, 32)
-    assert (told.prompt_tokens, told.generation_tokens, told.num_steps) == (12, 24, len(driver.diffs))
+    reply = driver.control("statistics")
+    assert (reply.num_running, reply.num_waiting, reply.num_free_blocks) == (0, 0, 32)
+    assert (reply.prompt_tokens, reply.generation_tokens, reply.num_steps) == (12, 24, len(driver.diffs))
 
 
 def test_dropped_client_aborts_only_its_requests() -> None:
@@ -63,8 +63,8 @@ def test_fail_all_ends_every_request_with_the_reason() -> None:
     driver = busy(async_scheduling=True)
     driver.schedule()
     driver.scheduler.fail_all("engine_fault: the engine stopped")
-    told = driver.scheduler.take_messages()
-    ended = [e for _, m in told if isinstance(m, StepOutputs) for e in m.ended]
+    messages = driver.scheduler.take_messages()
+    ended = [e for _, m in messages if isinstance(m, StepOutputs) for e in m.ended]
     assert len(ended) == 4
     assert {(e.reason, e.detail) for e in ended} == {(EndReason.ERROR, "engine_fault: the engine stopped")}
     assert not driver.scheduler.table.requests
@@ -80,9 +80,9 @@ def test_client_receives_only_its_own_requests() -> None:
     result = driver.down.receive()
     assert result is not None
     driver.scheduler.consume(result.message)
-    told = dict(driver.scheduler.take_messages())
-    assert sorted(told) == [0, 1, 2]
-    for client, message in told.items():
+    messages = dict(driver.scheduler.take_messages())
+    assert sorted(messages) == [0, 1, 2]
+    for client, message in messages.items():
         assert [i.request_id for i in message.introduced] == [f"r{client}"]
         assert message.tokens.tolist() == expected_tokens([client], 1)
 
@@ -108,7 +108,7 @@ def test_check_fails_on_damaged_state(damage: str) -> None:
         scheduler.table.waiting.add_request(request)
     elif damage == "placeholder":
         scheduler.table.leave_steady(request)
-        request.sampled(9)  # drafts that it never had
+        request.sampled(9)  # drafts that were never scheduled
     elif damage == "blocks":
         scheduler.kv.free(request)
     elif damage == "handles":

@@ -52,10 +52,10 @@ class Engine:
 
     def run_one(self) -> None:
         self.step += 1
-        asked = list(self.policy.choose(self.states, len(self.states), self.step))
-        self.numbers.append(asked)
+        numbers = list(self.policy.choose(self.states, len(self.states), self.step))
+        self.numbers.append(numbers)
         computed, outcomes = len(self.states), []
-        for state, chance, number in zip(self.states, self.chances, asked, strict=True):
+        for state, chance, number in zip(self.states, self.chances, numbers, strict=True):
             if not number:
                 continue
             self.policy.drafts_sent(state, self.step)
@@ -66,8 +66,8 @@ class Engine:
             computed += verified
             self.num_tokens += accepted
             outcomes.append((state, verified, accepted))
-        seconds = (self.fixed + self.per_token * computed + self.drafted * any(asked)) * self.slow(self.step)
-        self.policy.record_step_time(seconds, computed, any(asked))
+        seconds = (self.fixed + self.per_token * computed + self.drafted * any(numbers)) * self.slow(self.step)
+        self.policy.record_step_time(seconds, computed, any(numbers))
         for outcome in outcomes:
             self.policy.verified(*outcome)
         self.seconds += seconds

@@ -57,7 +57,7 @@ def test_accepted_drafts_save_steps_and_arrive_in_one_message() -> None:
     driver.execute()
     result = driver.deliver()
     assert result is not None and result.counts is not None and result.counts.tolist() == [4]
-    ((_, message),) = driver.heard
+    ((_, message),) = driver.messages
     assert message.handles.tolist() == [0] and message.counts.tolist() == [4] and len(message.tokens) == 4
     driver.finish()
     assert tokens_and_drafts(driver.diffs) == [(5, 0), (4, 3), (4, 3)]
@@ -221,7 +221,7 @@ def test_no_steady_decode_with_drafts() -> None:
     driver = drafting(True)
     driver.add("a", PROMPT, max_tokens=20)
     driver.finish()
-    assert driver.num_cruising == 0
+    assert driver.num_steady == 0
 
 
 @BOTH
@@ -289,11 +289,11 @@ def test_rejected_drafts_stop_and_the_request_joins_steady_decode(asynchronous: 
     driver = adaptive(0.0, asynchronous)
     drafts = [number for _, number in tokens_and_drafts(driver.diffs)]
     assert sum(drafts[:34]) > 20 and sum(drafts[34:]) <= 5, "only probes remain, at increasing intervals"
-    assert driver.num_cruising > 300
+    assert driver.num_steady > 300
 
 
 @BOTH
 def test_accepted_drafts_stay_at_the_maximum(asynchronous: bool) -> None:
     driver = adaptive(1.0, asynchronous)
     drafts = [number for _, number in tokens_and_drafts(driver.diffs)]
-    assert sum(number == 3 for number in drafts) > 0.9 * len(drafts) and driver.num_cruising == 0
+    assert sum(number == 3 for number in drafts) > 0.9 * len(drafts) and driver.num_steady == 0

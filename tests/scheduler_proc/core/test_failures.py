@@ -63,7 +63,7 @@ def test_preempted_request_can_fail() -> None:
 
 
 def test_failure_takes_precedence_over_a_stop_token() -> None:
-    """The token of a failed row is not valid, so it is no stop token."""
+    """The token of a failed row is not valid, so it cannot stop the request."""
     want = expected_tokens(PROMPT, 3)
     driver = Driver(async_scheduling=True)
     driver.worker.failed_at["a"] = 2

@@ -153,7 +153,7 @@ def test_one_tenant_is_ordered_by_the_policy_only(
 
 
 def admission_order(driver: Driver) -> list[str]:
-    """Run all requests and return the ids admitted from now on, in order."""
+    """Run all requests and return the ids in the order of their admissions."""
     before = len(driver.diffs)
     driver.run()
     return [row.request_id for diff in driver.diffs[before:] for row in diff.new_requests]
@@ -294,10 +294,10 @@ def test_long_prompt_leaves_half_of_each_step_to_another_tenant() -> None:
     driver.add("long", [1] * 800, max_tokens=1, tenant=1)
     driver.step(3)
     driver.add("short", [2] * 30, max_tokens=1, tenant=2)
-    begun = len(driver.diffs)
+    start = len(driver.diffs)
     while driver.answers["short"].ended is None:
         driver.step()
-    assert len(driver.diffs) - begun == 3, "ten tokens in each step"
+    assert len(driver.diffs) - start == 3, "ten tokens in each step"
     assert driver.counts(driver.diffs[-1])["long"] >= 10
     driver.finish()
     assert len(driver.diffs) == (800 + 30) // 20 + 1, "no token of a step was left unused"
@@ -345,11 +345,11 @@ def steps_of_victim(flood: bool, **settings: object) -> list[int]:
                 size = (5, 60, 180)[(i + k) % 3]
                 driver.add(f"flood{i}:{k}", [i, k] * (size // 2), max_tokens=60, ignore_eos=True, tenant=1)
         driver.step(3)
-        begun = len(driver.diffs)
+        start = len(driver.diffs)
         driver.add(f"good{i}", [100 + i] * 20, max_tokens=30, ignore_eos=True, tenant=2)
         while driver.answers[f"good{i}"].ended is None:
             driver.step()
-        taken.append(len(driver.diffs) - begun)
+        taken.append(len(driver.diffs) - start)
     return taken
 
 

@@ -93,8 +93,8 @@ def test_share_bounds_every_step_with_decodes(asynchronous: bool) -> None:
         decoding = {r.handle for r in table.running.values() if r.is_steady}
         diff = driver.schedule()
         if diff is not None and decoding - set(diff.removed) and not diff.parked:
-            fresh = {n.handle for n in diff.new_requests}
-            prefill = sum(count for _, count in diff.counts) + len(fresh - dict(diff.counts).keys())
+            new = {n.handle for n in diff.new_requests}
+            prefill = sum(count for _, count in diff.counts) + len(new - dict(diff.counts).keys())
             assert prefill <= 8
         driver.answer()
     driver.settle()

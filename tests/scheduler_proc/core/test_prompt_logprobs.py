@@ -41,7 +41,7 @@ def test_prefill_step_sends_prompt_logprobs_and_introduces_the_request() -> None
     driver.add("a", LONG, prompt_logprobs=0)
     driver.schedule()
     driver.answer()
-    ((_, message),) = driver.heard
+    ((_, message),) = driver.messages
     assert isinstance(message, StepOutputs) and message.handles is None and message.tokens is None
     assert [i.request_id for i in message.introduced] == ["a"]
     part = message.prompt_logprobs
@@ -60,7 +60,7 @@ def test_no_prompt_logprobs_for_an_aborted_request() -> None:
     assert driver.answers["b"].prompt_logprobs == prompt_logprobs_of(LONG)
 
 
-def test_prompt_logprobs_are_sent_again_after_a_preemption() -> None:
+def test_prompt_logprobs_are_resent_after_a_preemption() -> None:
     driver = Driver(num_blocks=9)
     driver.add("old", [1, 2, 3, 4], max_tokens=25)
     driver.add("a", LONG[:9], prompt_logprobs=1, max_tokens=12)

@@ -247,7 +247,7 @@ def test_preemption_counts_start_at_zero() -> None:
 
 def test_evictions_record_their_beneficiary() -> None:
     driver = Driver(num_blocks=9)
-    driver.add("gone", list(range(20)), max_tokens=2)
+    driver.add("first", list(range(20)), max_tokens=2)
     driver.run()
     driver.add("next", list(range(50, 70)), max_tokens=12)
     driver.run()

@@ -12,8 +12,8 @@ from tiers import thinned
 SEEDS = range(18)
 STEPS_PER_RUN = 100
 COUNTED = (
-    *("steps", "cruising", "preemptions", "epochs", "several"),
-    *("accepted", "rejected", "cruising_drafters", "parked", "hits", "dropped"),
+    *("steps", "steady", "preemptions", "epochs", "several"),
+    *("accepted", "rejected", "steady_with_drafts", "parked", "hits", "dropped"),
 )
 TOTALS = dict.fromkeys(COUNTED, 0)
 
@@ -59,20 +59,20 @@ def and_slow(default: range, more: range) -> list[object]:
 @pytest.mark.parametrize("seed", thinned(and_slow(SEEDS, range(18, 60)), keep=4))
 def test_every_decision_and_output_is_the_same(seed: int) -> None:
     load = both_ways(seed)
-    cruising, plain = load.drivers
-    assert plain.num_cruising == 0
-    TOTALS["steps"] += len(cruising.diffs)
-    TOTALS["cruising"] += cruising.num_cruising
-    TOTALS["preemptions"] += cruising.scheduler.statistics().num_preemptions
+    steady, plain = load.drivers
+    assert plain.num_steady == 0
+    TOTALS["steps"] += len(steady.diffs)
+    TOTALS["steady"] += steady.num_steady
+    TOTALS["preemptions"] += steady.scheduler.statistics().num_preemptions
     TOTALS["epochs"] += load.num_epochs
-    statistics = cruising.scheduler.statistics()
+    statistics = steady.scheduler.statistics()
     TOTALS["accepted"] += statistics.num_accepted_tokens
     TOTALS["rejected"] += statistics.num_draft_tokens - statistics.num_accepted_tokens
     TOTALS["hits"] += statistics.prefix_cache_hit_tokens
     TOTALS["dropped"] += statistics.dropped_tokens
-    TOTALS["parked"] += sum(len(diff.parked) for diff in cruising.diffs)
-    TOTALS["cruising_drafters"] += cruising.num_cruising * (statistics.num_draft_tokens > 0)
-    TOTALS["several"] += sum(len(d.new_requests) > 1 for d in cruising.diffs)
+    TOTALS["parked"] += sum(len(diff.parked) for diff in steady.diffs)
+    TOTALS["steady_with_drafts"] += steady.num_steady * (statistics.num_draft_tokens > 0)
+    TOTALS["several"] += sum(len(d.new_requests) > 1 for d in steady.diffs)
 
 
 @pytest.mark.full
@@ -80,9 +80,9 @@ def test_runs_reached_all_cases() -> None:
     """The random runs covered all cases. Skipped if not all seeds ran."""
     if TOTALS["steps"] < len(SEEDS) * STEPS_PER_RUN:
         pytest.skip("not all seeds ran")
-    assert TOTALS["cruising"] > TOTALS["steps"] / 3, "too few requests were in steady decode"
+    assert TOTALS["steady"] > TOTALS["steps"] / 3, "too few requests were in steady decode"
     assert TOTALS["hits"] > 400 and TOTALS["dropped"] > 40 and TOTALS["parked"] >= 4 and TOTALS["rejected"] > 80
-    assert TOTALS["accepted"] > 40 and TOTALS["cruising_drafters"] > 10
+    assert TOTALS["accepted"] > 40 and TOTALS["steady_with_drafts"] > 10
     assert TOTALS["preemptions"] > 25 and TOTALS["epochs"] > 10 and TOTALS["several"] > 10
 
 
@@ -112,7 +112,7 @@ def test_long_outputs_in_steady_decode_are_the_same(seed: int) -> None:
         driver.finish()
     assert drivers[0].answers == drivers[1].answers
     if settings["num_blocks"] == 400 and not settings.get("num_speculative_tokens"):  # no steady decode with drafts
-        assert drivers[0].num_cruising > 2 * len(drivers[0].diffs)
+        assert drivers[0].num_steady > 2 * len(drivers[0].diffs)
 
 
 def test_waiting_request_is_not_checked_in_each_step() -> None:

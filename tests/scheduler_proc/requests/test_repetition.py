@@ -113,7 +113,7 @@ def test_no_steady_decode_with_repetition_detection() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=20, repetition_detection=RepetitionDetection(max_pattern_size=8))
     driver.run()
-    assert driver.num_cruising == 0 and driver.answers["a"].reason is EndReason.LENGTH
+    assert driver.num_steady == 0 and driver.answers["a"].reason is EndReason.LENGTH
 
 
 def test_only_the_last_tokens_matter() -> None:

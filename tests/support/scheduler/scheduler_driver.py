@@ -120,8 +120,8 @@ class Driver:
     """Owns the scheduler, the fake worker, and the two queues between them.
 
     Attributes:
-        heard: (client, message) of the outputs of the last event or result.
-        num_cruising: number of requests in steady decode, summed over all decided steps.
+        messages: (client, message) of the outputs of the last event or result.
+        num_steady: number of requests in steady decode, summed over all decided steps.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Driver:
             caching=config.enable_prefix_caching,
             num_speculative_tokens=config.num_speculative_tokens,
         )
-        self.heard: list[tuple[int, Any]] = []
-        self.num_cruising = 0
+        self.messages: list[tuple[int, Any]] = []
+        self.num_steady = 0
         self._num_stale = 0
         self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
         self.salts: dict[str, str] = {}
@@ -240,7 +240,7 @@ class Driver:
             return None
         diff = self.scheduler.schedule()
         self.scheduler.check()
-        self.num_cruising += len(self.scheduler.steady_decode)
+        self.num_steady += len(self.scheduler.steady_decode)
         if diff is None:
             self.log.tick(0.0)
             return None
@@ -380,8 +380,8 @@ class Driver:
         compare_mirror(self.scheduler, self.worker)
 
     def _collect(self) -> None:
-        self.heard = self.scheduler.take_messages()
-        for client, message in self.heard:
+        self.messages = self.scheduler.take_messages()
+        for client, message in self.messages:
             match message:
                 case StepOutputs():
                     self._take_outputs(client, message)

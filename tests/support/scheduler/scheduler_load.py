@@ -417,7 +417,7 @@ def counters_of(driver: Driver) -> dict[tuple[int, str], tuple[int, ...]]:
 
 def told_to_clients(driver: Driver) -> str:
     """Return the last messages; the order of clients and of new handles has no meaning."""
-    steps = [(client, m) for client, m in driver.heard if isinstance(m, StepOutputs)]
+    steps = [(client, m) for client, m in driver.messages if isinstance(m, StepOutputs)]
     steps.sort(key=itemgetter(0))
     return repr([(client, change(m, introduced=sorted(m.introduced, key=repr))) for client, m in steps])
 
