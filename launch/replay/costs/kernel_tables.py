@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.launch.replay.costs.chips import CHIPS, Chip
 from quire.launch.replay.costs.csv_table import read_measured, read_points
 from quire.launch.replay.costs.grid import Curve, Grid
-from quire.launch.replay.costs.roofline import OnChips
+from quire.launch.replay.costs.roofline import ModelOnChips
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
@@ -22,7 +22,7 @@ _HEAD_TOP = 512
 """Numbers of tokens, and of rows of the output projection, up to which times are tabulated."""
 
 
-class KernelTableCost(OnChips):
+class KernelTableCost(ModelOnChips):
     """The time of a dense model as the sum of its kernels, interpolated between measured shapes.
 
     The attention of a prefill after cached context takes the time of the whole prompt minus that of the cached part,

@@ -14,7 +14,7 @@ UTILIZATION = 0.9
 """Share of a chip's memory that an engine uses."""
 
 
-class OnChips:
+class ModelOnChips:
     """A model on one chip, or split across several."""
 
     def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int) -> None:
@@ -29,7 +29,7 @@ class OnChips:
         return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
 
 
-class Roofline(OnChips):
+class Roofline(ModelOnChips):
     """Counts products and bytes of weights, KV and hidden states, and two all-reduces per layer.
 
     Heads and intermediate widths are split across the ranks, hidden states are not. Tokens choose experts uniformly and

@@ -24,7 +24,7 @@ MIN_FAST_FORWARD = 3
 """Smallest number of quiet steps for which a fast-forward is faster than single steps."""
 
 
-class _Computing(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A step that the worker computes from ``begin`` to ``end``."""
 
     step: int
@@ -68,10 +68,10 @@ class Simulator:
         self._source = source
         self._reuse_answers = reuse_answers
         self._may_fast_forward = fast_forward
-        self._takes_between_steps = policies.takes_between_steps
+        self._receives_between_steps = policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
-        self._computing: deque[_Computing] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._worker_free = 0.0
         self._calls: dict[RequestRun, Call] = {}
         self._now = 0.0
@@ -83,8 +83,8 @@ class Simulator:
         source, scheduler = self._source, self.scheduler
         begin = min(source.next_time(), 1e18)
         while True:
-            done = self._computing[0].end if self._computing else NEVER
-            waits = self._takes_between_steps and bool(self._computing)
+            done = self._in_flight[0].end if self._in_flight else NEVER
+            waits = self._receives_between_steps and bool(self._in_flight)
             now = done if waits else min(source.next_time(), done)
             if now == NEVER:
                 break
@@ -149,11 +149,11 @@ class Simulator:
         self._collector.step_decided(self._now, diff.step, shape)
         begin = max(self._now, self._worker_free)
         self._worker_free = begin + self._cost.seconds(shape)
-        self._computing.append(_Computing(diff.step, begin, self._worker_free, self._rows.take_handles()))
+        self._in_flight.append(_StepInFlight(diff.step, begin, self._worker_free, self._rows.take_handles()))
         return True
 
     def _finish_step(self) -> None:
-        done = self._computing.popleft()
+        done = self._in_flight.popleft()
         self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
         for run in self._collector.step_finished(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
@@ -164,8 +164,8 @@ class Simulator:
         Stops at the first step that ends after the next arrival.
         """
         shape, until = self._rows.steady_shape(), self._source.next_time()
-        depth, first = len(self._computing), self._worker_free
-        ends = [done.end for done in self._computing]
+        depth, first = len(self._in_flight), self._worker_free
+        ends = [done.end for done in self._in_flight]
         for at in range(count):
             if ends[at] >= until:
                 break
@@ -177,14 +177,14 @@ class Simulator:
         if not count:
             return
         self._now = ends[count - 1]
-        step = self._computing[-1].step + 1
+        step = self._in_flight[-1].step + 1
         self.scheduler.fast_forward(count, self._now)
         self._rows.fast_forward(count)
-        begins = [*(done.begin for done in self._computing), first, *ends[depth:-1]]
+        begins = [*(done.begin for done in self._in_flight), first, *ends[depth:-1]]
         self._collector.fast_forwarded(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
         for at in range(depth, len(ends)):
-            self._computing.append(_Computing(step + at - depth, begins[at], ends[at], None))
-            self._computing.popleft()
+            self._in_flight.append(_StepInFlight(step + at - depth, begins[at], ends[at], None))
+            self._in_flight.popleft()
 
     def _end(self, call: Call) -> None:
         self._num_ended += 1

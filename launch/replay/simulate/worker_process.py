@@ -67,7 +67,7 @@ class RealClock:
 
 
 @dataclass(slots=True)
-class _Computing:
+class _StepInFlight:
     """A step on the simulated device. ``result`` is None while the step awaits its sample inputs."""
 
     launched: LaunchedStep
@@ -98,7 +98,7 @@ class SimulatedWorker:
         self._num_ranks = num_ranks
         self._clock = clock
         self._pid = pid
-        self._computing: deque[_Computing] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0
 
     def run(self) -> None:
@@ -150,24 +150,24 @@ class SimulatedWorker:
         Messages that arrived while a step was computed are received before its result is sent, because they found the
         device busy.
         """
-        if not self._computing or self._computing[0].result is None:
+        if not self._in_flight or self._in_flight[0].result is None:
             return None
-        return max(0.0, self._computing[0].end - self._clock.now() - POLL_SECONDS)
+        return max(0.0, self._in_flight[0].end - self._clock.now() - POLL_SECONDS)
 
     def _begin(self, runner: SimulatedRunner, step: SchedulerOutput) -> None:
-        if self._computing and self._computing[-1].result is None:  # a step of an earlier worker epoch
-            waiting = self._computing[-1]
+        if self._in_flight and self._in_flight[-1].result is None:  # a step of an earlier worker epoch
+            waiting = self._in_flight[-1]
             waiting.result = ModelRunnerOutput(waiting.launched.step)
         launched = runner.launch(step)
-        begin = self._free_at if self._computing else max(self._clock.now(), self._free_at)
+        begin = self._free_at if self._in_flight else max(self._clock.now(), self._free_at)
         seconds = self._cost.seconds(launched.shape)
         self._free_at = begin + seconds
         result = None if launched.awaits_sample_inputs else runner.finish(launched, None, seconds)
-        self._computing.append(_Computing(launched, begin, self._free_at, result))
+        self._in_flight.append(_StepInFlight(launched, begin, self._free_at, result))
 
     def _take_inputs(self, runner: SimulatedRunner, inputs: SampleInputs) -> None:
         """Finish the step that awaits ``inputs``: its tokens are ready when it is computed, or now if that is later."""
-        waiting = self._computing[-1] if self._computing else None
+        waiting = self._in_flight[-1] if self._in_flight else None
         if waiting is None or waiting.result is not None or waiting.launched.step != inputs.step:
             return  # inputs of a step of an earlier worker epoch
         self._free_at = waiting.end = max(waiting.end, self._clock.now())
@@ -175,14 +175,14 @@ class SimulatedWorker:
 
     def _send_oldest(self) -> None:
         """Send the oldest result if its step is computed, or sleep until then, so that messages are polled again."""
-        oldest = self._computing[0]
+        oldest = self._in_flight[0]
         rest = oldest.end - self._clock.now()
         if rest > 2 * POLL_SECONDS:
             return  # the poll returned early
         if rest > 0:
             self._clock.sleep_until(oldest.end)
         elif oldest.result is not None:
-            self._computing.popleft()
+            self._in_flight.popleft()
             self._channel.send(oldest.result)
 
 

@@ -154,7 +154,7 @@ def test_shows_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
         x, y, wide, _ = place(browser, WATERFALL)
         browser.click(x + wide / 2, y + 2)
         assert browser.evaluate("document.querySelectorAll('#details .grid > div').length") == 2
-        assert "60 requests ended well in both runs" in text(browser, "section[aria-label='B against A']")
+        assert "60 requests succeeded in both runs" in text(browser, "section[aria-label='B against A']")
         check_quiet(browser, tmp_path)
 
 
