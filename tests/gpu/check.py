@@ -1,8 +1,9 @@
-"""``make gpu-check``: all that needs a GPU, by one command, on a machine without a network.
+"""``make gpu-check``: all checks that need a GPU, in one command, on a machine without a network.
 
-Kernels against their references, the engine against transformers, and the benchmark of the kernels. It needs Python's
-own library alone: what else is missing comes as wheels (``make gpu-wheels``) and goes into a build folder. A part that
-fails stops no other. A table and one line of JSON come last; the exit status is 1 if anything failed.
+It compares kernels with their references and the engine with transformers, and runs the benchmark of the kernels. The
+script needs only Python's standard library. Missing packages are installed from wheels (``make gpu-wheels``) into a
+build folder. A failing part does not stop the others. The output ends with a table and one line of JSON; the exit
+status is 1 if anything failed.
 """
 
 import argparse
@@ -29,20 +30,20 @@ IN_BFLOAT16 = ("llama", "qwen3", "gemma3")
 
 PARTS = ("grid", "marked", "equality", "kernels")
 CHECKS_SHARE = 0.5
-"""Of the time: for kernels and engine; the benchmark, which wants the GPU for itself, has the rest."""
+"""Share of the time for checks of kernels and engine. The benchmark, which needs the GPU alone, gets the rest."""
 
 JOB_S = 240.0
 LONG_FILE = 6000
-"""Bytes of a grid file from which on it is run in parts."""
+"""Bytes of a grid file above which it is run in parts."""
 
 REPORT_S = 10.0
 NO_TESTS = 5
-"""pytest's exit status where nothing was to be run."""
+"""pytest's exit status if no tests were selected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where processes run: the folder for all that they leave behind, and their environment."""
+    """Where processes run: the folder for their files, and their environment."""
 
     build: Path
     environment: dict[str, str]
@@ -50,11 +51,11 @@ class Place:
 
 @dataclass(slots=True)
 class Job:
-    """One process, and what came of it.
+    """One process and its result.
 
     Attributes:
-        read: fills in the rest from what the process printed.
-        notes: what a person should see of a failure.
+        read: fills in the other fields from the process's output.
+        notes: descriptions of failures for the report.
     """
 
     part: str
@@ -71,49 +72,49 @@ class Job:
 
 def main() -> None:
     args = _arguments()
-    begun = time.monotonic()
-    end = begun + args.time_limit - REPORT_S
+    started = time.monotonic()
+    end = started + args.time_limit - REPORT_S
     parts = [part for part in PARTS if not args.parts or part in args.parts.split(",")]
     place, notes = prepare(args.build, args.wheels, args.dry_run)
-    facts = look(place)
+    facts = machine_job(place)
     jobs: list[Job] = []
     if facts.ok:
         checks = check_jobs(parts, args.dry_run)
-        run_all(checks, args.processes, begun + CHECKS_SHARE * args.time_limit, place)
+        run_all(checks, args.processes, started + CHECKS_SHARE * args.time_limit, place)
         jobs = checks
         if "kernels" in parts:
             bench = bench_job(place, end - time.monotonic(), args.dry_run, args.quick)
             run_one(bench, end + REPORT_S, place)
             jobs.append(bench)
-    report([facts, *jobs], notes, args, time.monotonic() - begun)
+    report([facts, *jobs], notes, args, time.monotonic() - started)
     sys.exit(0 if all(job.ok for job in [facts, *jobs]) else 1)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check kernels, engine and speed on this machine's GPU.")
-    parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(PARTS)} (all)")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="FOLDER", help="wheels (./wheels)")
+    parser.add_argument("--parts", metavar="A,B", help=f"parts to run, of {', '.join(PARTS)} (all)")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", metavar="DIR", help="wheels (./wheels)")
     build = ROOT / "build" / "gpu-check"
-    parser.add_argument("--build", type=Path, default=build, metavar="FOLDER", help="what it makes (build/gpu-check)")
-    parser.add_argument("--time-limit", type=float, default=520.0, metavar="S", help="for everything (520)")
+    parser.add_argument("--build", type=Path, default=build, metavar="DIR", help="build folder (build/gpu-check)")
+    parser.add_argument("--time-limit", type=float, default=520.0, metavar="SECONDS", help="total time (520)")
     parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N")
     parser.add_argument("--quick", action="store_true", help="fewer shapes in the benchmark")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: only whether the script runs")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write gpu-check.json there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON here")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU, to test the script itself")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for gpu-check.json, in addition to stdout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON, in addition to stdout")
     return parser.parse_args()
 
 
-# ---- what is needed
+# ---- preparation
 
 
 def prepare(build: Path, wheels: Path, dry_run: bool) -> tuple[Place, list[str]]:
-    """Where this interpreter finds quire, and what it lacks; notes on what could not be had."""
+    """Create the build folder, install missing packages; return where processes run, and notes on failed installs."""
     build = build.resolve()
     site, path = build / "site", build / "path"
     for folder in (site, path, build / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
-    # Not the repository's root: its folders are called as other people's packages are.
+    # Not the repository's root: its folders have the names of other packages.
     link = path / "quire"
     if not link.is_symlink():
         link.symlink_to(ROOT / "quire", target_is_directory=True)
@@ -133,7 +134,7 @@ def prepare(build: Path, wheels: Path, dry_run: bool) -> tuple[Place, list[str]]
 
 
 def install(wheels: Path, site: Path) -> list[str]:
-    """Unpack the wheels of packages that this interpreter lacks; those it has fit its torch and transformers."""
+    """Install the wheels of missing packages; installed packages match its torch and transformers and are kept."""
     missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0], site)]
     if not missing:
         return []
@@ -151,8 +152,8 @@ def _is_installed(name: str, site: Path) -> bool:
     return True
 
 
-def look(place: Place) -> Job:
-    """What the figures depend on; not ok where nothing can be run at all."""
+def machine_job(place: Place) -> Job:
+    """Report the versions and the device; the job fails if no check can run."""
     code = (
         "import json, platform, importlib.metadata as m, torch, triton, quire.worker_proc.startup.setup\n"
         "cuda = torch.cuda.is_available()\n"
@@ -178,7 +179,7 @@ def look(place: Place) -> Job:
 
 
 def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
-    """The longest first, as they are handed out in this order."""
+    """Return the jobs of checks, the longest first, because they are started in this order."""
     jobs = []
     if "grid" in parts:
         jobs += _grid_jobs(dry_run)
@@ -188,21 +189,21 @@ def check_jobs(parts: Sequence[str], dry_run: bool) -> list[Job]:
             dtypes = {"llama": ["float32"]}
         jobs += [_equality_job(family, dtype, dry_run) for family, all_of in dtypes.items() for dtype in all_of]
     if "marked" in parts and not dry_run:
-        # The grid is run file by file above.
-        again = "tests/kernels/test_triton.py::test_grid_on_the_device"
+        # This test runs the grid, which is run file by file above.
+        duplicate = "tests/kernels/test_triton.py::test_grid_on_the_device"
         files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
         names = [str(file.relative_to(ROOT)) for file in files]
-        jobs += [_pytest_job("marked", name, [name, "-m", "gpu", "--deselect", again]) for name in names]
+        jobs += [_pytest_job("marked", name, [name, "-m", "gpu", "--deselect", duplicate]) for name in names]
     return jobs
 
 
 def _grid_jobs(dry_run: bool) -> list[Job]:
-    """Files of many tests in parts: compiling their kernels takes longest of all."""
+    """Return a job per grid file, and several for long files, whose kernels take the longest to compile."""
     if dry_run:
         name = "dense/gated_activation.py"
         return [_pytest_job("grid", name, [f"{GRID}/{name}", "-k", "fp16", "-p", "shard", "--shard", "0/2"])]
     jobs = []
-    # A file's size tells about how many kernels it compiles.
+    # A file's size indicates how many kernels it compiles.
     for file in sorted((ROOT / GRID).rglob("*.py"), key=lambda file: -file.stat().st_size):
         if file.name == "conftest.py":
             continue
@@ -228,10 +229,10 @@ def bench_job(place: Place, seconds: float, dry_run: bool, quick: bool) -> Job:
             return
         job.found = json.loads(target.read_text(encoding="utf-8"))
         sections = job.found["results"]["sections"].values()
-        # Another library that fails is not our failure.
-        ours = [row for section in sections for row in section["rows"] if row["implementation"].startswith("quire")]
-        job.failed = sum(bool(row["error"]) for row in ours) + sum(bool(section["error"]) for section in sections)
-        job.passed = len(ours) - sum(bool(row["error"]) for row in ours)
+        # Failures of other libraries do not count.
+        own = [row for section in sections for row in section["rows"] if row["implementation"].startswith("quire")]
+        job.failed = sum(bool(row["error"]) for row in own) + sum(bool(section["error"]) for section in sections)
+        job.passed = len(own) - sum(bool(row["error"]) for row in own)
         job.notes = [note for note in job.found["notes"] if not dry_run]
         job.ok = job.failed == 0
 
@@ -257,17 +258,17 @@ def _equality_job(family: str, dtype: str, dry_run: bool) -> Job:
     command = [sys.executable, "-P", str(ROOT / "tests" / "gpu" / "equality.py"), family, "--dtype", dtype]
 
     def read(job: Job, status: int, output: str) -> None:
-        ways = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
-        bad = [way for way in ways if not way["ok"]]
-        job.passed, job.failed = len(ways) - len(bad), len(bad)
-        job.ok = status == 0 and bool(ways) and not bad
-        job.notes = [f"{way['case']}: {way['problem']}" for way in bad]
-        job.found = {"captured": sum(way["captured"] for way in ways)}
+        cases = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
+        bad = [case for case in cases if not case["ok"]]
+        job.passed, job.failed = len(cases) - len(bad), len(bad)
+        job.ok = status == 0 and bool(cases) and not bad
+        job.notes = [f"{case['case']}: {case['problem']}" for case in bad]
+        job.found = {"captured": sum(case["captured"] for case in cases)}
 
     return Job("equality", f"{family} {dtype}", command + (["--dry-run"] if dry_run else []), read)
 
 
-# ---- running them
+# ---- running the jobs
 
 
 def run_all(jobs: Sequence[Job], processes: int, end: float, place: Place) -> None:
@@ -276,10 +277,10 @@ def run_all(jobs: Sequence[Job], processes: int, end: float, place: Place) -> No
 
 
 def run_one(job: Job, end: float, place: Place) -> None:
-    """Run it until ``end``; its whole output goes to a log file."""
-    begun = time.monotonic()
-    if end - begun < 1:
-        job.notes = ["not begun: no time was left"]
+    """Run a job until ``end``, with its output in a log file."""
+    started = time.monotonic()
+    if end - started < 1:
+        job.notes = ["not started: the time limit was reached"]
         return
     log = place.build / "logs" / (re.sub(r"\W+", "-", f"{job.part} {job.name}") + ".log")
     with log.open("w+", encoding="utf-8", errors="replace") as file:
@@ -295,7 +296,7 @@ def run_one(job: Job, end: float, place: Place) -> None:
         status = _finish(process, end)
         file.seek(0)
         output = file.read()
-    job.seconds = time.monotonic() - begun
+    job.seconds = time.monotonic() - started
     job.read(job, status, output)
     if not job.ok and not job.notes:
         job.notes = [f"status {status}: {_last_words(output)}"]
@@ -303,7 +304,7 @@ def run_one(job: Job, end: float, place: Place) -> None:
 
 
 def _finish(process: "subprocess.Popen[bytes]", end: float) -> int:
-    """Its status; at ``end`` it is killed, with all that it started."""
+    """Return the exit status; at ``end`` the process group is killed."""
     try:
         return process.wait(timeout=max(end - time.monotonic(), 1))
     except subprocess.TimeoutExpired:
@@ -313,14 +314,14 @@ def _finish(process: "subprocess.Popen[bytes]", end: float) -> int:
 
 def _last_words(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it said nothing"
+    return lines[-1][:500] if lines else "no output"
 
 
-# ---- what is told
+# ---- report
 
 
 def report(jobs: Sequence[Job], notes: list[str], args: argparse.Namespace, seconds: float) -> None:
-    """In the words of every other benchmark: a table, notes, one line of JSON."""
+    """Print a table, notes and one line of JSON, in the format of the other benchmarks."""
     found = {
         "benchmark": "gpu-check",
         "settings": {"dry_run": args.dry_run, "quick": args.quick, "time_limit": args.time_limit},

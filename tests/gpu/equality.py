@@ -1,7 +1,7 @@
-"""The whole engine on a GPU against transformers: tiny checkpoints, the same greedy tokens in every way of stepping.
+"""The whole engine on a GPU compared with transformers: equal greedy tokens of tiny checkpoints in several modes.
 
-A program rather than a test file: ``check.py`` starts it, once per family, where there may be no pytest. It prints a
-line of JSON for each way. With ``--dry-run`` the same runner runs on a CPU, its kernels in Triton's interpreter.
+A program instead of a test file: ``check.py`` starts it once per family, on machines that may lack pytest. It prints a
+line of JSON per mode. With ``--dry-run`` the same runner runs on a CPU, with its kernels in Triton's interpreter.
 """
 
 import argparse
@@ -27,26 +27,26 @@ from quire.worker_proc.startup.loader import load_weights
 NUM_TOKENS = 12
 LENGTHS = (1, 3, 17, 30, 45)
 CANDIDATES = 4
-"""Prompts tried for each length, until every token of one is decided clearly; else the best of them is taken."""
+"""Maximum number of prompts tried per length, until all tokens of one are decided clearly; the best one is used."""
 
 MARGINS = {"float32": 2e-3, "bfloat16": 0.15}
-"""By how much the best logit must lead, in standard deviations of its row: less, and rounding may decide."""
+"""Minimum lead of the best logit, in standard deviations of its row: with less, rounding may decide."""
 
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "chunks": {"max_num_batched_tokens": 16},
     "preempted": {"num_blocks_override": 5},
 }
 PREEMPTED = ("llama", "qwen3")
-"""Families of one KV group, for which five blocks of 16 are enough for any one request."""
+"""Families with one KV group, for which five blocks of 16 are enough for a single request."""
 
 MORE_ROWS_THAN_FIT = 14
-"""Tokens of each prompt: one block at first, two later."""
+"""Tokens of each prompt: one block at admission, two later."""
 
 
 class InterpretedEngine(InProcessEngine):
-    """With the GPU's runner on the CPU."""
+    """An engine with the GPU's runner on the CPU."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, **settings)
@@ -74,15 +74,15 @@ def main() -> None:
 
 
 def compare(model: Any, folder: Path, family: str, dtype: str, dry_run: bool) -> Iterator[dict[str, Any]]:
-    """One result per way. ``model``: transformers' own, in float32."""
+    """Yield one result per mode. ``model``: transformers' model, in float32."""
     num_tokens = 3 if dry_run else NUM_TOKENS
     mixed = expected_answers(model, LENGTHS[1:3] if dry_run else LENGTHS, num_tokens, MARGINS[dtype])
     equal = {} if dry_run else expected_answers(model, [MORE_ROWS_THAN_FIT] * 4, num_tokens, MARGINS[dtype])
-    for way, settings in WAYS.items():
-        preempted = way == "preempted"
-        if (preempted and family not in PREEMPTED) or (dry_run and way != "chunks"):
+    for mode, settings in MODES.items():
+        preempted = mode == "preempted"
+        if (preempted and family not in PREEMPTED) or (dry_run and mode != "chunks"):
             continue
-        begun = time.monotonic()
+        started = time.monotonic()
         answers = equal if preempted else mixed
         captured = False
         try:
@@ -92,8 +92,8 @@ def compare(model: Any, folder: Path, family: str, dtype: str, dry_run: bool) ->
             problem = problem_of(engine, answers, num_tokens, preempted)
         except Exception as error:
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        found = {"case": f"{family} {dtype} {way}", "ok": not problem, "problem": problem, "captured": captured}
-        yield found | {"seconds": time.monotonic() - begun}
+        found = {"case": f"{family} {dtype} {mode}", "ok": not problem, "problem": problem, "captured": captured}
+        yield found | {"seconds": time.monotonic() - started}
 
 
 def make_engine(folder: Path, dtype: str, settings: dict[str, Any], dry_run: bool) -> InProcessEngine:
@@ -104,25 +104,25 @@ def make_engine(folder: Path, dtype: str, settings: dict[str, Any], dry_run: boo
 def problem_of(
     engine: InProcessEngine, answers: dict[tuple[int, ...], list[int]], num_tokens: int, preempted: bool
 ) -> str:
-    """What is wrong with its answers; empty when nothing is."""
+    """Run the prompts, and describe the first difference from ``answers``; empty if there is none."""
     if sum(map(len, answers.values())) < len(answers) * num_tokens // 4:
-        return "too few tokens are decided clearly enough to be compared"
+        return "too few tokens are decided clearly enough for a comparison"
     for index, prompt in enumerate(answers):
         engine.add(str(index), list(prompt), max_tokens=num_tokens)
     got = engine.run()
     for index, (prompt, expected) in enumerate(answers.items()):
         answer = got[str(index)]
         if len(answer.tokens) != num_tokens or answer.tokens[: len(expected)] != expected:
-            return f"a prompt of {len(prompt)} tokens: {answer.tokens} instead of {expected} ({answer.rejected})"
+            return f"prompt of {len(prompt)} tokens: {answer.tokens} instead of {expected} ({answer.rejected})"
     if preempted and not engine.statistics().num_preemptions:
-        return "nothing was preempted"
+        return "no request was preempted"
     return ""
 
 
 def expected_answers(
     model: Any, lengths: Sequence[int], num_tokens: int, margin: float
 ) -> dict[tuple[int, ...], list[int]]:
-    """Prompts of these lengths, and what follows greedily for as long as it is decided by more than ``margin``."""
+    """Return prompts of these lengths with greedy outputs, up to the first token decided by less than ``margin``."""
     draw = random.Random(5)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     found: dict[tuple[int, ...], list[int]] = {}
@@ -140,7 +140,7 @@ def expected_answers(
 
 @torch.inference_mode()
 def clear_answer(model: Any, prompt: list[int], num_tokens: int, margin: float) -> list[int]:
-    """Greedy tokens by whole forward passes, up to the first where the best two are nearer than ``margin``."""
+    """Compute greedy tokens by whole forward passes, up to the first with a lead of less than ``margin``."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         logits = model(torch.tensor([tokens])).logits[0, -1].float()

@@ -1,4 +1,4 @@
-"""`make gpu-check` on a machine without a GPU: that the script itself runs, and what it makes of failures."""
+"""`make gpu-check` on a machine without a GPU: the script runs, and reports failures."""
 
 import importlib.util
 import json
@@ -42,15 +42,15 @@ def test_dry_run_of_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_outlives_its_time_is_killed_and_said(check: Any, tmp_path: Path) -> None:
+def test_job_past_its_time_limit_is_killed_and_reported(check: Any, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     place = check.Place(tmp_path, {})
     endless = check.Job("equality", "endless", [sys.executable, "-c", "while True: pass"], _keep)
     check.run_one(endless, time.monotonic() + 1.5, place)
     late = check.Job("equality", "late", [sys.executable, "-c", ""], _keep)
     check.run_one(late, time.monotonic() - 1, place)
-    assert not endless.ok and endless.notes == ["status -9: it said nothing"]
-    assert late.notes == ["not begun: no time was left"] and not late.ok
+    assert not endless.ok and endless.notes == ["status -9: no output"]
+    assert late.notes == ["not started: the time limit was reached"] and not late.ok
 
 
 def _keep(job: Any, status: int, output: str) -> None:
@@ -67,14 +67,14 @@ def _keep(job: Any, status: int, output: str) -> None:
         (-9, "", (0, 0), False),
     ],
 )
-def test_what_pytest_says(check: Any, status: int, output: str, counts: tuple[int, int], ok: bool) -> None:
+def test_pytest_output_is_parsed(check: Any, status: int, output: str, counts: tuple[int, int], ok: bool) -> None:
     job = check._pytest_job("grid", "a.py", [])
     job.read(job, status, output)
     assert ((job.passed, job.failed), job.ok) == (counts, ok)
     assert job.notes == [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 
-def test_a_way_that_differs_fails_its_family(check: Any) -> None:
+def test_a_differing_case_fails_its_family(check: Any) -> None:
     job = check._equality_job("llama", "float32", False)
     good = {"case": "llama float32 graphs", "ok": True, "problem": "", "captured": True, "seconds": 1.0}
     bad = {"case": "llama float32 eager", "ok": False, "problem": "[1] instead of [2]", "captured": False}
@@ -83,7 +83,7 @@ def test_a_way_that_differs_fails_its_family(check: Any) -> None:
     assert job.notes == ["llama float32 eager: [1] instead of [2]"]
 
 
-def test_the_jobs_cover_every_grid_file_and_family(check: Any) -> None:
+def test_jobs_cover_every_grid_file_and_family(check: Any) -> None:
     jobs = check.check_jobs(check.PARTS, dry_run=False)
     folder = check.ROOT / check.GRID
     grid = {str(path.relative_to(folder)) for path in folder.rglob("*.py")} - {"conftest.py"}

@@ -1,8 +1,8 @@
-"""Compile every Triton kernel to machine code for GPUs that need not be here, and print what each variant uses.
+"""Compile every Triton kernel ahead of time for several GPU generations, and print the resources of each variant.
 
-A program of its own, because a process under TRITON_INTERPRET=1 cannot compile. Run it as
-``python -P tests/kernels/compile_ahead.py``; it prints a table, and as its last line the same as JSON. Compiling takes
-most of a second for each kernel and GPU: ``--capabilities 90`` compiles for one of them only.
+It needs no GPU. It is a separate program, because a process with TRITON_INTERPRET=1 cannot compile. Run
+``python -P tests/kernels/compile_ahead.py``: it prints a table and, as its last line, the same data as JSON.
+Compilation takes almost a second per kernel and GPU: ``--capabilities 90`` selects one GPU generation.
 """
 
 import argparse
@@ -26,16 +26,16 @@ sys.path.insert(0, str(HERE.parent / "support" / "worker"))
 from kernel_variant import Variant  # noqa: E402
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory bytes that one block of threads may have, by compute capability (CUDA programming guide)."""
+"""Maximum shared memory bytes of a thread block, by compute capability (source: CUDA programming guide)."""
 
 STACK_LIMIT = 64
-"""Bytes of a thread's stack, which is where registers spill to. Compiler versions differ by a few; a tile that is too
-large for its threads spills hundreds."""
+"""Maximum stack bytes of a thread, to which registers spill. Compiler versions differ by a few bytes; a tile that is
+too large for its threads spills hundreds."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled variant takes: registers and stack bytes of a thread, or None without cuobjdump."""
+    """Resources of a compiled variant; registers and stack bytes of a thread are None without cuobjdump."""
 
     variant: str
     capability: int
@@ -45,7 +45,7 @@ class Usage:
 
 
 def variants() -> Iterator[Variant]:
-    """What every file in ``ahead`` lists."""
+    """Yield the variants that the files in ``ahead`` list."""
     for path in sorted((HERE / "ahead").rglob("*.py")):
         yield from runpy.run_path(str(path))["variants"]()
 
@@ -53,7 +53,7 @@ def variants() -> Iterator[Variant]:
 def compile_variant(variant: Variant, capability: int) -> Usage:
     names = variant.kernel.arg_names
     signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
-    # As the launcher would: Triton specialises on pointers and strides that 16 divides, and most are.
+    # As in most launches: Triton specialises on pointers and strides that are divisible by 16.
     divisible = [i for i, name in enumerate(names) if signature[name][0] == "*" or "stride" in name]
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
@@ -63,7 +63,7 @@ def compile_variant(variant: Variant, capability: int) -> Usage:
 
 
 def resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """Registers and stack bytes of a thread. Registers that do not fit are spilled to the stack."""
+    """Return the registers and stack bytes of a thread; registers that do not fit are spilled to the stack."""
     try:
         tool = triton.knobs.nvidia.cuobjdump.path
     except RuntimeError:
@@ -78,7 +78,7 @@ def resources(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def as_page(usages: list[Usage], capabilities: Collection[int]) -> str:
-    """The figures as a page of docs/figures: registers and stack bytes of a thread, shared memory of a program."""
+    """Format a page of docs/figures: registers and stack bytes of a thread, shared memory of a program."""
     lines = [
         "# Compiled kernels",
         "",
@@ -96,10 +96,10 @@ def as_page(usages: list[Usage], capabilities: Collection[int]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be here.")
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel ahead of time, without a GPU.")
     capabilities = ",".join(map(str, SHARED_MEMORY_LIMIT))
-    parser.add_argument("--capabilities", default=capabilities, metavar="A,B", help=f"only these of {capabilities}")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the figures there, as a page")
+    parser.add_argument("--capabilities", default=capabilities, metavar="A,B", help=f"some of {capabilities}")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures to FILE as a Markdown page")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The references against worked examples and dense attention, and what launchers refuse. None of this needs triton."""
+"""Argument checks of launchers, and their behaviour without triton. These tests do not need triton."""
 
 import subprocess
 import sys
@@ -22,19 +22,19 @@ CPU = torch.device("cpu")
         (torch.zeros(4, 3).T, r"key: the innermost dimension \(head_dim\) has stride 3, expected 1"),
     ],
 )
-def test_an_error_names_the_tensor_and_the_dimension(tensor: torch.Tensor, message: str) -> None:
+def test_error_names_the_tensor_and_the_dimension(tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_tensor("key", tensor, {"num_tokens": None, "head_dim": 4}, (torch.float32, torch.float16), CPU)
 
 
 @pytest.mark.full
-def test_launchers_import_without_triton_and_say_what_a_launch_needs() -> None:
+def test_launchers_import_without_triton_and_name_the_missing_package() -> None:
     script = """
 import sys
 import quire.kernels.cache.cache_write, quire.kernels.attention.paged_attention, quire.kernels.cache.slot_mapping
 from quire.worker_proc.attention.triton_backend import TritonBackend
 assert "triton" not in sys.modules
-sys.modules["triton"] = None  # what Python takes for a missing package
+sys.modules["triton"] = None  # makes Python's import fail as for a missing package
 try:
     TritonBackend()
 except RuntimeError as error:
@@ -44,7 +44,7 @@ except RuntimeError as error:
     assert "need the triton package" in done.stdout
 
 
-def test_a_launch_on_the_cpu_needs_the_interpreter() -> None:
+def test_launch_on_the_cpu_needs_the_interpreter() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed")
     if triton.knobs.runtime.interpret:
         pytest.skip("the interpreter is on")

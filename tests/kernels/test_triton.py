@@ -1,4 +1,4 @@
-"""The Triton tests, which are programs of their own: one under TRITON_INTERPRET=1 cannot compile."""
+"""The Triton tests, which run in separate processes: a process with TRITON_INTERPRET=1 cannot compile."""
 
 import importlib.metadata
 import importlib.util
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 
 
 needs_3_7 = pytest.mark.skipif(
-    VERSION < (3, 7), reason="before 3.7 the interpreter makes range bounds of arrays, which NumPy refuses"
+    VERSION < (3, 7), reason="before 3.7 the interpreter passes arrays as bounds of range, which NumPy rejects"
 )
 
 
 @needs_3_7
 def test_first_cases_in_the_interpreter(side_run: str) -> None:
-    """Of each kernel's test one shape; ``make test-full`` has more."""
+    """One shape of each kernel's test; ``make test-full`` runs more."""
     assert " passed" in side_run
 
 
@@ -41,19 +41,19 @@ def test_rest_of_the_grid_in_the_interpreter(side_run: str) -> None:
 
 
 @pytest.mark.full
-def test_compiles_ahead(side_run: str) -> None:
+def test_kernels_compile_ahead_of_time(side_run: str) -> None:
     assert '"failures": []' in side_run
 
 
 @pytest.mark.slow
-def test_compiles_ahead_for_other_generations(side_run: str) -> None:
+def test_kernels_compile_ahead_of_time_for_other_gpu_generations(side_run: str) -> None:
     assert '"failures": []' in side_run
 
 
 @pytest.mark.gpu
 def test_grid_on_the_device(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+        pytest.skip("no CUDA device")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", *PYTEST, *GRID]
     done = subprocess.run(

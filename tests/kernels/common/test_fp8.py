@@ -7,7 +7,7 @@ from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, is_e5m2, to_fp8_refere
 
 
 @pytest.mark.parametrize(("dtype", "largest"), list(zip(FP8_DTYPES, (448.0, 57344.0), strict=True)))
-def test_numbers_outside_become_the_largest(dtype: torch.dtype, largest: float) -> None:
+def test_numbers_out_of_range_become_the_largest(dtype: torch.dtype, largest: float) -> None:
     x = torch.tensor([largest * 1.5, torch.inf, -largest * 1.5, -torch.inf])
     assert to_fp8_reference(x, dtype).float().tolist() == [largest, largest, -largest, -largest]
     assert to_fp8_reference(torch.tensor([torch.nan]), dtype).float().isnan().all()

@@ -36,7 +36,7 @@ def _assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_it_computes_what_the_reference_computes(native: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_result_equals_the_reference(native: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     _skip_unless_taken(native, dtype)
     weight, bias = _random(outputs, inputs).to(dtype), _random(outputs, seed=1)
     plain, biased = PackedLinear(native, weight), PackedLinear(native, weight, bias)
@@ -46,7 +46,7 @@ def test_it_computes_what_the_reference_computes(native: Native, dtype: torch.dt
         _assert_close(biased(x), x, weight, bias)
 
 
-def test_rows_may_lie_apart_and_be_narrower(native: Native) -> None:
+def test_rows_may_be_strided_and_of_a_narrower_dtype(native: Native) -> None:
     packed = PackedLinear(native, _random(20, 24))
     wide = _random(7, 64)
     assert torch.equal(packed(wide[:, 8:32]), packed(wide[:, 8:32].contiguous()))
@@ -55,7 +55,7 @@ def test_rows_may_lie_apart_and_be_narrower(native: Native) -> None:
     assert torch.equal(packed(half), packed(half.float()).bfloat16())
 
 
-def test_a_value_that_is_not_a_number_stays_in_its_row_and_output(native: Native) -> None:
+def test_nan_and_infinity_stay_in_their_row_and_output(native: Native) -> None:
     """Padding is multiplied too: it must be zeros that nobody reads, not what lay in memory."""
     x, weight = _random(7, 33), _random(20, 33).bfloat16()
     x[2, 32], weight[5, 32] = float("nan"), float("inf")
@@ -65,7 +65,7 @@ def test_a_value_that_is_not_a_number_stays_in_its_row_and_output(native: Native
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_do_not_depend_on_its_batch(native: Native, dtype: torch.dtype) -> None:
+def test_row_bits_do_not_depend_on_the_batch(native: Native, dtype: torch.dtype) -> None:
     _skip_unless_taken(native, dtype)
     packed = PackedLinear(native, _random(100, 1100).to(dtype), _random(100, seed=1))
     x = _random(300, 1100, seed=2)
@@ -83,7 +83,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(native: Native, dtype: torch.dty
         torch.set_num_threads(before)
 
 
-def test_what_does_not_fit_is_refused(native: Native) -> None:
+def test_wrong_shapes_and_dtypes_are_rejected(native: Native) -> None:
     packed = PackedLinear(native, _random(20, 24))
     with pytest.raises(ValueError, match="x: expected"):
         packed(_random(2, 23))

@@ -31,7 +31,7 @@ LOAD = "from quire.kernels.cpu.native import load_native; n = load_native(); pri
 
 
 @pytest.mark.full
-def test_torchs_thread_count_governs_the_library_and_one_runtime_is_mapped(native: Native) -> None:
+def test_library_uses_torchs_thread_count_and_one_openmp_runtime(native: Native) -> None:
     code = (
         "import ctypes, torch, pathlib\n"
         "from quire.kernels.cpu.native import load_native\n"
@@ -57,7 +57,7 @@ cp {library} "$2"
 
 @pytest.mark.full
 @pytest.mark.parametrize("compiler", ["a stand-in", pytest.param("the one of this machine", marks=pytest.mark.slow)])
-def test_it_is_built_once(native: Native, tmp_path: Path, compiler: str) -> None:
+def test_library_is_built_once(native: Native, tmp_path: Path, compiler: str) -> None:
     """Two processes that start together share one build, in a folder that only its owner can write to."""
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXXFLAGS": "-O0"}
     count = tmp_path / "count"
@@ -90,11 +90,11 @@ def _reason(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
     return found
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "QUIRE_CPU_NATIVE is 0" in _reason(monkeypatch, QUIRE_CPU_NATIVE="0")
 
 
-def test_no_compiler_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "compiler not found" in _reason(monkeypatch, CXX="no-such-compiler")
     assert "quotation" in _reason(monkeypatch, CXX="'")
     monkeypatch.delenv("CXX")
@@ -102,14 +102,14 @@ def test_no_compiler_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, t
     assert "no C++ compiler" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))
 
 
-def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.cpp:1: error: not today" >&2; exit 1\n')
     broken.chmod(0o700)
     assert "not today" in _reason(monkeypatch, CXX=str(broken), XDG_CACHE_HOME=str(tmp_path))
 
 
-def test_a_cache_that_others_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_writable_by_others_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "quire").mkdir()
     (tmp_path / "quire").chmod(0o777)
     assert "writable by other users" in _reason(monkeypatch, XDG_CACHE_HOME=str(tmp_path))

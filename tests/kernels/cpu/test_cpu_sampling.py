@@ -59,7 +59,7 @@ def sample(native: Native, logits: torch.Tensor, columns: SamplingColumns) -> to
 
 @pytest.mark.parametrize("kind", ["distinct", "equals", "sharp", "masked"])
 @pytest.mark.parametrize("vocab", [1, 7, 300, 2048, 9001])
-def test_tokens_are_the_references(vocab: int, kind: str, native: Native) -> None:
+def test_tokens_equal_the_reference(vocab: int, kind: str, native: Native) -> None:
     rng = torch.Generator().manual_seed(vocab)
     rows = (24 if vocab < 1000 else 5) * len(CASES)
     logits = (torch.randn(rows, vocab + 3, generator=rng) * (12 if kind == "sharp" else 3))[:, :vocab]
@@ -71,7 +71,7 @@ def test_tokens_are_the_references(vocab: int, kind: str, native: Native) -> Non
     assert torch.equal(sample(native, logits, columns), expected(logits, columns))
 
 
-def test_every_unit_of_the_mass_is_where_the_reference_has_it(native: Native) -> None:
+def test_tokens_equal_the_reference_for_noise_all_over_the_interval(native: Native) -> None:
     """Positions far apart are noise all over [0, 1)."""
     logits = (torch.randn(1, 64, generator=torch.Generator().manual_seed(0)) * 2).round().expand(4000, 64)
     for case in (CASES[0], CASES[2], CASES[3], CASES[7]):
@@ -80,7 +80,7 @@ def test_every_unit_of_the_mass_is_where_the_reference_has_it(native: Native) ->
 
 
 @pytest.mark.full
-def test_the_best_are_found_wherever_they_stand(native: Native) -> None:
+def test_best_tokens_are_found_at_any_index(native: Native) -> None:
     """Far apart, each in a part of the row of its own; or all in one vector."""
     for places in ([10, 1600, 8000, 4500], [4000, 4001, 4002, 4003]):
         logits = torch.full((200, 9001), -5.0)
@@ -91,7 +91,7 @@ def test_the_best_are_found_wherever_they_stand(native: Native) -> None:
         assert torch.equal(tokens, expected(logits, columns))
 
 
-def test_positions_and_rows_are_told_apart(native: Native) -> None:
+def test_positions_use_their_row_and_offset(native: Native) -> None:
     rng = torch.Generator().manual_seed(1)
     columns = columns_of(12, CASES)
     logits = torch.randn(7, 500, generator=rng) * 3
@@ -102,7 +102,7 @@ def test_positions_and_rows_are_told_apart(native: Native) -> None:
     assert torch.equal(tokens, sample_reference(logits, noise, *own))
 
 
-def test_a_row_is_the_same_with_any_number_of_threads_and_beside_any_other(native: Native) -> None:
+def test_row_does_not_depend_on_threads_and_other_rows(native: Native) -> None:
     logits = torch.randn(24, 6000, generator=torch.Generator().manual_seed(2)) * 3
     columns = columns_of(24, CASES)
     threads = torch.get_num_threads()
@@ -119,7 +119,7 @@ def test_a_row_is_the_same_with_any_number_of_threads_and_beside_any_other(nativ
     assert torch.equal(found[0], torch.cat(alone))
 
 
-def test_bad_rows_have_their_best_token_and_disturb_no_one(native: Native) -> None:
+def test_bad_rows_get_their_best_token_and_do_not_affect_others(native: Native) -> None:
     logits = torch.zeros(5, 700)
     logits[0, 9] = torch.nan
     logits[1] = -torch.inf
@@ -133,13 +133,13 @@ def test_bad_rows_have_their_best_token_and_disturb_no_one(native: Native) -> No
     assert CpuLogits(native).bad(logits).tolist() == [True, True, True, True, False]
 
 
-def test_nothing_sampled_is_no_error(native: Native) -> None:
+def test_empty_batch_is_allowed(native: Native) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     tokens, bad = CpuSampling(native, columns_of(3, CASES)).sample(torch.zeros(0, 5), none, none)
     assert len(tokens) == len(bad) == 0
 
 
-def test_the_distribution_that_is_drawn_from() -> None:
+def test_sampled_logits_have_the_drawn_distribution() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(4, 1)
     got = sampled_logits(
         logits,
@@ -154,7 +154,7 @@ def test_the_distribution_that_is_drawn_from() -> None:
 
 @pytest.mark.parametrize(("vocab", "n"), [(1, 1), (7, 7), (40, 40), (300, 0), (300, 20), (5000, 20), (5000, 700)])
 @pytest.mark.parametrize("equals", [False, True])
-def test_logprobs_are_the_references(vocab: int, n: int, equals: bool, native: Native) -> None:
+def test_logprobs_equal_the_reference(vocab: int, n: int, equals: bool, native: Native) -> None:
     rng = torch.Generator().manual_seed(vocab + n)
     logits = (torch.randn(9, vocab + 3, generator=rng) * 3)[:, :vocab]
     logits[0, 1:] = -torch.inf
@@ -166,7 +166,7 @@ def test_logprobs_are_the_references(vocab: int, n: int, equals: bool, native: N
     torch.testing.assert_close(got.values, want.values, rtol=TOLERANCE[0], atol=TOLERANCE[1])
 
 
-def test_logprobs_of_a_row_with_a_nan_name_tokens_that_exist(native: Native) -> None:
+def test_logprobs_of_a_row_with_nan_have_valid_tokens(native: Native) -> None:
     logits = torch.zeros(1, 20)
     logits[0, :15] = torch.nan
     told = CpuLogits(native).top_logprobs(logits, torch.tensor([3]), 10)
@@ -175,7 +175,7 @@ def test_logprobs_of_a_row_with_a_nan_name_tokens_that_exist(native: Native) -> 
     assert math.isnan(told.values[0, 0])
 
 
-def test_a_token_that_does_not_exist_has_no_value(native: Native) -> None:
+def test_logprob_of_a_token_out_of_range_is_nan(native: Native) -> None:
     told = CpuLogits(native).top_logprobs(torch.zeros(3, 20), torch.tensor([-1, 20, 19]), 1)
     assert told.values[:, 0].isnan().tolist() == [True, True, False]
     assert told.ranks.tolist() == [1, 1, 1] and told.token_ids[:, 1].tolist() == [0, 0, 0]

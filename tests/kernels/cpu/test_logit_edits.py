@@ -30,14 +30,14 @@ def test_penalties_of_a_worked_example() -> None:
     assert logits[2].tolist() == [4.0, -4.0, 4.0, 4.0, 1.0]
 
 
-def test_a_draft_that_does_not_exist_is_an_error_in_torch() -> None:
+def test_draft_out_of_range_is_an_error_in_torch() -> None:
     case = PenaltyCase(20, CPU)
     case.drafts[1] = -7
     with pytest.raises(IndexError, match="drafts must not be negative"):
         apply_penalties_reference(*case.arguments())
 
 
-def test_a_mask_of_a_worked_example() -> None:
+def test_bitmask_of_a_worked_example() -> None:
     for apply in (apply_token_bitmask, apply_token_bitmask_reference):
         logits = torch.zeros(2, 34)
         apply(logits, torch.tensor([1]), torch.tensor([[0b101, 0b10]], dtype=torch.int32))
@@ -46,7 +46,7 @@ def test_a_mask_of_a_worked_example() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "num_words"), [(5, 1), (64, 2), (70, 2), (40, 3), (70_001, 2188), (33, 0)])
-def test_native_masks_are_the_references(vocab: int, num_words: int, native: LogitEdits) -> None:
+def test_native_bitmasks_equal_the_reference(vocab: int, num_words: int, native: LogitEdits) -> None:
     rng = torch.Generator().manual_seed(vocab)
     logits = torch.randn(4, vocab + 3, generator=rng)[:, :vocab]
     words = torch.randint(-(2**31), 2**31, (3, num_words), generator=rng).int()
@@ -59,7 +59,7 @@ def test_native_masks_are_the_references(vocab: int, num_words: int, native: Log
     assert torch.equal(got[1], logits[1])
 
 
-def test_a_mask_for_no_row_is_left_out_or_an_error(native: LogitEdits) -> None:
+def test_bitmask_of_a_row_out_of_range_is_ignored_or_an_error(native: LogitEdits) -> None:
     logits, rows, words = torch.zeros(2, 40), torch.tensor([-1, 2]), torch.zeros(2, 2, dtype=torch.int32)
     native.bitmask(logits, rows, words)
     assert not logits.any()

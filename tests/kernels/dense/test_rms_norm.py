@@ -8,13 +8,13 @@ from quire.kernels.dense.rms_norm import MAX_WIDTH, add_rms_norm, add_rms_norm_r
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_is_torchs(dtype: torch.dtype) -> None:
+def test_reference_equals_torch(dtype: torch.dtype) -> None:
     x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = torch.linspace(-2, 2, 48, dtype=dtype)
     torch.testing.assert_close(rms_norm_reference(x, weight, 1e-6), F.rms_norm(x, (48,), weight, 1e-6))
 
 
-def test_sum_is_rounded_before_it_is_normed() -> None:
+def test_sum_is_rounded_before_the_norm() -> None:
     # 256 + 1 is 256 in bfloat16, so that both elements of the sum are equal.
     residual = torch.tensor([[256.0, 256.0]], dtype=torch.bfloat16)
     x = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)

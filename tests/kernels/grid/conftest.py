@@ -1,7 +1,7 @@
-"""What the kernel grids share: where they run, and batches whose every unused place is poisoned.
+"""Fixtures of the kernel grids: the device, and batches whose unused memory is poisoned with NaN.
 
-The interpreter is slow: ``--cases first`` runs the first case of each test, ``--cases even`` every second one with
-the first, and ``--cases odd`` those between.
+The interpreter is slow: ``--cases first`` runs the first case of each test, ``--cases even`` and ``--cases odd`` run
+every second case, the first of them with ``even``.
 """
 
 from collections import Counter
@@ -16,15 +16,15 @@ from quire.kernels.attention.attention_work import Visible
 from quire.worker_proc.attention.backend import StepBatch
 
 UNREADABLE_BLOCK_ID = 2**30
-"""Stands in a block table past a row's end and left of its window: a kernel that follows it leaves the cache."""
+"""Block id in a block table past a row's end and before its window: a kernel that uses it reads outside the cache."""
 
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A step, its fresh keys and values, and a cache which holds the rows' earlier visible tokens and otherwise NaN.
+    """A step, its new keys and values, and a KV cache with the rows' earlier visible tokens and NaN everywhere else.
 
-    ``filled_cache`` is ``kv_cache`` with the fresh keys and values written. ``num_tokens`` counts the rows' tokens;
-    the tensors of the step are longer by ``padding``.
+    ``filled_cache`` is ``kv_cache`` with the new keys and values written. ``num_tokens`` counts the rows' tokens; the
+    tensors of the step are longer by ``padding``.
     """
 
     batch: StepBatch
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def interpreted() -> bool:
-    # Imported here, because pytest loads this file where triton is missing too.
+    # Imported here, because pytest loads this file without triton too.
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -78,7 +78,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    # The interpreter keeps bfloat16 as raw bits and computes with those: silently wrong, and not our kernels' doing.
+    # The interpreter stores bfloat16 as raw bits and computes with these: the results are wrong, without an error.
     if request.param is torch.bfloat16 and interpreted():
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     return request.param
@@ -86,7 +86,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def main_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """For what float16 would tell nothing new about: the interpreter is slow."""
+    """The dtypes for tests in which float16 adds no coverage: the interpreter is slow."""
     if request.param is torch.bfloat16 and interpreted():
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     return request.param
@@ -113,7 +113,7 @@ def make_case(device: torch.device) -> MakeCase:
         num_blocks = sum(blocks_of_row) + 3
         free = torch.randperm(num_blocks, generator=rng).tolist()
         block_table = torch.full((len(seq_lens), max(blocks_of_row) + 2), UNREADABLE_BLOCK_ID, dtype=torch.int32)
-        # In float32 until all is in place, since 8-bit floats cannot be indexed.
+        # float32 until it is filled, because 8-bit floats cannot be indexed.
         cache = torch.full((2, num_blocks * block_size, num_kv_heads, head_dim), torch.nan)
         filled = cache.clone()
         slot_mapping = torch.full((sum(query_lens) + padding,), -1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The decoder's steps by our kernels against the same by torch; run by test_triton.py."""
+"""``TritonOps`` against ``TorchOps``; run by test_triton.py."""
 
 import pytest
 import torch
@@ -10,19 +10,19 @@ from quire.worker_proc.models.triton_ops import TritonOps
 
 
 def test_norms(dtype: torch.dtype, device: torch.device) -> None:
-    ours: Ops = TritonOps()
-    torchs: Ops = TorchOps()
+    triton_ops: Ops = TritonOps()
+    torch_ops: Ops = TorchOps()
     rng = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 5, 96, generator=rng).to(dtype).to(device)
     weight = torch.randn(96, generator=rng).to(dtype).to(device)
     rtol, atol = rms_norm.TOLERANCES[dtype]
     sums = residual.clone(), residual.clone()
-    result = ours.add_rms_norm(x, sums[0], weight, 1e-6)
-    torch.testing.assert_close(result, torchs.add_rms_norm(x, sums[1], weight, 1e-6), rtol=rtol, atol=atol)
+    result = triton_ops.add_rms_norm(x, sums[0], weight, 1e-6)
+    torch.testing.assert_close(result, torch_ops.add_rms_norm(x, sums[1], weight, 1e-6), rtol=rtol, atol=atol)
     assert torch.equal(*sums)
     heads = x.view(5, 3, 32)[:, 1:]
     for head_weight in (weight[:32], None):
-        result, expected = (ops.rms_norm(heads, head_weight, 1e-6) for ops in (ours, torchs))
+        result, expected = (ops.rms_norm(heads, head_weight, 1e-6) for ops in (triton_ops, torch_ops))
         torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
 
 
@@ -39,7 +39,7 @@ def test_gates(activation: str, dtype: torch.dtype, device: torch.device) -> Non
 def test_experts(activation: str, renormalise: bool, dtype: torch.dtype, device: torch.device) -> None:
     rng = torch.Generator().manual_seed(0)
     x, scores = torch.randn(6, 40, generator=rng).to(dtype), torch.randn(6, 4, generator=rng).to(dtype)
-    # Weights may be narrower than what they meet.
+    # Weights may have a narrower dtype than the activations.
     narrow = torch.float16 if dtype == torch.float32 else dtype
     gate_up, gate_up_bias = torch.randn(4, 48, 40, generator=rng) / 6, torch.randn(4, 48, generator=rng)
     down, down_bias = torch.randn(4, 40, 24, generator=rng) / 5, torch.randn(4, 40, generator=rng)

@@ -13,7 +13,7 @@ def test_worked_example() -> None:
     assert values.tolist() == [1.0, 2.0, 12.0, -12.0, -4.0, -1.0] + [0.0] * 26
 
 
-def test_scale_of_255_is_not_a_number() -> None:
+def test_scale_of_255_is_nan() -> None:
     blocks = torch.full((1, 16), 0x22, dtype=torch.uint8)
     values = dequantise_mxfp4(blocks, torch.tensor([255], dtype=torch.uint8), torch.bfloat16)
     assert values.isnan().all()

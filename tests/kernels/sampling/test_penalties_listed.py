@@ -92,7 +92,7 @@ class Slots:
 @pytest.mark.full
 @given(SEEDS, st.sampled_from([3, 20, 700]))
 @settings(max_examples=60, deadline=None)
-def test_whatever_happens_it_is_the_reference(seed: int, vocab: int) -> None:
+def test_random_operations_equal_the_reference(seed: int, vocab: int) -> None:
     rng = random.Random(seed)
     slots = Slots(rng, vocab)
     for _ in range(10):
@@ -107,7 +107,7 @@ def test_whatever_happens_it_is_the_reference(seed: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, 77, 40_003])
-def test_a_case_for_every_rule(vocab: int) -> None:
+def test_case_with_every_penalty(vocab: int) -> None:
     case = PenaltyCase(vocab, CPU)
     (got, slots, counts, *rest), want = case.arguments(), case.arguments()
     of_dense(counts).penalise(got, slots, *rest)
@@ -116,7 +116,7 @@ def test_a_case_for_every_rule(vocab: int) -> None:
     assert not torch.equal(got, case.logits)
 
 
-def test_one_thread_or_several() -> None:
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
     """A batch that is shared among threads is as its rows alone."""
     rng = np.random.default_rng(0)
     counts = listed(4_000)
@@ -134,7 +134,7 @@ def test_one_thread_or_several() -> None:
         assert torch.equal(together[row], alone[0])
 
 
-def test_what_does_not_exist_is_left_out() -> None:
+def test_slots_and_tokens_out_of_range_are_ignored() -> None:
     case = PenaltyCase(20, CPU)
     counts = of_dense(case.counts)
     case.drafts[:], case.slots[0] = 20, 6
@@ -148,7 +148,7 @@ def test_what_does_not_exist_is_left_out() -> None:
     assert torch.equal(counts.dense(), case.counts)
 
 
-def test_a_slot_is_cleared_by_its_list() -> None:
+def test_slot_is_cleared_by_its_list() -> None:
     """What is in no list is not looked for: a place that was set behind the list's back stays."""
     counts = listed(50)
     counts.grow(1)
@@ -160,7 +160,7 @@ def test_a_slot_is_cleared_by_its_list() -> None:
         counts.check()
 
 
-def test_lists_grow_with_the_longest_text_alone() -> None:
+def test_lists_grow_only_with_the_longest_text() -> None:
     counts = listed(100_000)
     counts.grow(2)
     room = counts._tokens.shape[1]

@@ -40,7 +40,7 @@ def cpu_samplers(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Te
     ],
 )
 @pytest.mark.parametrize("equals", [False, True])
-def test_reference_is_the_cpu_samplers(
+def test_reference_equals_the_cpu_sampler(
     temperature: float, top_k: int, top_p: float, min_p: float, equals: bool
 ) -> None:
     logits = torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(0)) * 3
@@ -60,7 +60,7 @@ def test_statistics_of_a_worked_example() -> None:
     assert result.log_sum_exp[0].item() == pytest.approx(3 + math.log(2 + math.exp(-2)))
 
 
-def test_noise_reference_is_the_cpu_samplers() -> None:
+def test_noise_reference_equals_the_cpu_sampler() -> None:
     seeds = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
     positions = np.array([0, 7, 2**31 - 1, 5], dtype=np.int32)
     result = uniform_reference(torch.from_numpy(seeds), torch.from_numpy(positions))

@@ -16,8 +16,8 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 # A process in Triton's interpreter cannot compile, and one that compiles cannot interpret.
 PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
-    "test_compiles_ahead": ([TESTS / "kernels" / "compile_ahead.py", "--capabilities", "90"], {}),
-    "test_compiles_ahead_for_other_generations": (
+    "test_kernels_compile_ahead_of_time": ([TESTS / "kernels" / "compile_ahead.py", "--capabilities", "90"], {}),
+    "test_kernels_compile_ahead_of_time_for_other_gpu_generations": (
         [TESTS / "kernels" / "compile_ahead.py", "--capabilities", "80,100"],
         {},
     ),

@@ -69,7 +69,7 @@ def alone(folder: Path, text: list[int], count: int, **sampling: object) -> list
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_drafts_do_not_depend_on_what_was_drafted_before(folder: Path, temperature: float) -> None:
+def test_drafts_do_not_depend_on_earlier_drafts(folder: Path, temperature: float) -> None:
     rows, proposer = make(folder)
     rows.change([], {7: [5, 9, 30]}, temperature=temperature)
     for kept, then in ((4, [50]), (2, [51]), (0, [52]), (1, [53]), (3, []), (4, [54, 55, 56])):
@@ -79,7 +79,7 @@ def test_drafts_do_not_depend_on_what_was_drafted_before(folder: Path, temperatu
         rows.extend(7, drafts[:kept] + then)
 
 
-def test_rows_move_and_come_and_go(folder: Path) -> None:
+def test_rows_are_added_moved_and_removed(folder: Path) -> None:
     rows, proposer = make(folder)
     texts = {h: [(h * k) % 90 + 3 for k in range(3 * h, 3 * h + 5 * h)] for h in (1, 2, 3, 4)}
     rows.change([], texts, temperature=0.0)
@@ -95,7 +95,7 @@ def test_rows_move_and_come_and_go(folder: Path) -> None:
     assert proposer.num_free_blocks == 64
 
 
-def test_who_is_far_behind_catches_up_over_steps_and_holds_nobody_up(folder: Path) -> None:
+def test_row_far_behind_catches_up_over_steps_without_delaying_others(folder: Path) -> None:
     rows, proposer = make(folder, max_step_tokens=10)
     rows.change([], {1: [3, 4, 5], 2: list(range(10, 35))}, temperature=0.0)
     assert set(proposer.propose({0: 2, 1: 2})) == {0}
@@ -121,7 +121,7 @@ def test_without_blocks_there_are_no_drafts(folder: Path) -> None:
     assert proposer.num_free_blocks == 1
 
 
-def test_drafts_end_where_texts_do(folder: Path) -> None:
+def test_drafts_end_at_the_longest_length(folder: Path) -> None:
     rows, proposer = make(folder)
     rows.change([], {1: [3] * 62, 2: [4] * 64}, temperature=0.0)
     drafts = proposer.propose({0: 4, 1: 4})
@@ -157,13 +157,13 @@ def test_an_absent_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         ({"method": "suffix", "suffix_max_depth": 0}, "suffix_max_depth"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(folder: Path, settings: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_rejected(folder: Path, settings: dict[str, object], words: str) -> None:
     chosen = SpeculativeConfig(**settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         InProcessEngine(folder, num_speculative_tokens=2, speculative=chosen)
 
 
-def test_the_memory_plan_counts_the_draft_model(folder: Path) -> None:
+def test_memory_plan_includes_the_draft_model(folder: Path) -> None:
     config = config_of(folder)
     layout = kv_layout(config.model, BLOCK, "float32")
     plain = plan_memory(config, layout, 1000, CPU)

@@ -28,7 +28,7 @@ def plain(text: list[int], low: int, high: int, wanted: int) -> list[int]:
 @NATIVES
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_drafts_are_those_of_a_plain_search(native: Native | None, data: st.DataObject) -> None:
+def test_drafts_equal_a_simple_search(native: Native | None, data: st.DataObject) -> None:
     rows = DraftBatch(max_rows=4, max_len=256)
     proposer = NgramProposer(rows.batch, 2, 4, 5, native)
     held: list[int] = []
@@ -60,7 +60,7 @@ def test_long_runs_in_long_texts(native: Native | None) -> None:
 
 
 @NATIVES
-def test_a_row_says_nothing_of_the_one_before_it(native: Native | None) -> None:
+def test_row_is_not_searched_for_an_earlier_request(native: Native | None) -> None:
     rows = DraftBatch()
     proposer = NgramProposer(rows.batch, 1, 2, 1, native)
     rows.change([], {1: [1, 2, 3, 1, 2]})

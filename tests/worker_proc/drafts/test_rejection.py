@@ -64,7 +64,7 @@ def two_tokens(model: torch.Tensor, draft: torch.Tensor, **sampling: object) -> 
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_distribution_is_the_models(seed: int) -> None:
+def test_distribution_equals_the_models(seed: int) -> None:
     model, draft = distributions(seed)
     found, share = two_tokens(model, draft)
     p = torch.softmax(model.double(), -1).numpy()
@@ -80,7 +80,7 @@ def test_the_distribution_is_the_models(seed: int) -> None:
     assert ((seen - wrong) ** 2 / wrong).sum() > 500
 
 
-def test_who_agrees_accepts_everything() -> None:
+def test_equal_distributions_accept_every_draft() -> None:
     model, _ = distributions(3)
     _, share = two_tokens(model, model)
     assert share == 1.0
@@ -92,7 +92,7 @@ def test_a_seed_gives_the_same_text() -> None:
     assert (two_tokens(model, draft)[0] == two_tokens(model, draft)[0]).all()
 
 
-def test_greedy_rows_are_left_alone() -> None:
+def test_greedy_rows_are_unchanged() -> None:
     rows = DraftBatch(2, 4)
     rows.change([], {1: [0], 2: [0]}, temperature=0.0)
     rejection = RejectionSampler(rows.batch, DraftSampler(rows.batch, CPU, keeps=True))

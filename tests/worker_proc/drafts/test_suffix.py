@@ -13,7 +13,7 @@ def answered(rows: DraftBatch, proposer: SuffixProposer, handle: int, prompt: li
     rows.change([handle], {})
 
 
-def test_the_more_frequent_continuation_is_drafted() -> None:
+def test_more_frequent_continuation_is_drafted() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [1, 2, 5, 6, 0, 1, 2, 5, 7, 9, 1, 2, 8, 8, 3, 1, 2]})
@@ -21,28 +21,28 @@ def test_the_more_frequent_continuation_is_drafted() -> None:
     assert proposer.propose({0: 4})[0][:3] == [5, 7, 9]
 
 
-def test_the_longest_run_decides_before_frequency() -> None:
+def test_longest_run_has_priority_over_frequency() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [4, 3, 2, 1, 50, 9, 1, 60, 8, 1, 60, 7, 1, 60, 4, 3, 2, 1]})
     assert proposer.propose({0: 1}) == {0: [50]}
 
 
-def test_a_short_match_makes_few_drafts() -> None:
+def test_short_match_gives_few_drafts() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [1, 20, 21, 22, 23, 24, 1]})
     assert proposer.propose({0: 5}) == {0: [20, 21, 22, 23, 24][:DRAFTS_PER_MATCHED]}
 
 
-def test_a_loop_is_drafted_on_and_on() -> None:
+def test_loop_is_drafted_to_full_length() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [1, 2, 3] * 5})
     assert proposer.propose({0: 7}) == {0: [1, 2, 3, 1, 2, 3, 1]}
 
 
-def test_drafts_come_from_earlier_answers_and_not_from_their_prompts() -> None:
+def test_drafts_use_earlier_outputs_but_not_their_prompts() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 4)
     answered(rows, proposer, 1, [30, 31, 32, 33], [11, 12, 13, 14, 15])
@@ -53,7 +53,7 @@ def test_drafts_come_from_earlier_answers_and_not_from_their_prompts() -> None:
     assert proposer.num_answers == 1
 
 
-def test_a_switch_keeps_answers_apart() -> None:
+def test_sharing_of_outputs_can_be_disabled() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     answered(rows, proposer, 1, [30], [11, 12, 13, 14, 15])
@@ -62,7 +62,7 @@ def test_a_switch_keeps_answers_apart() -> None:
     assert proposer.num_answers == 0
 
 
-def test_the_answer_least_recently_used_is_forgotten() -> None:
+def test_least_recently_used_output_is_evicted() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 2)
     answered(rows, proposer, 1, [30], [11, 12, 13])
@@ -78,7 +78,7 @@ def test_the_answer_least_recently_used_is_forgotten() -> None:
         rows.change([handle], {})
 
 
-def test_places_taken_again_and_again_stay_sound() -> None:
+def test_reused_texts_give_correct_drafts() -> None:
     rows = DraftBatch(max_rows=3)
     proposer = SuffixProposer(rows.batch, 8, 3)
     for turn in range(40):
@@ -89,7 +89,7 @@ def test_places_taken_again_and_again_stay_sound() -> None:
         rows.change([1000 + turn], {})
 
 
-def test_texts_follow_rows_that_move() -> None:
+def test_texts_follow_moved_rows() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [1, 2, 9, 1, 2], 2: [1, 2, 8, 1, 2], 3: [1, 2, 7, 1, 2]})

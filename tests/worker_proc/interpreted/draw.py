@@ -29,7 +29,7 @@ def some_logits(rows: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_the_same_tokens_with_and_without_drafts(is_scaled: bool) -> None:
+def test_gpu_and_cpu_draw_the_same_tokens_with_and_without_drafts(is_scaled: bool) -> None:
     batch, _ = batch_of([(seed, 4, params) for seed, params in enumerate(ROWS)], VOCAB)
     drawers = [TritonDraw(batch, CPU), TorchDraw(batch), make_draw(batch, CPU)]
     assert isinstance(drawers[2], NativeDraw | TorchDraw)
@@ -51,7 +51,7 @@ def test_the_same_tokens_with_and_without_drafts(is_scaled: bool) -> None:
         batch.num_known += 1
 
 
-def test_rows_that_changed_draw_by_their_new_parameters() -> None:
+def test_changed_rows_draw_by_their_new_parameters() -> None:
     batch, _ = make_sampler(VOCAB, 2, 4)
     sampler = Sampler(batch, sampling_config(VOCAB, max_num_seqs=2), CPU, draw=TritonDraw(batch, CPU))
     logits = some_logits(1, 9)

@@ -48,7 +48,7 @@ def test_norms_equal_the_reference(ops: CpuOps, dtype: torch.dtype, width: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_where_they_lie(ops: CpuOps, dtype: torch.dtype) -> None:
+def test_norms_of_strided_heads(ops: CpuOps, dtype: torch.dtype) -> None:
     """Queries and keys are a slice of the rows that hold values too."""
     heads = _random(5, 6, 64, dtype=dtype)[:, :4]
     out = ops.rms_norm(heads, None, 1e-6)
@@ -69,7 +69,7 @@ def test_gates_equal_the_reference(ops: CpuOps, dtype: torch.dtype, activation: 
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_hold_over_their_whole_range(ops: CpuOps, activation: str) -> None:
+def test_gates_are_accurate_over_their_whole_range(ops: CpuOps, activation: str) -> None:
     """A few roundings away from torch everywhere, and NaN where torch has it."""
     gate = torch.linspace(-120, 120, 48_001)
     gate_up = torch.stack([gate, torch.ones_like(gate)], 1)
@@ -92,7 +92,7 @@ def test_gates_hold_over_their_whole_range(ops: CpuOps, activation: str) -> None
     ],
     ids=["rms_norm", "add_rms_norm", "silu", "gelu", "gelu_tanh"],
 )
-def test_a_rows_bits_do_not_depend_on_its_batch(
+def test_row_bits_do_not_depend_on_the_batch(
     ops: CpuOps, dtype: torch.dtype, step: Callable[[CpuOps, torch.Tensor], torch.Tensor]
 ) -> None:
     before = torch.get_num_threads()
@@ -107,7 +107,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(
         torch.set_num_threads(before)
 
 
-def test_what_the_library_cannot_read_is_refused_or_left_to_torch(ops: CpuOps) -> None:
+def test_unsupported_tensors_are_rejected_or_computed_by_torch(ops: CpuOps) -> None:
     native = load_native()
     assert native is not None
     kernels = CpuKernels(native)

@@ -29,7 +29,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return model
 
 
-def test_bfloat16_stays_near_float32(checkpoint_factory: Factory) -> None:
+def test_bfloat16_is_close_to_float32(checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory("qwen3", dtype=torch.bfloat16)
     prompt = torch.arange(20)
     low, high = _load(folder, torch.bfloat16), _load(folder)
@@ -44,14 +44,14 @@ def test_every_supported_architecture_has_a_model() -> None:
     assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)
 
 
-def test_a_meta_model_takes_no_memory_and_knows_its_weights(checkpoint_factory: Factory) -> None:
+def test_meta_model_takes_no_memory_and_has_weight_slots(checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory("qwen2")
     model = build_model(load_model_config(folder), torch.float32, "meta")
     shapes = {name: slot.shape for name, slot in model.weight_slots().items()}
     assert shapes == {name: tuple(weight.shape) for name, weight in reference.named_parameters()}
 
 
-def test_the_rotary_table_is_as_long_as_the_engine_needs(checkpoint_factory: Factory) -> None:
+def test_rotary_table_covers_the_engines_longest_request(checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory("llama")
     config = load_model_config(folder)
     assert build_model(config, torch.float32, "cpu").rope.shape == (2, 256, 8)

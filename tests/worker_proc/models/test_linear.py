@@ -39,9 +39,7 @@ def _linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_prepacking_changes_nothing_but_the_layout(
-    library: str, dtype: torch.dtype, deterministic: bool, bias: bool
-) -> None:
+def test_prepacking_changes_only_the_layout(library: str, dtype: torch.dtype, deterministic: bool, bias: bool) -> None:
     linear = _linear(40, 72, dtype, bias)
     weight, own = linear.weight.data, linear.bias
     changed = linear.prepack(deterministic=deterministic)
@@ -54,7 +52,7 @@ def test_prepacking_changes_nothing_but_the_layout(
         )
 
 
-def test_a_narrow_weight_multiplies_wide_activations_exactly() -> None:
+def test_narrow_weight_times_wide_activations_is_exact() -> None:
     """A bfloat16 checkpoint under float32 activations: what widening the weight would have given."""
     x = _random(5, 72)
     for prepack in (False, True):
@@ -66,7 +64,7 @@ def test_a_narrow_weight_multiplies_wide_activations_exactly() -> None:
         torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_plain_weight_is_kept_for_who_reads_it(library: str) -> None:
+def test_plain_weight_is_kept_on_request(library: str) -> None:
     linear = _linear(40, 72, torch.float32)
     weight = linear.weight
     linear.prepack(keep=True)
@@ -76,7 +74,7 @@ def test_the_plain_weight_is_kept_for_who_reads_it(library: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 1100)])
-def test_a_rows_bits_do_not_depend_on_its_batch(
+def test_row_bits_do_not_depend_on_the_batch(
     library: str, dtype: torch.dtype, outputs: int, inputs: int, thread_count_restored: None
 ) -> None:
     torch.set_num_threads(2)

@@ -160,7 +160,9 @@ def test_more_ranks_than_kv_heads_give_the_same_logits(variant: str, checkpoint_
 
 
 @pytest.mark.parametrize(("max_position", "length"), [(16, 16), (64, 40)])
-def test_longrope_follows_the_engines_length(max_position: int, length: int, checkpoint_factory: Factory) -> None:
+def test_longrope_factors_follow_the_engines_length(
+    max_position: int, length: int, checkpoint_factory: Factory
+) -> None:
     """Phi-3 in transformers looks at the length at hand; here one length decides for every context."""
     folder, reference = checkpoint_factory("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=16)
     model = _load(folder, max_position=max_position)
@@ -170,7 +172,7 @@ def test_longrope_follows_the_engines_length(max_position: int, length: int, che
     _assert_same(Rows(model, [length], DenseBackend()).run_in_pieces([prompt])[0], expected)
 
 
-def test_dynamic_rope_serves_no_more_than_the_models_length(checkpoint_factory: Factory) -> None:
+def test_dynamic_rope_is_limited_to_the_models_length(checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory(*VARIANTS["llama-dynamic"][:1], **VARIANTS["llama-dynamic"][1])
     with pytest.raises(ConfigError, match=r"rope type dynamic serves up to .* not 257"):
         build_model(load_model_config(folder), torch.float32, "cpu", 257)
@@ -209,7 +211,7 @@ def test_prepacked_weights_give_the_same_logits(family: str, deterministic: bool
 
 
 @pytest.mark.parametrize("family", ["gemma3", "granite", "mixtral", "gpt_oss"])
-def test_activations_wider_than_weights_are_as_good_as_wide_weights(family: str, checkpoint_factory: Factory) -> None:
+def test_wide_activations_with_narrow_weights_equal_wide_weights(family: str, checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory(family, dtype=torch.bfloat16)
     prompt = _prompts([20])[0]
 

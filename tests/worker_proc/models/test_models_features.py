@@ -50,11 +50,11 @@ class TestSharedCaches:
                 slot.target.mul_(15)
         return model
 
-    def test_the_last_layer_of_the_same_kind_is_read(self) -> None:
+    def test_cache_of_the_last_layer_of_the_same_kind_is_read(self) -> None:
         assert self._model(4).config.cache_sources == [0, 1, 2, 2, 1, 2, 1]
 
     @pytest.mark.parametrize("shared", [0, 3, 5])
-    def test_logits_equal_a_plain_decoders(self, shared: int) -> None:
+    def test_logits_equal_a_decoder_without_sharing(self, shared: int) -> None:
         model = self._model(shared)
         assert "model.layers.6.self_attn.k_proj.weight" not in model.weight_slots() or not shared
         prompts = [torch.arange(40) * 7 % 97, torch.arange(13) * 5 % 97]
@@ -63,7 +63,9 @@ class TestSharedCaches:
         for ranks in on_ranks(2, lambda p: Rows(self._model(shared, p), [40], DenseBackend()).step({0: prompts[0]})):
             torch.testing.assert_close(ranks[0], plain_logits(model, prompts[0]), atol=1e-4, rtol=1e-4)
 
-    def test_keys_of_layers_that_have_none_are_passed_over(self, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    def test_unused_key_tensors_of_sharing_layers_are_skipped(
+        self, checkpoint_factory: Factory, tmp_path: Path
+    ) -> None:
         folder, _ = checkpoint_factory("gemma3")
         config = msgspec.structs.replace(load_model_config(folder), cache_sources=[0, 1, 2, 1])
         model = build_model(config, torch.float32, "cpu")
@@ -165,7 +167,7 @@ class TestExperts:
     @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
     @pytest.mark.parametrize("biases", [True, False])
     @pytest.mark.parametrize("tokens", [0, 1, 9])
-    def test_the_sum_of_the_chosen(self, activation: str, biases: bool, tokens: int) -> None:
+    def test_output_is_the_weighted_sum_of_the_chosen_experts(self, activation: str, biases: bool, tokens: int) -> None:
         generator = torch.Generator().manual_seed(1)
         x = torch.empty(tokens, 8).normal_(generator=generator)
         experts = self._experts(activation=activation, biases=biases)
@@ -176,7 +178,7 @@ class TestExperts:
         answer = TorchOps().experts(x, experts, chosen, shares)
         torch.testing.assert_close(answer, self._one_by_one(x, experts, chosen, shares))
 
-    def test_a_tokens_answer_does_not_depend_on_its_neighbours(self) -> None:
+    def test_expert_output_does_not_depend_on_other_tokens(self) -> None:
         generator = torch.Generator().manual_seed(2)
         x, scores = torch.empty(9, 8).normal_(generator=generator), torch.empty(9, 5).normal_(generator=generator)
         experts, ops = self._experts(), TorchOps()
@@ -186,14 +188,14 @@ class TestExperts:
             own = slice(token, token + 1)
             torch.testing.assert_close(ops.experts(x[own], experts, chosen[own], shares[own]), together[own])
 
-    def test_the_gate_of_gpt_oss(self) -> None:
+    def test_gate_of_gpt_oss(self) -> None:
         gate_up = torch.tensor([[9.0, 9.0, -9.0, -9.0, 1.0, 0.5]])
         sevens = 7 / (1 + math.exp(-1.702 * 7)) * 8
         low = -9 / (1 + math.exp(1.702 * 9)) * -6
         one = 1 / (1 + math.exp(-1.702)) * 1.5
         torch.testing.assert_close(TorchOps().gate(gate_up, "swiglu_oai"), torch.tensor([[sevens, low, one]]))
 
-    def test_weights_add_up_or_are_shares_of_all(self) -> None:
+    def test_expert_weights_with_and_without_renormalisation(self) -> None:
         scores = torch.randn(7, 5, generator=torch.Generator().manual_seed(3))
         experts, weights = TorchOps().route(scores, 2, renormalise=True)
         same, shares = TorchOps().route(scores.bfloat16(), 2, renormalise=False)

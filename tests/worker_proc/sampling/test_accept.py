@@ -14,7 +14,9 @@ DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=
 @pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(DRAFTS, st.data())
-def test_a_sample_counts_while_all_drafts_before_it_were_right(drafts: list[list[int]], data: st.DataObject) -> None:
+def test_tokens_are_kept_while_all_drafts_before_them_are_accepted(
+    drafts: list[list[int]], data: st.DataObject
+) -> None:
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, 50), min_size=len(drafts), max_size=len(drafts)))))
     positions = SampledPositions.with_drafts(rows, drafts)
     samples = [data.draw(st.lists(st.integers(0, 2), min_size=len(d) + 1, max_size=len(d) + 1)) for d in drafts]
@@ -32,7 +34,7 @@ def test_a_sample_counts_while_all_drafts_before_it_were_right(drafts: list[list
 
 
 @given(DRAFTS)
-def test_a_position_knows_the_drafts_before_it(drafts: list[list[int]]) -> None:
+def test_position_has_the_drafts_before_it(drafts: list[list[int]]) -> None:
     rows = np.arange(len(drafts)) * 2
     positions = SampledPositions.with_drafts(rows, drafts)
     assert positions.any_drafts == any(drafts)
@@ -46,7 +48,7 @@ def test_a_position_knows_the_drafts_before_it(drafts: list[list[int]]) -> None:
     assert at == len(positions)
 
 
-def test_without_drafts_there_is_one_position_each() -> None:
+def test_without_drafts_each_row_has_one_position() -> None:
     positions = SampledPositions.one_per_row(np.array([2, 5]))
     assert not positions.any_drafts and positions.drafts.tolist() == [-1, -1]
     assert accept_drafts(np.array([7, 8]), positions).counts.tolist() == [1, 1]

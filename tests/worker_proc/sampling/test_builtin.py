@@ -58,7 +58,7 @@ def banned(cls: type[RowProcessor[object]], rows: list[Request]) -> list[list[in
 @pytest.mark.parametrize("cls", [*BUILTIN, *PLUGINS], ids=lambda cls: cls.__name__)
 @given(SEEDS)
 @settings(max_examples=25)
-def test_any_sequence_of_changes_leaves_what_building_afresh_gives(cls: type[LogitsProcessor], seed: int) -> None:
+def test_updated_state_equals_newly_built_state(cls: type[LogitsProcessor], seed: int) -> None:
     rng = random.Random(seed)
     batch = ChangingBatch(rng)
     processor = made(cls, batch.rows)
@@ -71,7 +71,7 @@ def test_any_sequence_of_changes_leaves_what_building_afresh_gives(cls: type[Log
 @pytest.mark.parametrize("cls", [*BUILTIN, *PLUGINS], ids=lambda cls: cls.__name__)
 @given(SEEDS)
 @settings(max_examples=25)
-def test_a_row_in_a_batch_is_as_the_row_alone(cls: type[LogitsProcessor], seed: int) -> None:
+def test_row_in_a_batch_equals_the_row_alone(cls: type[LogitsProcessor], seed: int) -> None:
     rng = random.Random(seed)
     rows = [random_request(rng) if rng.random() < 0.8 else None for _ in range(6)]
     logits = random_logits(rng, len(rows))
@@ -84,7 +84,7 @@ def test_a_row_in_a_batch_is_as_the_row_alone(cls: type[LogitsProcessor], seed: 
 @pytest.mark.parametrize("cls", BUILTIN, ids=lambda cls: cls.__name__)
 @given(SEEDS)
 @settings(max_examples=40)
-def test_behind_drafts_it_is_as_if_they_were_the_answer(cls: type[RowProcessor[object]], seed: int) -> None:
+def test_drafts_before_a_position_count_as_output(cls: type[RowProcessor[object]], seed: int) -> None:
     """Rows that do not sample in the step are in the batch as well."""
     rng = random.Random(seed)
     rows = [random_request(rng) for _ in range(5)]
@@ -129,7 +129,7 @@ def test_only_allowed_tokens_keep_their_logits() -> None:
     assert torch.equal(edited[1], logits[1])
 
 
-def test_stops_are_banned_until_the_minimum_is_there() -> None:
+def test_stop_tokens_are_banned_before_min_tokens() -> None:
     rows = [
         request([0, 0], min_tokens=3),
         request([0, 0, 0], min_tokens=3),
@@ -140,7 +140,7 @@ def test_stops_are_banned_until_the_minimum_is_there() -> None:
     assert banned(MinTokens, rows) == [[EOS], [], [EOS, 9], [9], []]  # type: ignore[arg-type]
 
 
-def test_a_row_that_has_its_minimum_is_not_looked_at_again() -> None:
+def test_row_with_its_minimum_is_dropped() -> None:
     own = request([0], min_tokens=2)
     processor = made(MinTokens, [own])
     assert processor.apply(torch.zeros(1, VOCAB))[0, EOS] == -INF and processor.active
@@ -148,17 +148,17 @@ def test_a_row_that_has_its_minimum_is_not_looked_at_again() -> None:
     assert processor.apply(torch.zeros(1, VOCAB))[0, EOS] == 0 and not processor.active
 
 
-def test_a_bad_word_loses_its_last_token_where_the_others_precede() -> None:
+def test_last_token_of_a_bad_word_is_banned_after_its_prefix() -> None:
     words = [[4], [5, 6], [9, 5, 2], [5, 5, 7]]
     rows = [request(output, bad_words_token_ids=words) for output in ([], [5], [9, 5], [5, 5], [5, 9], [9])]
     assert banned(BadWords, rows) == [[4], [4, 6], [2, 4, 6], [4, 6, 7], [4], [4]]  # type: ignore[arg-type]
 
 
-def test_the_prompt_does_not_begin_a_bad_word() -> None:
+def test_prompt_is_not_a_prefix_of_a_bad_word() -> None:
     assert banned(BadWords, [request([], prompt=[5], bad_words_token_ids=[[5, 6]])]) == [[]]  # type: ignore[arg-type]
 
 
-def test_penalties_by_their_definition() -> None:
+def test_penalties_follow_their_definition() -> None:
     """Repetition counts prompt and answer; frequency and presence the answer alone."""
     own = request([2, 2], [1], repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     logits = torch.tensor([[1.0, 1.0, 1.0, -1.0] + [0.0] * (VOCAB - 4)])
@@ -172,7 +172,7 @@ def test_penalties_by_their_definition() -> None:
     assert torch.equal(processor.apply(logits.clone()), expected)
 
 
-def test_counts_take_room_for_penalised_rows_only() -> None:
+def test_counts_use_memory_for_penalised_rows_only() -> None:
     plain, own = request([]), request([1], presence_penalty=1.0)
     processor = made(Penalties, [plain] * 40)
     assert len(processor._counts) == 0
@@ -191,7 +191,7 @@ def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> list[Penalties]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_counts_are_the_same_wherever_they_are_kept(seed: int, kinds_of_counts: list[Penalties]) -> None:
+def test_counts_are_equal_in_all_implementations(seed: int, kinds_of_counts: list[Penalties]) -> None:
     """Rows come and go; the engine tells of samples, of drafts that were accepted, and never of lists."""
     rng = random.Random(seed)
     batch = ChangingBatch(rng)
@@ -214,7 +214,7 @@ def test_counts_are_the_same_wherever_they_are_kept(seed: int, kinds_of_counts: 
         assert torch.equal(*edited)
 
 
-def test_a_spent_budget_leaves_one_token() -> None:
+def test_used_up_budget_allows_one_token() -> None:
     rows = [request([5, 5], [1], thinking_token_budget=budget) for budget in (3, 2)]
     logits = made(ThinkingBudget, rows).apply(torch.full((2, VOCAB), 100.0))
     assert (logits[0] == 100.0).all()

@@ -128,12 +128,12 @@ def test_tokens_follow_the_exact_distribution(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["hot", "all"])
-def test_so_do_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_torch_follow_the_exact_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
     check(counts_of(CASES[name]), probs_of(CASES[name]))
 
 
-def test_the_check_sees_a_wrong_distribution() -> None:
+def test_check_detects_a_wrong_distribution() -> None:
     """Each case against another's expectation: a neighbouring definition would be told apart."""
     counts = counts_of({"temperature": 1.0, "top_k": 9, "top_p": 0.8})
     for wrong in ({"top_k": 9, "top_p": 0.8, "temperature": 1.1}, {"top_k": 8}, {"top_p": 0.6}):
@@ -141,7 +141,7 @@ def test_the_check_sees_a_wrong_distribution() -> None:
             check(counts, probs_of(wrong))
 
 
-def test_positions_of_one_seed_follow_it_too() -> None:
+def test_positions_of_one_seed_follow_the_exact_distribution() -> None:
     """Also those behind drafts: each has noise of its own."""
     batch, sampler = make_sampler(VOCAB, 1, 8)
     batch.change_rows([], [NewRequestData(0, "r", 4, 8, 0, [1], SamplingParams(), 5)], np.zeros(8, np.int32))
@@ -151,7 +151,7 @@ def test_positions_of_one_seed_follow_it_too() -> None:
     check(np.bincount(tokens.numpy(), minlength=VOCAB), probs_of({}))
 
 
-def test_samples_of_one_request_differ_and_the_first_is_that_of_a_single_one() -> None:
+def test_completions_of_one_request_differ_and_the_first_equals_that_of_n_1() -> None:
     seeds = [seed_for_sample(5, i) for i in range(8)]
     assert len(set(seeds)) == 8
     batch, sampler = make_sampler(VOCAB, 8, 4)

@@ -46,14 +46,14 @@ def edited(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_raw_ones_are_of_the_logits_before_any_edit() -> None:
+def test_raw_logprobs_are_of_unedited_logits() -> None:
     logits = some_logits(4)
     rows = [EDITS | {"logprobs": 5, "top_k": 2}, EDITS, {"logprobs": 0, "temperature": 0.3}, {"temperature": 0.0}]
     check(sample(logits, rows, "raw_logprobs"), logits.double(), [0, 2])
     check(sample(logits, [EDITS | {"logprobs": 5}] * 4, "raw_logprobs"), logits.double(), [0, 1, 2, 3])
 
 
-def test_processed_ones_are_of_what_is_drawn_from() -> None:
+def test_processed_logprobs_are_of_the_drawn_distribution() -> None:
     logits = some_logits(3)
     rows = [
         EDITS | {"logprobs": 3, "temperature": 0.5, "top_k": 4},
@@ -72,7 +72,7 @@ def test_processed_ones_are_of_what_is_drawn_from() -> None:
     check(sampled, want, [0, 1, 2])
 
 
-def test_processed_ones_behind_a_plugin_are_of_what_it_left() -> None:
+def test_processed_logprobs_are_of_a_plugins_result() -> None:
     logits = some_logits(2)
     asked = {"logprobs": 4, "extra_args": {"halve": 1}}
     rows = [asked | {"temperature": 0.5}, asked | {"temperature": 0.0}]
@@ -80,7 +80,7 @@ def test_processed_ones_behind_a_plugin_are_of_what_it_left() -> None:
     check(sampled, logits.double(), [0, 1])  # halved at half the temperature
 
 
-def test_probabilities_are_those_of_the_draw() -> None:
+def test_probabilities_are_of_the_drawn_distribution() -> None:
     logits = some_logits(3)
     rows = [{"temperature": 0.5, "top_k": 4}, {"temperature": 0.0}, {"min_p": 0.3}]
     _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB)
@@ -93,7 +93,7 @@ def test_probabilities_are_those_of_the_draw() -> None:
     torch.testing.assert_close(got / got.sum(-1, keepdim=True), want / want.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
 
 
-def test_torch_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no native library is to be had; with equals, zeros of both signs and forbidden tokens."""
     logits = some_logits(6).round()
     logits[0, ::3] = -torch.inf

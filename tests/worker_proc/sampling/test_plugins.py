@@ -42,7 +42,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     ],
 )
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_who_breaks_a_plugin_fails_alone(what: str, why: str, row: int, quiet: object) -> None:
+def test_only_the_request_that_breaks_a_plugin_fails(what: str, why: str, row: int, quiet: object) -> None:
     world = ProcessorsUnderTest(["Breaks", "AddText"])
     rows = [request(add_text=True) for _ in range(3)]
     rows[row] = request(**{"break": what})
@@ -62,7 +62,7 @@ def test_who_breaks_a_plugin_fails_alone(what: str, why: str, row: int, quiet: o
 
 
 @pytest.mark.parametrize("what", ["raise", "forget"])
-def test_the_others_go_on_when_the_culprit_is_gone(what: str, quiet: object) -> None:
+def test_other_requests_continue_after_the_failing_one_is_removed(what: str, quiet: object) -> None:
     """Also when the instance that raised knows them no more."""
     world = ProcessorsUnderTest(["Breaks", "AddText"])
     world.add(request(**{"break": what}), request(add_text=True), request(**{"break": "update"}), request())
@@ -76,7 +76,7 @@ def test_the_others_go_on_when_the_culprit_is_gone(what: str, quiet: object) -> 
         assert edited[row, [0, 5, 7]].tolist() == [1.0, float(adds), float(adds)]
 
 
-def test_a_failure_behind_a_wrong_draft_is_that_positions_own(quiet: object) -> None:
+def test_failure_after_a_rejected_draft_fails_only_that_position(quiet: object) -> None:
     """Whether a request fails must not depend on who guesses at its tokens."""
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise", "from": 1}), request())
@@ -87,7 +87,7 @@ def test_a_failure_behind_a_wrong_draft_is_that_positions_own(quiet: object) -> 
     assert [len(world.request_in(row).output) for row in range(2)] == [1, 2]
 
 
-def test_a_row_that_was_no_number_is_nobodys_failure(quiet: pytest.LogCaptureFixture) -> None:
+def test_row_with_nan_logits_is_not_a_plugin_failure(quiet: pytest.LogCaptureFixture) -> None:
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(), request())
     logits = torch.zeros(2, VOCAB)
@@ -97,21 +97,21 @@ def test_a_row_that_was_no_number_is_nobodys_failure(quiet: pytest.LogCaptureFix
     assert torch.isnan(edited[0]).any()
 
 
-def test_what_happened_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_plugin_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise"}))
     world.apply(torch.zeros(1, VOCAB))
     assert "logits processor failed name=Breaks" in caplog.text and "/home/secret" in caplog.text
 
 
-def test_a_plugin_that_cannot_be_made_is_told_at_start() -> None:
+def test_plugin_with_a_failing_constructor_is_an_error_at_start() -> None:
     with pytest.raises(
         ConfigError, match="logits processor RefusesToServe: constructor failed: OSError: no model of mine"
     ):
         ProcessorsUnderTest(["RefusesToServe"])
 
 
-def test_answers_are_exact_whenever_a_plugin_is_applied() -> None:
+def test_output_lists_are_complete_when_a_plugin_is_applied() -> None:
     """Also behind drafts, which are gone from the lists afterwards."""
     world = ProcessorsUnderTest(["Lengths"])
     world.add(request(name="a"), request([5, 5], name="b"))
@@ -126,7 +126,7 @@ def test_answers_are_exact_whenever_a_plugin_is_applied() -> None:
     assert lengths.seen == {"a": [0, 1, 2, 3, 3], "b": [2, 3, 4, 4, 5]}  # type: ignore[attr-defined]
 
 
-def test_rows_that_sample_nothing_are_in_the_plugins_batch() -> None:
+def test_rows_without_positions_are_in_the_plugins_batch() -> None:
     world = ProcessorsUnderTest(["AddText"])
     world.add(request(), request(add_text=True), request())
     logits = torch.zeros(1, VOCAB)
@@ -134,7 +134,7 @@ def test_rows_that_sample_nothing_are_in_the_plugins_batch() -> None:
     assert logits[0, 5] == 1.0 and logits.sum() == 1.0
 
 
-def test_invariant_plugins_have_a_call_of_their_own() -> None:
+def test_argmax_invariant_plugins_are_applied_separately() -> None:
     world = ProcessorsUnderTest(["Halve"])
     world.add(request(halve=True), request(temperature=0.5, halve=True), request(temperature=0.5))
     edited, failed = world.apply(torch.ones(3, VOCAB))
@@ -145,7 +145,7 @@ def test_invariant_plugins_have_a_call_of_their_own() -> None:
     assert (random_rows[0] == 0.5).all() and (random_rows[1] == 1).all()
 
 
-def test_with_a_plugin_a_batch_is_never_plain() -> None:
+def test_batch_with_a_plugin_is_never_plain() -> None:
     world = ProcessorsUnderTest(["Halve"])
     assert world.processors.active
     world.add(request())

@@ -59,7 +59,7 @@ def expected_alone(
 @pytest.mark.parametrize("plugins", [[], [AddText, Prefers]], ids=["builtin", "plugins"])
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_a_changing_batch_is_as_each_request_alone(plugins: list[type[LogitsProcessor]], seed: int) -> None:
+def test_request_in_a_changing_batch_equals_the_request_alone(plugins: list[type[LogitsProcessor]], seed: int) -> None:
     check_changing_batch(plugins, seed)
 
 
@@ -93,7 +93,7 @@ def check_changing_batch(plugins: list[type[LogitsProcessor]], seed: int) -> Non
         world.sampled(positions, [int(token) for token in right])
 
 
-def test_with_nothing_to_do_nothing_is_touched() -> None:
+def test_logits_are_unchanged_without_features() -> None:
     world = ProcessorsUnderTest()
     world.add(request(temperature=0.5), request(min_tokens=2, ignore_eos=True))
     assert not world.processors.active
@@ -115,7 +115,7 @@ def test_active_follows_the_batch() -> None:
 
 
 @pytest.mark.parametrize("with_plugin", [False, True])
-def test_a_forced_token_wins_over_everything(with_plugin: bool) -> None:
+def test_forced_token_overrides_all_constraints(with_plugin: bool) -> None:
     against = request(
         [2, 2],
         START,
@@ -140,7 +140,7 @@ def test_a_forced_token_wins_over_everything(with_plugin: bool) -> None:
 
 
 @pytest.mark.parametrize("with_plugin", [False, True])
-def test_who_may_say_nothing_fails_alone(with_plugin: bool) -> None:
+def test_only_requests_without_an_allowed_token_fail(with_plugin: bool) -> None:
     world = ProcessorsUnderTest(["AddText"] if with_plugin else [], max_rows=16)
     world.add(
         request(),
@@ -164,7 +164,7 @@ def test_who_may_say_nothing_fails_alone(with_plugin: bool) -> None:
 
 @pytest.mark.parametrize("with_plugin", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, INF, -INF])
-def test_a_row_whose_logits_were_no_numbers_is_not_blamed(with_plugin: bool, value: float) -> None:
+def test_row_with_non_finite_logits_is_not_a_failure(with_plugin: bool, value: float) -> None:
     world = ProcessorsUnderTest(["AddText"] if with_plugin else [])
     world.add(request(allowed_token_ids=[2], bad_words_token_ids=[[2]], extra_args={"add_text": 1}), request())
     logits = torch.ones(2, VOCAB)
@@ -173,7 +173,7 @@ def test_a_row_whose_logits_were_no_numbers_is_not_blamed(with_plugin: bool, val
     assert failed == {}
 
 
-def test_a_draft_may_lead_where_nothing_is_allowed() -> None:
+def test_position_after_a_draft_may_have_no_allowed_token() -> None:
     """Only the position behind it fails; what stands before is sampled."""
     world = ProcessorsUnderTest()
     world.add(request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2, 9], [2, 2]]))
@@ -193,19 +193,19 @@ def test_a_draft_may_lead_where_nothing_is_allowed() -> None:
         ({"thinking_token_budget": 0}, True),
     ],
 )
-def test_lists_are_kept_for_who_reads_tokens(sampling: dict[str, object], kept: bool) -> None:
+def test_output_lists_are_kept_only_if_tokens_are_read(sampling: dict[str, object], kept: bool) -> None:
     """The host waits for these; lengths it knows, and counts are the device's."""
     params = SamplingParams(max_tokens=None, **sampling)  # type: ignore[arg-type]
     assert ProcessorsUnderTest().keeps_output(params) == kept
     assert ProcessorsUnderTest(["AddText"]).keeps_output(params)
 
 
-def test_a_budget_without_markers_needs_no_list() -> None:
+def test_budget_without_markers_needs_no_output_list() -> None:
     params = SamplingParams(thinking_token_budget=0)
     assert not ProcessorsUnderTest(thinking_end_token_ids=[]).keeps_output(params)
 
 
-def test_builtin_ones_come_before_plugins_and_invariant_ones_apart() -> None:
+def test_builtin_processors_are_before_plugins() -> None:
     processors = ProcessorsUnderTest(["Halve", "AddText"]).processors
     names = [type(processor).__name__ for processor in processors.non_argmax_invariant]
     assert names == ["LogitBias", "Penalties", "AllowedTokenIds", "BadWords", "MinTokens", "ThinkingBudget", "AddText"]
@@ -214,7 +214,7 @@ def test_builtin_ones_come_before_plugins_and_invariant_ones_apart() -> None:
     assert processors.has_argmax_invariant and not ProcessorsUnderTest().processors.has_argmax_invariant
 
 
-def test_penalties_follow_samples_that_the_host_does_not_know() -> None:
+def test_penalties_count_samples_unknown_to_the_host() -> None:
     world = ProcessorsUnderTest()
     world.add(request(frequency_penalty=1.0), request(), request(frequency_penalty=2.0))
     positions = world.everyone
@@ -228,7 +228,7 @@ def test_penalties_follow_samples_that_the_host_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_where_the_model_itself_rules_out_what_is_allowed_the_row_is_bad(temperature: float) -> None:
+def test_row_is_bad_if_the_model_excludes_all_allowed_tokens(temperature: float) -> None:
     """Rules are judged by the host, which does not see logits; the sampler does."""
     own = {"allowed_token_ids": [2, 4], "temperature": temperature}
     _, sampler = batch_of([(1, 1, own), (2, 1, own), (3, 1, {"temperature": temperature})], VOCAB)

@@ -94,7 +94,7 @@ def run(folder: Path, **settings: Any) -> tuple[InProcessEngine, list[list[int]]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
-def test_answers_equal_a_plain_loops(way: str, drafts: bool, wanted: tuple[Path, list[list[int]]]) -> None:
+def test_outputs_equal_a_simple_loop(way: str, drafts: bool, wanted: tuple[Path, list[list[int]]]) -> None:
     folder, answers = wanted
     plugins = {"logits_processors": ["processor_plugins:AddText"]}
     engine, found = run(folder, **plugins, **WAYS[way], **(DRAFTS if drafts else {}))
@@ -103,7 +103,7 @@ def test_answers_equal_a_plain_loops(way: str, drafts: bool, wanted: tuple[Path,
     assert (numbers.num_accepted_tokens > 0) == drafts and (numbers.num_preemptions > 0) == (way == "preempted")
 
 
-def test_without_plugins_the_others_are_the_same(wanted: tuple[Path, list[list[int]]]) -> None:
+def test_outputs_without_plugins_equal_a_simple_loop(wanted: tuple[Path, list[list[int]]]) -> None:
     """Then nobody waits for tokens but those whose lists are read."""
     folder, answers = wanted
     found = run(folder)[1]
@@ -111,7 +111,7 @@ def test_without_plugins_the_others_are_the_same(wanted: tuple[Path, list[list[i
     assert [found[index] for index in own] == [answers[index] for index in own]
 
 
-def test_lists_are_exact_while_the_scheduler_is_ahead(wanted: tuple[Path, list[list[int]]]) -> None:
+def test_output_lists_are_complete_while_the_scheduler_is_ahead(wanted: tuple[Path, list[list[int]]]) -> None:
     engine = InProcessEngine(wanted[0], max_model_len=96, logits_processors=["processor_plugins:Lengths"])
     assert engine.config.pipeline_depth == 2
     for name, length in (("a", 6), ("b", 9)):
@@ -121,7 +121,7 @@ def test_lists_are_exact_while_the_scheduler_is_ahead(wanted: tuple[Path, list[l
     assert lengths.seen == {"a": list(range(6)), "b": list(range(9))}
 
 
-def test_a_request_that_breaks_a_plugin_ends_alone(wanted: tuple[Path, list[list[int]]]) -> None:
+def test_request_that_breaks_a_plugin_fails_alone(wanted: tuple[Path, list[list[int]]]) -> None:
     engine = InProcessEngine(wanted[0], max_model_len=96, logits_processors=["processor_plugins:Breaks"])
     engine.add("good", [3, 4, 5], max_tokens=8)
     alone = engine.run()["good"].tokens

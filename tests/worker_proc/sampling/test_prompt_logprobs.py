@@ -74,7 +74,7 @@ def starting(*requests: tuple[int, list[int], int, int | None], counts: dict[int
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 20])
-def test_of_a_prompt_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_in_prefill_chunks(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE", 2)
     runner = Runner()
     step = starting((3, A, len(A), 4), counts={3: min(piece, len(A))})
@@ -89,7 +89,7 @@ def test_of_a_prompt_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert results[-1].prompt_logprobs is None and results[-2].prompt_logprobs is None
 
 
-def test_of_several_that_ask_for_different_numbers_beside_one_that_does_not() -> None:
+def test_requests_with_different_numbers_of_prompt_logprobs() -> None:
     runner = Runner()
     results = [
         runner.result(**starting((0, A, len(A), 2), (1, C, len(C), None), (2, B, len(B), 0), counts={0: 4, 1: 4, 2: 2}))
@@ -102,7 +102,7 @@ def test_of_several_that_ask_for_different_numbers_beside_one_that_does_not() ->
     check(model_of(runner), told[2], B, 0)
 
 
-def test_of_a_resumed_request_its_answer_is_not_told() -> None:
+def test_output_of_a_resumed_request_is_not_reported() -> None:
     runner = Runner()
     answer = [13, 14, 15]
     results = [runner.result(**starting((0, B + answer, len(B), 1), counts={0: 4}))]
@@ -113,7 +113,7 @@ def test_of_a_resumed_request_its_answer_is_not_told() -> None:
     assert results[1].tokens is not None
 
 
-def test_a_prompt_of_one_token_has_none_and_others_are_not_asked() -> None:
+def test_prompt_of_one_token_has_no_logprobs() -> None:
     runner = Runner()
     assert gather([runner.result(**starting((0, [5], 1, 3), counts={}))]) == {}
     assert gather([Runner().result(**adding((0, A, [1, 2, 3])))]) == {}

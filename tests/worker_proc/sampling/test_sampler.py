@@ -24,7 +24,7 @@ def some_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_greedy_is_the_best_token_whatever_else_is_set() -> None:
+def test_greedy_takes_the_best_token_with_any_other_parameters() -> None:
     logits = some_logits(8)
     rows = [(s, 3, {"temperature": 0.0, "top_k": 5 * (s % 2), "top_p": 0.5, "min_p": 0.1}) for s in range(8)]
     assert sample(logits, rows).tokens.tolist() == logits.argmax(-1).tolist()
@@ -34,13 +34,13 @@ TINY = [{"temperature": t} | cut for t in (1e-5, 1e-30, 1e-39, 1e-44) for cut in
 
 
 @pytest.mark.parametrize("sampling", [*TINY, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}], ids=str)
-def test_what_leaves_one_token_is_as_good_as_greedy(sampling: dict[str, Any]) -> None:
+def test_parameters_that_keep_one_token_equal_greedy(sampling: dict[str, Any]) -> None:
     logits = some_logits(40) * 50
     rows = [(seed, 2, sampling) for seed in range(40)]
     assert sample(logits, rows).tokens.tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_forbidden_token_is_never_drawn() -> None:
+def test_forbidden_token_is_never_drawn() -> None:
     """Also where rounding could put the target behind the last token that has any mass."""
     logits = torch.full((500, VOCAB), -torch.inf)
     logits[:, [3, 7]] = 0.0
@@ -59,7 +59,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def test_a_row_draws_the_same_alone_in_any_batch_and_in_any_order() -> None:
+def test_row_draws_the_same_token_in_any_batch_and_order() -> None:
     """With logits in 16 bits, where many are equal: also then nobody's tokens depend on who else asks for what."""
     count, rng = 60, np.random.default_rng(1)
     logits = some_logits(count, vocab=512).bfloat16().float()
@@ -92,7 +92,7 @@ def test_a_new_request_in_an_old_row_is_sampled_by_its_own_parameters() -> None:
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and sampled.logprobs is not None
 
 
-def test_logits_are_not_changed_where_nobody_asks_for_a_processor() -> None:
+def test_logits_are_unchanged_without_processors() -> None:
     logits = some_logits(len(MIXED))
     before = logits.clone()
     sample(logits, [(i, 1, params) for i, params in enumerate(MIXED)])
@@ -100,7 +100,7 @@ def test_logits_are_not_changed_where_nobody_asks_for_a_processor() -> None:
 
 
 @pytest.mark.parametrize("asked", [0, 1, 5, 20])
-def test_logprobs_are_those_of_the_raw_distribution(asked: int) -> None:
+def test_logprobs_are_of_the_raw_distribution(asked: int) -> None:
     logits = some_logits(6)
     rows = [(i, 1, {"temperature": 0.7, "top_k": 2} | ({"logprobs": asked} if i % 2 else {})) for i in range(6)]
     sampled = sample(logits, rows)
@@ -116,11 +116,11 @@ def test_logprobs_are_those_of_the_raw_distribution(asked: int) -> None:
         assert told.ranks[i] == 1 + int((reference[row] > reference[row, token]).sum())
 
 
-def test_no_row_that_asks_for_logprobs_means_none() -> None:
+def test_no_logprobs_without_a_row_that_asks() -> None:
     assert sample(some_logits(2), [(1, 1, {}), (2, 1, {"temperature": 0.0})]).logprobs is None
 
 
-def test_logprobs_of_a_small_vocabulary_are_all_there_are() -> None:
+def test_logprobs_are_limited_to_the_vocabulary() -> None:
     told = sample(some_logits(1, vocab=3), [(1, 1, {"logprobs": 20})]).logprobs
     assert told is not None and told.logprobs.values.shape == (1, 4)
     assert sorted(told.logprobs.token_ids[0, 1:].tolist()) == [0, 1, 2]
@@ -128,7 +128,7 @@ def test_logprobs_of_a_small_vocabulary_are_all_there_are() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])
 @pytest.mark.parametrize("place", [0, 11, VOCAB - 1])
-def test_a_row_that_is_not_finite_is_flagged_and_others_are_untouched(poison: Any, place: int) -> None:
+def test_non_finite_row_is_flagged_and_others_are_unaffected(poison: Any, place: int) -> None:
     logits = some_logits(len(MIXED))
     rows = [(i, 1, params) for i, params in enumerate(MIXED)]
     good = sample(logits, rows)
@@ -159,7 +159,7 @@ def test_noise_is_uniform_over_seeds_and_over_positions() -> None:
         assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.02
 
 
-def test_noise_of_neighbouring_seeds_has_nothing_in_common() -> None:
+def test_noise_of_neighbouring_seeds_is_independent() -> None:
     positions = np.arange(20_000)
     a, b = (uniform(np.full(len(positions), seed, np.uint64), positions) for seed in (41, 42))
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
@@ -168,6 +168,6 @@ def test_noise_of_neighbouring_seeds_has_nothing_in_common() -> None:
 
 
 @pytest.mark.full
-def test_noise_is_fixed_for_ever() -> None:
+def test_noise_has_fixed_values() -> None:
     got = uniform(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 2**31 - 1]))
     assert got.tolist() == [0.28176129772258496, 0.34362312686658336, 0.09495736683503364]

@@ -61,7 +61,7 @@ def told(sampled: Sampled) -> tuple[list[int], list[Any]]:
     return sampled.tokens.tolist(), sampled.logprobs.logprobs.values.tolist()
 
 
-def test_a_resumed_request_goes_on_with_the_tokens_and_logprobs_that_it_would_have_had() -> None:
+def test_resumed_request_gets_the_same_tokens_and_logprobs() -> None:
     prompt, answer = [1, 4, 4], [8]
     batch, sampler = fresh(5, prompt, answer, EVERYTHING)
     for step in range(10):
@@ -80,7 +80,7 @@ def test_a_resumed_request_goes_on_with_the_tokens_and_logprobs_that_it_would_ha
     assert len(set(answer)) > 4
 
 
-def test_each_position_behind_drafts_is_sampled_as_if_they_were_tokens() -> None:
+def test_position_after_drafts_is_sampled_as_if_they_were_tokens() -> None:
     prompt, answer, drafts = [1, 4, 4], [8], [9, 9, 4, 11]
     logits = some_logits(5)
     positions = SampledPositions.with_drafts(np.array([0]), [drafts])
@@ -95,7 +95,7 @@ def test_each_position_behind_drafts_is_sampled_as_if_they_were_tokens() -> None
     assert accept_drafts(with_drafts.tokens.numpy(), positions).drafts.tolist() == [4]
 
 
-def test_a_row_with_everything_is_the_same_alone_and_beside_others() -> None:
+def test_row_with_all_features_does_not_depend_on_the_batch() -> None:
     rows = [EVERYTHING, {}, {"temperature": 0.0, "presence_penalty": 1.0}, {"top_p": 0.5}, EVERYTHING]
     logits = some_logits(5)
     whole = sample(logits, rows).tokens.tolist()
@@ -104,7 +104,7 @@ def test_a_row_with_everything_is_the_same_alone_and_beside_others() -> None:
         assert sample_each(sampler, logits[i : i + 1].clone()).tokens.tolist() == [whole[i]]
 
 
-def test_bad_rows_are_those_whose_logits_were_bad_before_any_edit() -> None:
+def test_bad_rows_are_found_before_edits() -> None:
     logits = some_logits(3)
     logits[0, 5] = torch.nan
     rows = [{"allowed_token_ids": [1, 2]}, {"allowed_token_ids": [1, 2]}, {"logit_bias": {3: 5.0}}]
@@ -113,14 +113,14 @@ def test_bad_rows_are_those_whose_logits_were_bad_before_any_edit() -> None:
     assert sample(logits, rows).bad.tolist() == [True, False, False]
 
 
-def test_who_is_allowed_nothing_fails_alone() -> None:
+def test_only_the_request_without_an_allowed_token_fails() -> None:
     rows = [{"allowed_token_ids": [6], "bad_words_token_ids": [[6]]}, {"allowed_token_ids": [6]}]
     sampled = sample(some_logits(2), rows)
     assert [at for at, _ in sampled.failed] == [0]
     assert sampled.tokens[1] == 6 and not sampled.bad.any()
 
 
-def test_masks_bind_greedy_and_random_rows_and_leave_others_alone() -> None:
+def test_bitmasks_apply_to_greedy_and_random_rows_only_with_a_mask() -> None:
     logits = some_logits(3)
     _, sampler = batch_of([(i, 3, {"temperature": float(i)}) for i in range(3)], VOCAB)
     words = np.zeros((2, 1), np.int32)  # tokens from 32 on have no bit: they are not allowed
@@ -133,7 +133,7 @@ def test_masks_bind_greedy_and_random_rows_and_leave_others_alone() -> None:
     assert tokens[2] == sample(logits, [{"temperature": float(i)} for i in range(3)]).tokens[2]
 
 
-def test_plainness_is_what_a_device_can_do_unaided() -> None:
+def test_is_plain_with_parameters_that_a_graph_can_sample() -> None:
     rows = np.arange(2)
     for other, plain in [
         ({"temperature": 0.0, "top_k": 5}, True),
@@ -150,7 +150,7 @@ def test_plainness_is_what_a_device_can_do_unaided() -> None:
     assert sampler.is_plain(rows[:1])
 
 
-def test_a_plugin_that_keeps_the_best_token_is_for_random_rows_and_between_temperature_and_cuts() -> None:
+def test_argmax_invariant_plugin_runs_between_temperature_and_cuts() -> None:
     """Halving the scaled logits is twice the temperature; before the cuts, as min-p tells."""
     asked = {"extra_args": {"halve": 1}, "temperature": 0.4, "min_p": 0.2}
     logits = some_logits(200).repeat(2, 1)
@@ -160,7 +160,7 @@ def test_a_plugin_that_keeps_the_best_token_is_for_random_rows_and_between_tempe
     assert got == sample(logits, as_twice).tokens.tolist()
 
 
-def test_greedy_rows_alone_never_run_such_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_rows_do_not_run_an_argmax_invariant_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Halve, "apply", lambda self, logits: 1 / 0)
     logits = some_logits(2)
     rows = [{"temperature": 0.0, "extra_args": {"halve": 1}}] * 2
@@ -168,6 +168,6 @@ def test_greedy_rows_alone_never_run_such_a_plugin(monkeypatch: pytest.MonkeyPat
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist() and not sampled.failed
 
 
-def test_needs_history_where_somebody_looks_at_the_answer() -> None:
+def test_needs_history_if_a_processor_reads_the_output() -> None:
     assert not batch_of([(0, 1, {"presence_penalty": 1.0})], VOCAB)[1].needs_history
     assert batch_of([(0, 1, {"bad_words_token_ids": [[1, 2]]})], VOCAB)[1].needs_history

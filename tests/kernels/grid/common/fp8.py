@@ -32,7 +32,7 @@ def same_bits(result: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @fp8_dtypes
-def test_every_pattern_decodes_as_in_torch(dtype: torch.dtype, device: torch.device) -> None:
+def test_decoding_of_every_pattern_equals_torch(dtype: torch.dtype, device: torch.device) -> None:
     patterns = all_patterns(dtype)
     out = torch.empty(256, dtype=torch.float32, device=device)
     decode_kernel[(1,)](as_bits(patterns).to(device), out, COUNT=256, E5M2=is_e5m2(dtype))
@@ -53,7 +53,7 @@ def hard_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 @fp8_dtypes
-def test_encodes_as_torch_does(dtype: torch.dtype, device: torch.device) -> None:
+def test_encoding_equals_torch(dtype: torch.dtype, device: torch.device) -> None:
     rng = torch.Generator().manual_seed(3)
     anything = torch.randint(-(2**31), 2**31, (20_000,), generator=rng, dtype=torch.int64).to(torch.int32)
     scales = torch.exp2(torch.randint(-20, 18, (20_000,), generator=rng).float())
@@ -69,7 +69,7 @@ def test_encodes_as_torch_does(dtype: torch.dtype, device: torch.device) -> None
 
 
 @fp8_dtypes
-def test_what_is_decoded_encodes_to_itself(dtype: torch.dtype, device: torch.device) -> None:
+def test_decoded_values_encode_to_themselves(dtype: torch.dtype, device: torch.device) -> None:
     patterns = all_patterns(dtype)
     values = patterns.float()
     patterns = patterns[values.isfinite()]

@@ -18,6 +18,6 @@ def test_equals_reference(activation: str, width: int, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_not_a_number_stays(activation: str, device: torch.device) -> None:
+def test_nan_stays_nan(activation: str, device: torch.device) -> None:
     gate_up = torch.full((1, 8), torch.nan, device=device)
     assert gate(gate_up, activation).isnan().all()

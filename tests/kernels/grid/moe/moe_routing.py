@@ -27,7 +27,7 @@ def test_route_equals_reference(
     torch.testing.assert_close(weights, expected, rtol=TOLERANCE[0], atol=TOLERANCE[1])
 
 
-def test_choices_exist_whatever_the_logits_are(device: torch.device) -> None:
+def test_chosen_experts_are_valid_for_all_logits(device: torch.device) -> None:
     logits = torch.full((2, 6), torch.nan, device=device)
     logits[0, 5] = 1
     logits[1] = -1e30

@@ -19,7 +19,7 @@ def test_equals_reference(vocab: int, slot_dtype: torch.dtype, device: torch.dev
     assert not torch.equal(got[0], case.logits)
 
 
-def test_a_slot_that_does_not_exist_is_left_alone(device: torch.device) -> None:
+def test_slot_out_of_range_is_ignored(device: torch.device) -> None:
     case = PenaltyCase(7, device)
     case.slots[:] = len(case.counts)
     got = case.arguments()

@@ -49,7 +49,7 @@ def test_equals_reference(
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
-def test_every_noise(case: tuple[float, int, float, float], device: torch.device) -> None:
+def test_noise_over_the_whole_interval(case: tuple[float, int, float, float], device: torch.device) -> None:
     rows = 64 if device.type == "cuda" else 3
     rng = torch.Generator().manual_seed(0)
     # Equals, and tokens that a grammar forbids.
@@ -61,7 +61,7 @@ def test_every_noise(case: tuple[float, int, float, float], device: torch.device
     assert torch.equal(sample(*arguments, **flags), sample_reference(*arguments))
 
 
-def test_bad_rows_disturb_no_one(device: torch.device) -> None:
+def test_bad_rows_do_not_affect_others(device: torch.device) -> None:
     logits = torch.zeros(4, 64, device=device)
     logits[0] = torch.nan
     logits[1] = -torch.inf
@@ -71,7 +71,7 @@ def test_bad_rows_disturb_no_one(device: torch.device) -> None:
     assert tokens.tolist() == [0, 0, 3, 4]
 
 
-def test_shares_of_the_tokens(device: torch.device) -> None:
+def test_tokens_are_drawn_in_proportion_to_their_weights(device: torch.device) -> None:
     """A stratified noise draws each token in proportion to its weight."""
     logits = torch.tensor([[1.0, 4.0, 2.0, 1.0]]).log().expand(8, 4).to(device)
     noise = torch.from_numpy((np.arange(8) + 0.5) / 8).to(device)

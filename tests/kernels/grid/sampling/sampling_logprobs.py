@@ -19,7 +19,7 @@ def test_equals_reference(vocab: int, n: int, dtype: torch.dtype, device: torch.
     torch.testing.assert_close(result.values, expected.values, rtol=TOLERANCE[0], atol=TOLERANCE[1])
 
 
-def test_forbidden_tokens_and_no_such_token(device: torch.device) -> None:
+def test_forbidden_tokens_and_tokens_out_of_range(device: torch.device) -> None:
     logits = torch.full((2, CHUNK + 4), -torch.inf, device=device)
     logits[:, [7, CHUNK]] = torch.tensor([0.0, 1.0], device=device)
     result = top_logprobs(logits, torch.tensor([3, 2**40], device=device), 4)

@@ -36,7 +36,7 @@ def test_rows_that_cannot_be_sampled(device: torch.device) -> None:
     torch.testing.assert_close(result.log_sum_exp[4:], expected.log_sum_exp[4:])
 
 
-def test_noise_is_the_cpu_samplers(device: torch.device) -> None:
+def test_noise_equals_the_cpu_sampler(device: torch.device) -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 130, dtype=np.uint64)
     seeds[:3] = [0, 2**64 - 1, 2**63]

@@ -20,7 +20,7 @@ def test_equals_reference(vocab: int, num_words: int, device: torch.device) -> N
     assert torch.equal(got[1], logits[1])
 
 
-def test_a_row_that_does_not_exist_is_left_out(device: torch.device) -> None:
+def test_row_out_of_range_is_ignored(device: torch.device) -> None:
     logits = torch.zeros(2, 40, device=device)
     rows, words = torch.tensor([-1, 2], device=device), torch.zeros(2, 2, dtype=torch.int32, device=device)
     launch_token_bitmask(logits, rows, words)
