@@ -19,7 +19,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method: ngram (the continuation of the same last tokens earlier in the request), suffix (the same over the
             answers of earlier requests too, with a suffix tree) or draft_model.
         model, model_path: the draft model, which has the vocabulary of the target model.
-        prompt_lookup_min, prompt_lookup_max: number of last tokens that ngram looks up.
+        prompt_lookup_min, prompt_lookup_max: fewest and most last tokens that ngram looks up.
         suffix_max_depth: longest context of the suffix tree, in tokens.
         suffix_max_cached_requests: number of answers in the suffix tree; 0 searches the request's own tokens only.
         acceptance: shared_noise (a draft is accepted if it equals the token that would have been sampled, so the text

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint_links import check_links
-from quire.protocol.model.config_fields import read_json, shown
+from quire.protocol.model.config_fields import printable, read_json
 from quire.protocol.model.model_config import ModelConfig
 
 SINGLE = "model.safetensors"
@@ -57,7 +57,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if expected is not None:
             absent = sorted(expected - {tensor.name for tensor in tensors})
             if absent:
-                raise ConfigError(f"{file}: tensor {shown(absent[0])[1:-1]} is missing, but {INDEX} places it there")
+                raise ConfigError(
+                    f"{file}: tensor {printable(absent[0])[1:-1]} is missing, but {INDEX} places it there"
+                )
         for tensor in tensors:
             if "rotary_emb." in tensor.name:
                 continue  # precomputed tables in old checkpoints; they follow from config.json
@@ -117,12 +119,12 @@ def _read_header(file: Path) -> list[StoredTensor]:
             slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
             tensors = [StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
-        reason = shown(str(error).removeprefix("Error while deserializing header: "))[1:-1]
+        reason = printable(str(error).removeprefix("Error while deserializing header: "))[1:-1]
         raise ConfigError(f"{file}: is truncated, damaged or not a safetensors file: {reason}") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
     for tensor in tensors:
-        printable_name = shown(tensor.name)[1:-1]
+        printable_name = printable(tensor.name)[1:-1]
         if printable_name != tensor.name:
             raise ConfigError(f"{file}: invalid header for tensor {printable_name}: invalid name")
         if len(tensor.shape) > MAX_DIMENSIONS:
@@ -146,11 +148,11 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     names: dict[str, str] = weight_map
     files: dict[Path, set[str] | None] = {}
     for shard in sorted(set(names.values())):
-        if Path(shard).name != shard or not shard.endswith(".safetensors") or shown(shard)[1:-1] != shard:
-            raise ConfigError(f"{index}: {shown(shard)} is not the name of a safetensors file in this directory")
+        if Path(shard).name != shard or not shard.endswith(".safetensors") or printable(shard)[1:-1] != shard:
+            raise ConfigError(f"{index}: {printable(shard)} is not the name of a safetensors file in this directory")
         if not (folder / shard).is_file():
             tensor = next(tensor for tensor, file in names.items() if file == shard)
-            raise ConfigError(f"{folder / shard}: shard is missing (it should hold {shown(tensor)[1:-1]})")
+            raise ConfigError(f"{folder / shard}: shard is missing (it should hold {printable(tensor)[1:-1]})")
         files[folder / shard] = {tensor for tensor, file in names.items() if file == shard}
     if not files:
         raise ConfigError(f"{index}: has no readable weight_map")

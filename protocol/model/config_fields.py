@@ -10,13 +10,13 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_SHOWN = 160
 
 
-def shown(value: object) -> str:
+def printable(value: object) -> str:
     """Format a value of an untrusted file for a one-line error: short, and without control characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
         is_short = len(value) <= 4 and not any(isinstance(part, dict | list) for part in value)
-        return f"[{', '.join(map(shown, value))}]" if is_short else "a list"
+        return f"[{', '.join(map(printable, value))}]" if is_short else "a list"
     text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
     return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
 
@@ -36,14 +36,14 @@ class Fields:
         if value is None and default is not None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high} (got {shown(value)})")
+            raise ConfigError(f"{self.where}: {name} must be an integer from {low} to {high} (got {printable(value)})")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise ConfigError(f"{self.where}: {name} must be a positive number (got {shown(value)})")
+            raise ConfigError(f"{self.where}: {name} must be a positive number (got {printable(value)})")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -53,7 +53,7 @@ class Fields:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} must be true or false (got {shown(value)})")
+            raise ConfigError(f"{self.where}: {name} must be true or false (got {printable(value)})")
         return value
 
     def numbers(self, name: str, count: int) -> list[float]:
@@ -73,7 +73,9 @@ class Fields:
 
     def choice(self, name: str, value: object, known: tuple[str, ...]) -> str:
         if not isinstance(value, str) or value not in known:
-            raise ConfigError(f"{self.where}: {name} {shown(value)} is not supported; supported: {', '.join(known)}")
+            raise ConfigError(
+                f"{self.where}: {name} {printable(value)} is not supported; supported: {', '.join(known)}"
+            )
         return value
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint_links import check_links
-from quire.protocol.model.config_fields import Fields, read_json, shown, token_ids
+from quire.protocol.model.config_fields import Fields, printable, read_json, token_ids
 from quire.protocol.model.families import (
     FAMILIES,
     Family,
@@ -197,14 +197,14 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
     architecture = named[0] if isinstance(named, list) and named else None
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ConfigError(
-            f"{where}: architecture {shown(architecture)} is not supported{_own_code(raw)}; "
+            f"{where}: architecture {printable(architecture)} is not supported{_own_code(raw)}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     quantised = raw.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     if quantised and not (method == "mxfp4" and architecture == "GptOssForCausalLM"):
         raise ConfigError(
-            f"{where}: quantization_config: method {shown(method)} is not supported for {architecture}; "
+            f"{where}: quantization_config: method {printable(method)} is not supported for {architecture}; "
             f"supported: none, and mxfp4 for GptOssForCausalLM"
         )
     return architecture

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.config_fields import Fields, shown
+from quire.protocol.model.config_fields import Fields, printable
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}
@@ -79,7 +79,7 @@ def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> Rop
     if kind not in ROPE_KINDS or raw.get("mrope_section"):
         kind = "mrope" if raw.get("mrope_section") else kind
         raise ConfigError(
-            f"{field.where}: rope type {shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
+            f"{field.where}: rope type {printable(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
         )
     partial = inner.number("partial_rotary_factor", field.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)

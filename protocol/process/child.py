@@ -59,7 +59,7 @@ class Report(msgspec.Struct, omit_defaults=True):
 
 
 class Command(msgspec.Struct, omit_defaults=True):
-    """One line of what the supervisor tells a child.
+    """One line from the supervisor to a child.
 
     Attributes:
         kind: join (a worker: join the group of ``worker_epoch`` as ``rank``); worker_epoch (the scheduler: the group

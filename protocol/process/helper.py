@@ -31,8 +31,7 @@ Answer = Callable[[bytes], bytes]
 START_SECONDS = 60.0
 """Start timeout. A tokenizer with a large vocabulary takes seconds, on a busy machine more."""
 STACK_BYTES = 256 * 2**20
-"""Stack size of the answering thread: a library may recurse as deep as its input. It is address space, hardly any of it
-used."""
+"""Stack size of the answering thread, since a library may recurse as deep as its input. Mostly untouched."""
 MAX_GROWN_BYTES = 64 * 2**20
 """Maximum growth of a child's resident memory; a child that exceeds it exits after its answer and is replaced."""
 
@@ -94,7 +93,6 @@ class Helper:
         self._hello = hello
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
-        """Kill the helper; the kernel then kills its child."""
         self._number = 0
 
     def start(self) -> bytes:
@@ -159,7 +157,7 @@ class Helper:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Of both generations: the child is killed when its parent is."""
+    """Kill the helper; the kernel then kills its child."""
     if process.poll() is None:
         process.kill()
     process.communicate()

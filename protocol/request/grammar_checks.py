@@ -25,7 +25,7 @@ MAX_REFERENCES = 1000
 MAX_LITERAL = 8192
 """Characters of a regular expression, of a choice, and of any string in a schema."""
 MAX_NUMBER = int(sys.float_info.max)
-"""Libraries read numbers as floats; Python's integers have no such limit."""
+"""Largest number in a schema: libraries read numbers as floats, which Python's integers can exceed."""
 MAX_GRAMMAR_LINE = 16_384
 MAX_GRAMMAR_RULES = 2000
 MAX_GBNF = 16_384

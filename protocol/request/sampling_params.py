@@ -49,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             (Keskar et al., 2019); from 0.01 to 10.
         logit_bias: token id → value added to its logit, from -100 to 100.
         allowed_token_ids: the only tokens that may be sampled.
-        bad_words: texts that must not occur in the answer, as far as their tokenization is the expected one. The front
-            end converts them to ``bad_words_token_ids``: the last token of each is banned after the others.
+        bad_words: texts that must not occur in the answer, if tokenized in the usual way. The front end converts them
+            to ``bad_words_token_ids``: the last token of each is banned after the others.
         logprobs: number of most likely tokens (0 to 20) whose log probabilities are returned with that of the sampled
             token; None for no log probabilities. ``--logprobs-mode`` selects the distribution.
         prompt_logprobs: the same for prompt tokens except the first; such a request reuses no cached prefix.

@@ -113,7 +113,7 @@ class StepOutputs(Message, frozen=True, tag=21):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Durations in seconds: ``counts[i]`` observations were at most ``bounds[i]``; the last entry counts all above."""
+    """Durations in seconds: ``counts[i]`` is that of the bucket up to ``bounds[i]``, the last one of all above."""
 
     bounds: list[float]
     counts: list[int]

@@ -64,11 +64,12 @@ KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What one step changed, in order.
+    """Changes of one step, in order.
 
     Attributes:
         now: the engine's monotonic seconds; comparable within one ``incarnation`` only.
-        life: drawn when the publisher starts. Another one than before: forget all, and ask from 0.
+        incarnation: random number drawn when the publisher starts. When it changes, discard all state and request a
+            replay from 0.
     """
 
     now: float

@@ -16,7 +16,7 @@ class WorkerCommands:
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._call: Command | None = None
+        self._command: Command | None = None
 
     def fileno(self) -> int:
         """Readable when ``pending`` may have become true."""
@@ -26,27 +26,25 @@ class WorkerCommands:
     def pending(self) -> bool:
         """Whether a newer command supersedes the worker's current group."""
         for command in self._child.take_commands():
-            self._call = command
-        return self._call is not None
+            self._command = command
+        return self._command is not None
 
     def take(self) -> Command | None:
-        """Wait for a command and return the newest if it is a join command, which is confirmed to the supervisor; None
-        means exit.
-        """
+        """Wait for a command. Return a join command, confirmed to the supervisor, or None to exit."""
         while not self.pending:
             self._child.wait()
-        call, self._call = self._call, None
-        if call is None or call.kind != "join":
+        command, self._command = self._command, None
+        if command is None or command.kind != "join":
             return None
-        self._child.report(Report("joined", worker_epoch=call.worker_epoch))
-        return call
+        self._child.report(Report("joined", worker_epoch=command.worker_epoch))
+        return command
 
 
 class Superseded(Exception):
     """A newer command arrived: the current group is obsolete."""
 
 
-def wait_for_message(channel: Channel, calls: WorkerCommands) -> Received | None:
+def wait_for_message(channel: Channel, commands: WorkerCommands) -> Received | None:
     """Return the next message, or None after a second without one, after sending a heartbeat.
 
     Raises:
@@ -55,13 +53,13 @@ def wait_for_message(channel: Channel, calls: WorkerCommands) -> Received | None
     """
     received = channel.receive(HEARTBEAT_S)
     if received is None:
-        if calls.pending:
+        if commands.pending:
             raise Superseded
         channel.send(Heartbeat(time.monotonic()))
     return received
 
 
-def request_configuration(channel: Channel, rank: int, pid: int, calls: WorkerCommands) -> Configure:
+def request_configuration(channel: Channel, rank: int, pid: int, commands: WorkerCommands) -> Configure:
     """Send a Hello and wait for the configuration.
 
     Raises:
@@ -70,7 +68,7 @@ def request_configuration(channel: Channel, rank: int, pid: int, calls: WorkerCo
     """
     channel.send(Hello(PROTOCOL_VERSION, "worker", rank, pid))
     while True:
-        received = wait_for_message(channel, calls)
+        received = wait_for_message(channel, commands)
         match received.message if received else None:
             case Welcome() | Heartbeat() | None:
                 continue
