@@ -43,7 +43,7 @@ def test_only_full_blocks_have_a_hash() -> None:
     assert [len(hashes(list(range(n)))) for n in (0, 1, 3, 4, 7, 8)] == [0, 0, 0, 1, 1, 2]
 
 
-def test_a_hash_covers_all_that_came_before() -> None:
+def test_a_hash_covers_all_tokens_before_it() -> None:
     base = hashes(list(range(12)))
     for changed in range(12):
         tokens = list(range(12))
@@ -65,7 +65,7 @@ def test_salts_have_nothing_in_common() -> None:
     st.lists(st.integers(0, 2**31 - 1), max_size=40),
     st.integers(1, 7),
 )
-def test_growing_token_by_token_gives_the_hashes_of_the_whole(known: list[int], more: list[int], size: int) -> None:
+def test_appending_tokens_gives_the_hashes_of_the_whole_sequence(known: list[int], more: list[int], size: int) -> None:
     tokens = Tokens(np.array(known, np.int32), BlockHasher("sha256", size).chain("s"))
     for token in more:
         tokens.append(token)
@@ -73,7 +73,7 @@ def test_growing_token_by_token_gives_the_hashes_of_the_whole(known: list[int], 
     assert tokens.array().tolist() == known + more and len(tokens) == len(known + more)
 
 
-def test_tokens_do_not_change_the_array_that_they_were_made_from() -> None:
+def test_tokens_copy_their_initial_array() -> None:
     known = np.arange(4, dtype=np.int32)
     tokens = Tokens(known, BlockHasher("sha256", 4).chain())
     known[0] = 77
@@ -81,7 +81,7 @@ def test_tokens_do_not_change_the_array_that_they_were_made_from() -> None:
     assert tokens.array().tolist() == [0, 1, 2, 3, 5]
 
 
-def test_groups_have_keys_of_their_own() -> None:
+def test_groups_have_different_keys() -> None:
     keys = {group_key(b"h" * 32, group) for group in range(300)}
     assert len(keys) == 300 and b"h" * 32 in keys
 
@@ -91,7 +91,7 @@ BLOCK, LONG = 2, 2 * CHUNK_BLOCKS * 2 + 7
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
-def test_a_memo_changes_no_hash(algorithm: str) -> None:
+def test_the_memo_does_not_change_hashes(algorithm: str) -> None:
     """A conversation that grows, one that leaves it in the middle, and one that has nothing of it."""
     first = list(range(LONG))
     longer, other, left = first + list(range(500)), [7, *first], [*first[:200], 1, *first[201:]]
@@ -117,7 +117,7 @@ def test_a_long_prefix_is_hashed_once() -> None:
     assert first.hashes == again.hashes and len(hasher.memo) == 2
 
 
-def test_a_memo_forgets_what_was_used_longest_ago() -> None:
+def test_the_memo_evicts_the_least_recently_used_chunk() -> None:
     memo = HashMemo(2)
     for name in (b"a", b"b"):
         memo.store([name])
@@ -126,13 +126,13 @@ def test_a_memo_forgets_what_was_used_longest_ago() -> None:
     assert len(memo) == 2 and memo.find(b"b") is None and memo.find(b"a") and memo.find(b"c")
 
 
-def test_adapters_share_nothing_with_each_other_or_with_none() -> None:
+def test_adapters_share_no_hashes() -> None:
     names = [("", ""), ("", "x"), ("x", ""), ("x", "y"), ("xy", ""), ("", "xy")]
     found = [h for salt, adapter in names for h in hashes(list(range(8)), salt=salt, adapter=adapter)]
     assert len(set(found)) == len(found)
 
 
-def test_a_features_content_and_place_are_part_of_its_blocks_and_of_all_after() -> None:
+def test_block_hashes_cover_content_and_position_of_features() -> None:
     tokens = list(range(20))
     plain = hashes(tokens)
 
@@ -151,13 +151,13 @@ def test_a_features_content_and_place_are_part_of_its_blocks_and_of_all_after() 
     assert hashes(tokens, features=two) != hashes(tokens, features=[Feature(0, 2, b"b"), Feature(2, 2, b"a")])
 
 
-def test_routers_get_the_same() -> None:
+def test_prompt_hashes_equal_the_engines() -> None:
     assert prompt_hashes(list(range(11)), 4, "s") == hashes(list(range(11)), salt="s")
     assert prompt_hashes(list(range(11)), 4, algorithm="xxh3_128") != prompt_hashes(list(range(11)), 4)
     assert len(prompt_hashes([1, 2], 2, algorithm="xxh3_128")[0]) == 16
 
 
-def test_an_algorithm_that_cannot_be_had_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_hash_algorithms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"must be sha256 or xxh3_128 \(got 'md5'\)"):
         hash_algorithm("md5")
     monkeypatch.setitem(sys.modules, "xxhash", None)

@@ -26,7 +26,7 @@ def pool_of_one_sampled_block() -> BlockPool:
     ("seconds", "bucket"),
     [(0.0, 0), (BOUNDS[0], 0), (BOUNDS[0] + 0.01, 1), (BOUNDS[-1], len(BOUNDS) - 1), (1e9, len(BOUNDS))],
 )
-def test_an_observation_counts_in_the_first_bucket_that_it_does_not_exceed(seconds: float, bucket: int) -> None:
+def test_bucket_bounds_are_inclusive(seconds: float, bucket: int) -> None:
     observations = Observations()
     observations.observe(seconds)
     histogram = observations.histogram()
@@ -41,7 +41,7 @@ def test_a_histogram_is_a_copy() -> None:
     assert seen(before) == (0, 0.0) and seen(observations.histogram()) == (1, 1.0)
 
 
-def test_the_life_of_a_content() -> None:
+def test_lifetime_idle_time_and_reuse_gaps_of_a_cached_block() -> None:
     """Allocated at 10, released at 15, hit at 20, 50 and 51, released at 60, evicted at 100."""
     pool = pool_of_one_sampled_block()
     pool.now = 10.0
@@ -64,7 +64,7 @@ def test_the_life_of_a_content() -> None:
     assert seen(pool.metrics.reuse_gap) == (2, 31.0)
 
 
-def test_the_next_content_of_a_block_starts_anew() -> None:
+def test_metrics_restart_with_the_next_content_of_a_block() -> None:
     pool = pool_of_one_sampled_block()
     block = pool.get_new_blocks(1)
     pool.cache_full_blocks([block[0]], [b"a"])
@@ -84,7 +84,7 @@ def test_the_next_content_of_a_block_starts_anew() -> None:
     assert seen(pool.metrics.idle_before_evict) == (2, 7.0 + 1.0)
 
 
-def test_content_that_nobody_could_find_has_no_life() -> None:
+def test_uncached_content_is_not_observed() -> None:
     pool = pool_of_one_sampled_block()
     block = pool.get_new_blocks(1)
     pool.free_blocks(block)
@@ -107,6 +107,6 @@ def test_one_block_in_64_is_sampled() -> None:
     assert pool.num_evicted_blocks == 3 * 64
 
 
-def test_there_is_room_for_the_last_sampled_block() -> None:
+def test_the_last_sampled_block_is_recorded() -> None:
     for num_blocks in (1, 64, 65, 128, 129):
         BlockMetrics(num_blocks).allocated((num_blocks - 1) // 64 * 64, 1.0)

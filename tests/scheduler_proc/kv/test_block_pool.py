@@ -14,7 +14,7 @@ def ids(blocks: list[KVCacheBlock]) -> list[int]:
     return [b.block_id for b in blocks]
 
 
-def test_the_map_finds_the_block_that_came_first() -> None:
+def test_the_map_returns_the_first_block_of_a_key() -> None:
     found, a, b, c = BlockHashToBlockMap(), *(KVCacheBlock(i) for i in (3, 1, 2))
     assert found.get_one_block(b"k") is None and len(found) == 0
     for block in (a, b, c):
@@ -26,7 +26,7 @@ def test_the_map_finds_the_block_that_came_first() -> None:
     assert sorted(x.block_id for key, x in found.blocks() if key == b"k") == [1, 2]
 
 
-def test_the_map_forgets_exactly_what_it_is_told_to() -> None:
+def test_pop_removes_only_the_given_block() -> None:
     found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
     found.insert(b"k", a)
     assert found.pop(b"k", 2) is None and found.pop(b"x", 1) is None
@@ -38,7 +38,7 @@ def test_the_map_forgets_exactly_what_it_is_told_to() -> None:
     assert len(found) == 0 and found.blocks() == []
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     pool = pool_of(3)
     assert pool.num_usable_blocks == pool.num_free_blocks == 3
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
@@ -53,7 +53,7 @@ def test_a_pool_without_a_usable_block_is_refused(num_blocks: int) -> None:
         BlockPool(num_blocks, enable_caching=True)
 
 
-def test_a_block_is_free_only_when_its_last_holder_let_go() -> None:
+def test_a_block_is_free_after_its_last_holder_frees_it() -> None:
     pool = pool_of()
     block = pool.get_new_blocks(1)
     pool.touch(block)
@@ -65,7 +65,7 @@ def test_a_block_is_free_only_when_its_last_holder_let_go() -> None:
     pool.check([])
 
 
-def test_freeing_more_often_than_holding_is_refused() -> None:
+def test_freeing_a_block_that_is_not_held_is_refused() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
     pool.free_blocks([block])
@@ -77,7 +77,7 @@ def test_freeing_more_often_than_holding_is_refused() -> None:
         pool.free_blocks([again, again])
 
 
-def test_plain_blocks_are_reused_at_once_and_cached_ones_last() -> None:
+def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
     pool = pool_of(6)
     blocks = pool.get_new_blocks(4)
     pool.cache_full_blocks([blocks[0]], [b"a"])
@@ -100,7 +100,7 @@ def test_a_hit_on_a_free_block_keeps_its_content() -> None:
     assert pool.get_cached_block(b"a") is block
 
 
-def test_a_reused_block_cannot_be_found_any_more() -> None:
+def test_a_reallocated_block_is_no_longer_found() -> None:
     pool = pool_of(1)
     pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"a"])
     pool.free_blocks([pool.blocks[1]])
@@ -109,7 +109,7 @@ def test_a_reused_block_cannot_be_found_any_more() -> None:
     pool.check()
 
 
-def test_of_two_blocks_with_one_content_the_other_is_found_when_one_is_reused() -> None:
+def test_a_duplicate_is_found_after_the_first_block_is_evicted() -> None:
     pool = pool_of(2)
     first, second = pool.get_new_blocks(2)
     pool.cache_full_blocks([first], [b"a"])
@@ -120,7 +120,7 @@ def test_of_two_blocks_with_one_content_the_other_is_found_when_one_is_reused() 
     pool.check()
 
 
-def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
+def test_invalidated_content_is_not_found_in_any_block() -> None:
     pool = pool_of(2)
     for block in pool.get_new_blocks(2):
         pool.cache_full_blocks([block], [b"a"])
@@ -130,7 +130,7 @@ def test_forgotten_content_is_not_found_in_any_of_its_blocks() -> None:
     pool.check()
 
 
-def test_a_run_of_cached_blocks_ends_at_the_first_unknown_key() -> None:
+def test_get_cached_blocks_stops_at_the_first_unknown_key() -> None:
     pool = pool_of(5)
     blocks = pool.get_new_blocks(5)
     for block, key in zip(blocks, (b"a", b"b", b"b", b"c"), strict=False):
@@ -157,7 +157,7 @@ def test_cached_and_evicted_blocks_are_counted() -> None:
     pool.check()
 
 
-def test_blocks_of_one_content_may_be_reused_together() -> None:
+def test_duplicates_may_be_evicted_in_one_call() -> None:
     pool = pool_of(3)
     blocks = pool.get_new_blocks(3)
     for block in blocks:
@@ -168,7 +168,7 @@ def test_blocks_of_one_content_may_be_reused_together() -> None:
     pool.check()
 
 
-def test_the_null_block_has_no_holders_even_among_others() -> None:
+def test_touch_and_free_skip_the_null_block() -> None:
     pool = pool_of(2)
     blocks = pool.get_new_blocks(2)
     pool.cache_full_blocks(blocks, [b"a", b"b"])
@@ -183,7 +183,7 @@ def test_the_null_block_has_no_holders_even_among_others() -> None:
     pool.check([])
 
 
-def test_a_block_may_be_held_twice_at_once() -> None:
+def test_one_call_may_hold_a_block_twice() -> None:
     pool = pool_of(2)
     (block,) = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [b"a"])
@@ -194,7 +194,7 @@ def test_a_block_may_be_held_twice_at_once() -> None:
     pool.check([])
 
 
-def test_a_wrong_free_leaves_the_pool_whole() -> None:
+def test_an_invalid_free_leaves_the_pool_consistent() -> None:
     pool = pool_of(3)
     first, second = pool.get_new_blocks(2)
     with pytest.raises(ValueError, match="freed but not held"):
@@ -202,7 +202,7 @@ def test_a_wrong_free_leaves_the_pool_whole() -> None:
     pool.check([[second]])
 
 
-def test_a_block_takes_one_hash_and_the_null_block_none() -> None:
+def test_a_block_accepts_one_hash_and_the_null_block_none() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [b"a"])
@@ -211,7 +211,7 @@ def test_a_block_takes_one_hash_and_the_null_block_none() -> None:
             pool.cache_full_blocks([wrong], [b"b"])
 
 
-def test_a_reset_forgets_all_but_only_while_nothing_is_held() -> None:
+def test_reset_clears_the_cache_only_when_no_block_is_held() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [b"a"])
@@ -259,7 +259,7 @@ def _damage(pool: BlockPool, damage: str) -> None:
         *("count", "moved"),
     ],
 )
-def test_check_fails_when_it_should(damage: str) -> None:
+def test_check_detects_violations(damage: str) -> None:
     pool = pool_of()
     block, other = pool.get_new_blocks(2)
     pool.cache_full_blocks([block], [b"a"])
@@ -277,7 +277,7 @@ def test_check_counts_holders() -> None:
 
 
 @pytest.mark.parametrize("damage", ["single", "id"])
-def test_the_check_of_the_map_fails_when_it_should(damage: str) -> None:
+def test_check_of_the_map_detects_violations(damage: str) -> None:
     found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
     for block in (a, b):
         found.insert(b"k", block)

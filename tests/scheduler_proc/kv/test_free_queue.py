@@ -17,7 +17,7 @@ def ids(queue: FreeKVCacheBlockQueue) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_sequence_of_operations_does_what_a_list_does(seed: int) -> None:
+def test_random_operations_match_a_list(seed: int) -> None:
     rng = random.Random(seed)
     blocks, queue = make(rng.randrange(1, 12))
     free, taken = list(range(len(blocks))), []
@@ -46,7 +46,7 @@ def test_any_sequence_of_operations_does_what_a_list_does(seed: int) -> None:
         assert ids(queue) == free and queue.num_free_blocks == len(free)
 
 
-def test_it_starts_in_order_and_gives_single_blocks_too() -> None:
+def test_blocks_are_queued_in_initial_order() -> None:
     blocks, queue = make(3)
     assert ids(queue) == [0, 1, 2]
     assert queue.popleft() is blocks[0]
@@ -54,7 +54,7 @@ def test_it_starts_in_order_and_gives_single_blocks_too() -> None:
     assert ids(queue) == [1, 2, 0]
 
 
-def test_an_empty_queue_gives_nothing_and_stays_whole() -> None:
+def test_popping_an_empty_queue_raises_and_changes_nothing() -> None:
     _, queue = make(2)
     with pytest.raises(IndexError, match="cannot take 3 blocks: 2 are free"):
         queue.popleft_n(3)
@@ -66,7 +66,7 @@ def test_an_empty_queue_gives_nothing_and_stays_whole() -> None:
     queue.check()
 
 
-def test_a_block_outside_cannot_leave_and_one_inside_cannot_enter() -> None:
+def test_removing_absent_or_adding_queued_blocks_is_refused() -> None:
     blocks, queue = make(3)
     queue.popleft()
     with pytest.raises(ValueError, match="not in the free queue"):
@@ -76,7 +76,7 @@ def test_a_block_outside_cannot_leave_and_one_inside_cannot_enter() -> None:
             put([blocks[1]])
 
 
-def test_a_block_listed_twice_in_one_call_is_noticed() -> None:
+def test_duplicates_in_one_call_are_refused() -> None:
     blocks, queue = make(3)
     queue.popleft()
     with pytest.raises(ValueError, match="already"):

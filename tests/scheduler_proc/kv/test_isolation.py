@@ -48,13 +48,13 @@ def test_two_tenants_share_no_hit(salt: str, fair: bool) -> None:
     driver.check_drained()
 
 
-def test_unless_asked_for_tenants_share_what_they_find() -> None:
+def test_tenants_share_the_cache_by_default() -> None:
     driver = Driver(num_tenants=2)
     assert found(driver, "first", tenant=1) == 0
     assert found(driver, "second", tenant=2) == NUM_HIT_TOKENS
 
 
-def test_no_salt_is_spelt_like_a_tenant() -> None:
+def test_roots_of_salts_adapters_and_tenants_differ() -> None:
     """Roots of all tenants, salts and adapters differ: a salt cannot pretend to be another tenant's, or none's."""
     hasher = BlockHasher("sha256", 4)
     salts = ["", "a", "\x01", "\x01\x00\x00\x00", "quire tenant's block chain 2\0", "a\0", "1", "é"]
@@ -68,7 +68,7 @@ def test_no_salt_is_spelt_like_a_tenant() -> None:
     assert len(names) == len(salts) * 3 * 5
 
 
-def test_a_replay_knows_tenants_apart() -> None:
+def test_replay_isolates_tenants() -> None:
     driver = isolated(fair_admission=True)
     for i, tenant in enumerate((1, 2, 1, 2)):
         found(driver, f"r{i}", tenant=tenant)
@@ -80,7 +80,7 @@ def test_a_replay_knows_tenants_apart() -> None:
 
 
 @pytest.mark.parametrize("seed", thinned(range(20), keep=3))
-def test_a_probe_with_another_salt_takes_the_steps_of_a_miss(seed: int) -> None:
+def test_a_probe_of_another_tenants_prompt_looks_like_a_miss(seed: int) -> None:
     """Whether the victim's prompt is cached or not: as many steps, tokens computed and blocks for the prober."""
     rng = random.Random(seed)
     length = rng.randrange(5, 60)
@@ -124,22 +124,22 @@ def hit_rate(
 
 @pytest.mark.parametrize("flood", [1, 2, 5, 9])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
-def test_a_flood_leaves_a_tenant_four_fifths_of_its_hits(seed: int, flood: int) -> None:
+def test_a_flood_leaves_another_tenant_four_fifths_of_its_hits(seed: int, flood: int) -> None:
     solo, beside = hit_rate(flood=0, seed=seed), hit_rate(flood=flood, seed=seed)
     assert beside >= 0.8 * solo, (solo, beside)
 
 
-def test_without_shares_a_flood_takes_them() -> None:
+def test_without_fair_admission_a_flood_evicts_other_tenants() -> None:
     """Else it would show nothing that it does not with them."""
     assert hit_rate(flood=5, fair=False) < 0.8 * hit_rate(flood=0)
 
 
-def test_one_tenant_may_have_all_of_the_cache() -> None:
+def test_a_single_tenant_can_use_the_whole_cache() -> None:
     """Nobody else is there: nothing is kept back."""
     assert hit_rate(flood=0, prompts=15) == hit_rate(flood=0, prompts=15, fair=False) > 0.8
 
 
-def test_who_is_long_gone_makes_room() -> None:
+def test_inactive_tenants_are_evicted_first() -> None:
     queue = FairFreeQueue(blocks(9))
     leave(queue, 1, queue.popleft_n(6))
     leave(queue, 2, queue.popleft_n(3))
@@ -165,7 +165,7 @@ def leave(queue: FairFreeQueue, tenant: int, left: Sequence[KVCacheBlock]) -> No
 
 
 @pytest.mark.parametrize("seed", thinned(range(30), keep=4))
-def test_for_one_tenant_it_is_the_plain_queue(seed: int) -> None:
+def test_with_one_tenant_the_fair_queue_equals_the_plain_queue(seed: int) -> None:
     rng = random.Random(seed)
     fair, plain = FairFreeQueue(blocks(20)), FreeKVCacheBlockQueue(blocks(20))
     queues: list[FreeKVCacheBlockQueue] = [fair, plain]
@@ -195,7 +195,7 @@ def test_for_one_tenant_it_is_the_plain_queue(seed: int) -> None:
         assert [b.block_id for b in fair.blocks()] == [b.block_id for b in plain.blocks()]
 
 
-def test_the_check_of_the_queue_bites() -> None:
+def test_check_of_the_fair_queue_detects_violations() -> None:
     queue = FairFreeQueue(blocks(6))
     leave(queue, 1, queue.popleft_n(3))
     queue.check()
@@ -219,7 +219,7 @@ def tenants_at_rest(seed: int) -> Driver:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_idle_state_has_what_each_tenant_left(seed: int) -> None:
+def test_keyframes_restore_the_blocks_of_each_tenant(seed: int) -> None:
     driver = tenants_at_rest(seed)
     state = idle_state(driver.scheduler)
     assert state is not None and isinstance(driver.scheduler.kv.pool, FairBlockPool)
@@ -239,7 +239,7 @@ ODD_TENANTS = [
 
 
 @pytest.mark.parametrize("odd", ODD_TENANTS, ids=str)
-def test_an_idle_state_that_cannot_be_is_refused(odd: list[tuple[int, int, int]]) -> None:
+def test_invalid_tenants_of_a_keyframe_are_refused(odd: list[tuple[int, int, int]]) -> None:
     driver = tenants_at_rest(1)
     state = idle_state(driver.scheduler)
     assert state is not None

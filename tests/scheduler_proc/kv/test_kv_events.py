@@ -15,9 +15,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 1, 2, 3, 3, 4, 5]), st
 
 
 @given(ACTIONS, st.booleans())
-def test_a_consumer_has_the_keys_of_the_map_after_each_operation(
-    actions: list[tuple[int, int]], several_groups: bool
-) -> None:
+def test_applied_events_equal_the_keys_of_the_map(actions: list[tuple[int, int]], several_groups: bool) -> None:
     layout = layout_of(4, 8, 4) if several_groups else layout_of(4)
     keys = [key_of(h, g) for g in range(len(layout.groups)) for h in HASHES[:3]]
     recorder, mirror = KVEventRecorder(layout, 32), Mirror()
@@ -34,7 +32,7 @@ def test_a_consumer_has_the_keys_of_the_map_after_each_operation(
 
 
 @given(ACTIONS)
-def test_what_is_taken_together_says_the_same(actions: list[tuple[int, int]]) -> None:
+def test_batched_events_have_the_same_effect(actions: list[tuple[int, int]]) -> None:
     """Order counts within a batch: a content may be stored, removed and stored again in one step."""
     recorder, mirror = KVEventRecorder(layout_of(4), 32), Mirror()
     pool = BlockPool(5, enable_caching=True, events=recorder)
@@ -45,7 +43,7 @@ def test_what_is_taken_together_says_the_same(actions: list[tuple[int, int]]) ->
     assert mirror.keys == keys_of(pool) and recorder.take() == []
 
 
-def test_a_run_of_one_kind_is_one_event_for_each_group() -> None:
+def test_a_run_of_equal_changes_is_one_event_per_group() -> None:
     recorder = KVEventRecorder(layout_of(4, 16), 32)
     recorder.stored([HASHES[0], HASHES[1]])
     recorder.stored([key_of(HASHES[2], 1), HASHES[3]])
@@ -63,7 +61,7 @@ def test_a_run_of_one_kind_is_one_event_for_each_group() -> None:
     assert recorder.take() == [AllBlocksCleared()] and recorder.take() == []
 
 
-def test_short_hashes_have_groups_too() -> None:
+def test_groups_are_split_from_short_hashes() -> None:
     recorder = KVEventRecorder(layout_of(4, 4), 16)
     recorder.stored([key_of(HASHES[0][:16], 1)])
     assert recorder.take() == [BlocksStored([HASHES[0][:16]], 4, 1)]

@@ -40,7 +40,7 @@ def hit(kv: KVCacheManager, num_tokens: int = 33) -> tuple[int, list[str]]:
     return num_hits, ["".join(".#"[not b.is_null] for b in group) for group in hits]
 
 
-def test_full_attention_and_windows_share_one_hit() -> None:
+def test_full_attention_and_windows_agree_on_one_hit() -> None:
     kv = filled(full(), sliding(6), sliding(2))
     assert hit(kv) == (32, ["########", "......##", ".......#"])
     request = case(2, 40)
@@ -66,7 +66,7 @@ def test_each_group_shortens_the_hit_until_all_agree() -> None:
     assert hit(kv) == (0, ["", "", ""])
 
 
-def test_lengths_are_multiples_of_all_block_sizes() -> None:
+def test_hit_lengths_are_multiples_of_all_block_sizes() -> None:
     kv = filled(full(2), sliding(5, 6))
     assert kv.block_size == 2
     assert hit(kv) == (30, ["###############", "....#"])
@@ -78,7 +78,7 @@ def test_lengths_are_multiples_of_all_block_sizes() -> None:
     assert hit(kv)[0] == 24, "block 12 of the window is there, and 26 tokens are no multiple of 6"
 
 
-def test_a_block_is_named_by_its_last_granule() -> None:
+def test_a_block_has_the_hash_of_its_last_granule() -> None:
     kv = manager_of(full(8), sliding(3, 2))
     first = case(1, 9, 2)
     step(kv, first, 7)
@@ -91,14 +91,14 @@ def test_a_block_is_named_by_its_last_granule() -> None:
     assert kv.get_computed_blocks(other)[1] == 0 and kv.get_computed_blocks(case(3, 9, 2))[1] == 8
 
 
-def test_block_sizes_that_do_not_fit_are_refused() -> None:
+def test_block_sizes_that_are_not_multiples_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"multiples of the smallest, 4 \(got 6\)"):
         manager_of(full(4), sliding(5, 6))
     with pytest.raises(ConfigError, match="multiples"):
         manager_of(full(0))
 
 
-def test_several_groups_of_one_kind_do_not_mix_contents() -> None:
+def test_groups_of_one_kind_do_not_share_contents() -> None:
     kv = filled(full(), full(), sliding(6))
     hits, _ = kv.get_computed_blocks(case(2, 33))
     assert not {b.block_id for b in hits[0]} & {b.block_id for b in hits[1]}
@@ -106,7 +106,7 @@ def test_several_groups_of_one_kind_do_not_mix_contents() -> None:
     assert hit(kv)[0] == 12
 
 
-def test_the_worked_example_of_the_docs() -> None:
+def test_worked_example_of_the_docs() -> None:
     kv, a, b = manager_of(full(), sliding(6), usable=12), case(1, 14), CacheCase(2, [*range(14), 7, 7, 7])
     rows = []
     for num_tokens in (8, 6, 1, 1, 1):

@@ -37,13 +37,13 @@ def run(kv: KVCacheManager, request: CacheCase) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_a_request_gets_as_many_blocks_as_its_positions_need(num_tokens: int, blocks: int) -> None:
+def test_allocates_as_many_blocks_as_the_positions_need(num_tokens: int, blocks: int) -> None:
     kv = manager_of()
     _, new = run(kv, request_of(1, list(range(num_tokens))))
     assert [len(g) for g in new] == [blocks]
 
 
-def test_a_block_is_filled_before_another_is_given() -> None:
+def test_fills_a_block_before_allocating_another() -> None:
     kv, request = manager_of(), request_of(1, [1])
     run(kv, request)
     given = []
@@ -54,7 +54,7 @@ def test_a_block_is_filled_before_another_is_given() -> None:
     assert given == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
-def test_nothing_changes_when_the_pool_has_too_few() -> None:
+def test_failed_allocation_changes_nothing() -> None:
     kv = manager_of(4)
     run(kv, request_of(1, list(range(8))))
     second = request_of(2, [*range(8), *range(50, 60)])
@@ -65,7 +65,7 @@ def test_nothing_changes_when_the_pool_has_too_few() -> None:
     assert picture(kv) == before
 
 
-def test_hits_that_must_leave_the_free_queue_count_as_used_up() -> None:
+def test_free_hit_blocks_count_as_needed() -> None:
     kv = manager_of(3)
     first = request_of(1, list(range(9)))
     run(kv, first)
@@ -87,7 +87,7 @@ def test_the_last_token_is_never_a_hit() -> None:
     assert kv.get_computed_blocks(request_of(4, [0]))[1] == 0
 
 
-def test_a_hit_ends_at_the_first_block_that_differs_or_is_gone() -> None:
+def test_a_hit_ends_at_the_first_different_or_evicted_block() -> None:
     kv = manager_of()
     first = request_of(1, list(range(13)))
     run(kv, first)
@@ -96,7 +96,7 @@ def test_a_hit_ends_at_the_first_block_that_differs_or_is_gone() -> None:
     assert kv.get_computed_blocks(request_of(3, list(range(13))))[1] == 0
 
 
-def test_shared_blocks_are_held_by_each_and_freed_by_the_last() -> None:
+def test_shared_blocks_are_freed_by_their_last_holder() -> None:
     kv = manager_of()
     first, second = request_of(1, list(range(9))), request_of(2, list(range(9)))
     run(kv, first)
@@ -110,7 +110,7 @@ def test_shared_blocks_are_held_by_each_and_freed_by_the_last() -> None:
     kv.check()
 
 
-def test_a_freed_prefix_lives_longer_than_what_followed_it() -> None:
+def test_a_freed_prefix_is_evicted_after_its_continuation() -> None:
     kv = manager_of(4)
     request = request_of(1, list(range(13)))
     run(kv, request)
@@ -119,14 +119,14 @@ def test_a_freed_prefix_lives_longer_than_what_followed_it() -> None:
     assert kv.get_computed_blocks(request_of(2, list(range(13))))[1] == 8
 
 
-def test_only_known_and_written_positions_are_findable() -> None:
+def test_only_known_and_written_positions_are_cached() -> None:
     kv, request = manager_of(), request_of(1, list(range(12)))
     kv.allocate_slots(request, 7)
     kv.cache_blocks(request, 7)
     assert kv.get_computed_blocks(request_of(2, list(range(12))))[1] == 4
 
 
-def test_several_groups_get_blocks_together_or_not_at_all() -> None:
+def test_allocation_succeeds_for_all_groups_or_none() -> None:
     kv = manager_of(7, caching=False, groups=2)
     request = request_of(1, list(range(9)))
     assert [len(g) for g in run(kv, request)[1]] == [3, 3]
@@ -136,14 +136,14 @@ def test_several_groups_get_blocks_together_or_not_at_all() -> None:
     assert kv.max_tokens == 12
 
 
-def test_a_kind_that_nobody_knows_is_refused() -> None:
+def test_unknown_group_kinds_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="kind 'telepathy' is not supported; supported: full_attention, sliding_window"
     ):
         KVCacheManager(layout_of("telepathy"), 9, True)
 
 
-def test_blocks_kept_free_are_kept_free() -> None:
+def test_keep_free_blocks_are_not_allocated() -> None:
     kv = manager_of(4)
     before = picture(kv)
     assert kv.allocate_slots(case(1, 9), 9, keep_free=2) is None
@@ -151,7 +151,7 @@ def test_blocks_kept_free_are_kept_free() -> None:
     assert kv.allocate_slots(case(1, 9), 9, keep_free=1) is not None
 
 
-def test_the_watermark_is_a_share_of_the_pool() -> None:
+def test_the_watermark_is_a_fraction_of_the_pool() -> None:
     kv = KVCacheManager(layout_of("full_attention"), 201, True, watermark=0.05)
     assert kv.watermark_blocks == 10 and manager_of().watermark_blocks == 0
 
@@ -177,7 +177,7 @@ def test_the_longest_request_fills_the_pool() -> None:
         assert kv.num_blocks_for(most) <= 7 < kv.num_blocks_for(most + 1)
 
 
-def test_whether_a_whole_sequence_fits_counts_what_is_shared() -> None:
+def test_can_fit_full_sequence_counts_shared_blocks() -> None:
     kv = manager_of(6)
     first = request_of(1, list(range(13)))
     run(kv, first)
@@ -189,7 +189,7 @@ def test_whether_a_whole_sequence_fits_counts_what_is_shared() -> None:
     assert kv.can_fit_full_sequence(late, 24) and not kv.can_fit_full_sequence(late, 25)
 
 
-def test_check_fails_when_a_block_has_another_number_of_holders() -> None:
+def test_check_detects_a_wrong_number_of_holders() -> None:
     kv, request = manager_of(), request_of(1, list(range(9)))
     run(kv, request)
     kv.coordinator.managers[0].req_to_blocks[1].pop()
@@ -197,7 +197,7 @@ def test_check_fails_when_a_block_has_another_number_of_holders() -> None:
         kv.check()
 
 
-def test_check_fails_when_a_block_can_be_found_before_it_is_full() -> None:
+def test_check_detects_cached_partial_blocks() -> None:
     kv, request = manager_of(), request_of(1, list(range(9)))
     run(kv, request)
     kv.coordinator.managers[0].num_cached_block[1] = 1

@@ -34,7 +34,7 @@ def hit(kv: KVCacheManager, num_tokens: int = 17) -> tuple[int, str]:
     return num_tokens, "".join(".#"[not b.is_null] for b in hits[0])
 
 
-def test_blocks_left_of_the_window_are_let_go_of() -> None:
+def test_blocks_left_of_the_window_are_freed() -> None:
     kv, request = manager_of(sliding(5)), case(1, 40)
     seen = []
     for _ in range(4):
@@ -45,14 +45,14 @@ def test_blocks_left_of_the_window_are_let_go_of() -> None:
     assert kv.block_ids(request) == [[0, 0, 3, 4]] and kv.pool.num_free_blocks == 18
 
 
-def test_a_block_that_is_read_in_part_is_kept() -> None:
+def test_partially_read_blocks_are_kept() -> None:
     kv, request = manager_of(sliding(6)), case(1, 40)
     for _ in range(3):
         step(kv, request, 4)
     assert shape(kv, request) == "###", "position 8 reads from 3 on"
 
 
-def test_what_a_step_not_yet_answered_has_passed_is_kept() -> None:
+def test_blocks_are_freed_by_acknowledged_positions() -> None:
     kv, request = manager_of(sliding(5)), case(1, 40)
     for _ in range(4):
         step(kv, request, 4, answered=False)
@@ -62,7 +62,7 @@ def test_what_a_step_not_yet_answered_has_passed_is_kept() -> None:
     assert shape(kv, request) == "..###"
 
 
-def test_a_step_within_a_block_lets_go_of_nothing() -> None:
+def test_a_step_within_a_block_frees_nothing() -> None:
     kv, request = manager_of(sliding(3)), case(1, 40)
     step(kv, request, 9)
     assert not any(step(kv, request, 1) or ()) and shape(kv, request) == "###"
@@ -80,7 +80,7 @@ def test_a_hit_needs_only_the_window(window: int, entries: str) -> None:
     assert hit(kv) == (16, entries)
 
 
-def test_a_hole_in_the_window_leaves_the_prefix_before_it() -> None:
+def test_a_missing_block_shortens_the_hit_to_the_prefix_before_it() -> None:
     kv = filled(sliding(6))
     forget(kv, 2)
     assert hit(kv) == (8, "##")
@@ -88,7 +88,7 @@ def test_a_hole_in_the_window_leaves_the_prefix_before_it() -> None:
     assert hit(kv) == (0, "")
 
 
-def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
+def test_null_blocks_of_a_hit_are_neither_held_nor_freed() -> None:
     kv = filled(sliding(5))
     request = case(2, 17)
     step(kv, request, 1)
@@ -99,16 +99,16 @@ def test_nulls_of_a_hit_are_neither_held_nor_freed() -> None:
     assert kv.pool.num_free_blocks == 20
 
 
-def test_a_window_of_nothing_is_refused() -> None:
+def test_a_window_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sliding_window' needs a window of at least 1 \(got 0\)"):
         manager_of(sliding(0))
 
 
-def test_where_no_group_reads_back_nothing_need_be_cached() -> None:
+def test_a_window_of_one_needs_no_cached_blocks() -> None:
     assert hit(manager_of(sliding(1))) == (16, "....")
 
 
-def test_a_window_bounds_what_a_request_holds() -> None:
+def test_a_window_bounds_the_held_blocks() -> None:
     kv = manager_of(sliding(9), usable=7, max_step_tokens=8, pipeline_depth=2)
     # 8 positions before the first one in flight and 16 in flight, begun and ended within a block.
     assert [kv.num_blocks_for(n) for n in (1, 12, 24, 1000)] == [1, 3, 6, 7]
@@ -122,7 +122,7 @@ def test_a_window_bounds_what_a_request_holds() -> None:
 
 
 @pytest.mark.parametrize("damage", ["hole", "skipped", "early", "twice"])
-def test_check_fails_when_it_should(damage: str) -> None:
+def test_check_detects_violations(damage: str) -> None:
     kv, request = manager_of(sliding(9)), case(1, 40)
     for _ in range(4):
         step(kv, request, 5)

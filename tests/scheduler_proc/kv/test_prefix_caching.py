@@ -11,7 +11,7 @@ def cached(driver: Driver, request_id: str) -> int:
     return driver.answers[request_id].num_cached_tokens
 
 
-def test_a_hit_is_told_to_the_client_and_counted() -> None:
+def test_hits_are_reported_to_the_client_and_counted() -> None:
     driver = Driver()
     driver.add("a", [*PREFIX, 1], max_tokens=1)
     driver.run()
@@ -33,7 +33,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert driver.answers["b"].tokens == driver.answers["a"].tokens == expected_tokens(PREFIX, 2)
 
 
-def test_the_answer_of_one_turn_is_a_hit_of_the_next() -> None:
+def test_output_of_one_turn_is_a_hit_of_the_next() -> None:
     driver = Driver(async_scheduling=True)
     driver.add("a", PREFIX, max_tokens=9)
     answer = driver.run()["a"].tokens
@@ -43,7 +43,7 @@ def test_the_answer_of_one_turn_is_a_hit_of_the_next() -> None:
     assert cached(driver, "b") == 20
 
 
-def test_requests_of_one_step_share_what_the_step_writes() -> None:
+def test_requests_admitted_in_one_step_share_its_blocks() -> None:
     driver = Driver()
     for name in ("a", "b", "c"):
         driver.add(name, [*PREFIX, ord(name)], max_tokens=2)
@@ -54,7 +54,7 @@ def test_requests_of_one_step_share_what_the_step_writes() -> None:
         assert driver.answers[name].tokens == expected_tokens([*PREFIX, ord(name)], 2)
 
 
-def test_a_chunked_prompt_shares_what_is_written_so_far() -> None:
+def test_written_chunks_of_a_prompt_are_shared() -> None:
     driver = Driver(max_num_batched_tokens=9)
     driver.add("a", [*PREFIX, 1], max_tokens=2)
     driver.add("b", [*PREFIX, 2], max_tokens=2)
@@ -63,7 +63,7 @@ def test_a_chunked_prompt_shares_what_is_written_so_far() -> None:
     assert driver.answers["b"].tokens == expected_tokens([*PREFIX, 2], 2)
 
 
-def test_salts_keep_clients_apart() -> None:
+def test_different_salts_share_no_blocks() -> None:
     driver = Driver()
     for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
         driver.add(name, [*PREFIX, 1], max_tokens=1, cache_salt=salt)
@@ -71,7 +71,7 @@ def test_salts_keep_clients_apart() -> None:
     assert [cached(driver, n) for n in "abcd"] == [0, 0, 0, 12]
 
 
-def test_no_hit_when_switched_off() -> None:
+def test_no_hits_when_prefix_caching_is_disabled() -> None:
     driver = Driver(enable_prefix_caching=False)
     for name in ("a", "b"):
         driver.add(name, [*PREFIX, 1], max_tokens=1)
@@ -79,7 +79,7 @@ def test_no_hit_when_switched_off() -> None:
     assert cached(driver, "b") == 0
 
 
-def test_a_reset_forgets_and_tells_whether_it_could() -> None:
+def test_reset_clears_the_cache_and_reports_success() -> None:
     driver = Driver()
     driver.add("a", [*PREFIX, 1], max_tokens=3)
     driver.step()
@@ -91,7 +91,7 @@ def test_a_reset_forgets_and_tells_whether_it_could() -> None:
     assert cached(driver, "b") == 0
 
 
-def test_what_a_bad_row_wrote_is_not_found_again() -> None:
+def test_blocks_written_by_a_bad_row_are_not_reused() -> None:
     driver = Driver()
     driver.add("good", [*PREFIX[:8], 1], max_tokens=1)
     driver.run()
@@ -105,7 +105,7 @@ def test_what_a_bad_row_wrote_is_not_found_again() -> None:
     driver.check_drained()
 
 
-def test_what_a_bad_row_wrote_is_not_found_even_if_it_was_preempted_since() -> None:
+def test_blocks_of_a_bad_row_are_not_reused_after_its_preemption() -> None:
     """Its blocks are free by the time the result arrives, but still cached."""
     driver = Driver(num_blocks=8, async_scheduling=True)
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=20)
@@ -123,7 +123,7 @@ def test_what_a_bad_row_wrote_is_not_found_even_if_it_was_preempted_since() -> N
     assert cached(driver, "next") == 0
 
 
-def test_what_a_bad_row_wrote_after_being_resumed_is_not_found_either() -> None:
+def test_blocks_of_a_bad_row_are_not_reused_after_its_resumption() -> None:
     """It began with blocks of others; those were lost while it waited, and it wrote them again itself."""
     driver = Driver(num_blocks=9)
     driver.add("first", [*PREFIX[:8], 1], max_tokens=1)
@@ -145,7 +145,7 @@ def test_what_a_bad_row_wrote_after_being_resumed_is_not_found_either() -> None:
     assert cached(driver, "next") == 0
 
 
-def test_a_stale_hash_never_leads_to_other_content() -> None:
+def test_hashes_always_match_block_contents() -> None:
     """Many prompts over few blocks: the fake worker compares every slot that is read with what was meant."""
     driver = Driver(num_blocks=7, block_size=2, max_model_len=12, async_scheduling=True)
     for index in range(120):

@@ -87,14 +87,14 @@ def house() -> House:
         ("recovering", ["ready", "recovering"]),  # requests are taken, and wait
     ],
 )
-def test_who_comes_hears_how_the_engine_is(house: House, state: str | None, told: list[str]) -> None:
+def test_a_new_front_end_receives_the_engine_state(house: House, state: str | None, told: list[str]) -> None:
     if state is not None:
         house.front_ends.announce(EngineState(state))
     assert house.hear(b"a", hello()) == []
     assert house.told(b"a") == [WELCOME, *map(EngineState, told)]
 
 
-def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
+def test_client_numbers_are_never_reused(house: House) -> None:
     assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
     assert house.hear(b"b", hello(8), Abort(["x"])) == [(1, Abort(["x"]))]
     house.front_ends.on_process_exit(7)
@@ -102,7 +102,7 @@ def test_each_has_a_number_that_nobody_had_before(house: House) -> None:
     assert house.hear(b"a", hello(), Abort(["y"])) == [(2, Abort(["y"]))]
 
 
-def test_all_connections_of_a_process_end_with_it(house: House) -> None:
+def test_process_exit_disconnects_all_its_clients(house: House) -> None:
     for index, (peer, pid) in enumerate(((b"a", 7), (b"b", 8), (b"c", 7))):
         house.hear(peer, hello(pid, index))
     house.front_ends.on_process_exit(7)
@@ -110,7 +110,7 @@ def test_all_connections_of_a_process_end_with_it(house: House) -> None:
     assert house.gone == [0, 2]
 
 
-def test_a_heartbeat_is_answered_and_no_news(house: House) -> None:
+def test_heartbeats_are_answered_and_not_passed_on(house: House) -> None:
     house.hear(b"a", hello())
     house.told(b"a")
     assert house.hear(b"a", Heartbeat(1.5)) == []
@@ -122,20 +122,20 @@ def test_a_heartbeat_is_answered_and_no_news(house: House) -> None:
     [hello(version=PROTOCOL_VERSION + 1), hello(version=0), Abort(["x"]), Heartbeat(0.0), DAMAGED],
     ids=["a later version", "an earlier one", "a request", "a heartbeat", "damaged"],
 )
-def test_who_does_not_begin_rightly_is_nobody(house: House, first: Any) -> None:
+def test_an_invalid_first_message_is_refused(house: House, first: Any) -> None:
     assert house.hear(b"a", first) == []
     (refused,) = house.told(b"a")
     assert isinstance(refused, Refused) and house.hub.forgotten == [b"a"] and house.gone == []
     assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
 
 
-def test_both_versions_are_named(house: House) -> None:
+def test_the_refusal_names_both_versions(house: House) -> None:
     house.hear(b"a", hello(version=41))
     (refused,) = house.told(b"a")
     assert "41" in refused.reason and str(PROTOCOL_VERSION) in refused.reason
 
 
-def test_a_damaged_message_ends_its_own_connection_only(house: House) -> None:
+def test_a_corrupt_message_disconnects_only_its_front_end(house: House) -> None:
     house.hear(b"a", hello(7))
     house.hear(b"b", hello(8))
     assert house.hear(b"a", DAMAGED) == [] and house.gone == [0]
@@ -143,7 +143,7 @@ def test_a_damaged_message_ends_its_own_connection_only(house: House) -> None:
     assert house.hear(b"b", Abort(["x"])) == [(1, Abort(["x"]))]
 
 
-def test_who_takes_nothing_any_more_is_gone_once(house: House) -> None:
+def test_a_front_end_that_does_not_read_is_disconnected_once(house: House) -> None:
     house.hear(b"a", hello(7))
     house.hear(b"b", hello(8))
     house.told(b"b")
@@ -156,7 +156,7 @@ def test_who_takes_nothing_any_more_is_gone_once(house: House) -> None:
     assert house.gone == [0] and house.told(b"b") == [EngineState("ready")]
 
 
-def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
+def test_an_announcement_continues_after_failed_sends(house: House) -> None:
     for pid, peer in enumerate((b"a", b"b", b"c")):
         house.hear(peer, hello(pid))
         house.told(peer)
@@ -165,12 +165,12 @@ def test_an_announcement_survives_those_that_go_by_it(house: House) -> None:
     assert house.gone == [0, 2] and house.told(b"b") == [EngineState("recovering")]
 
 
-def test_what_only_the_engine_can_judge_is_handed_on(house: House) -> None:
+def test_other_messages_are_passed_to_the_engine(house: House) -> None:
     house.hear(b"a", hello())
     assert house.hear(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
 
 
-def test_who_comes_back_is_not_there_twice(house: House) -> None:
+def test_a_reconnecting_front_end_replaces_its_old_client(house: House) -> None:
     """Its first connection was lost on its side, and nobody has said so."""
     house.hear(b"a", hello(1))
     house.hear(b"b", hello(1))

@@ -54,7 +54,7 @@ def knot() -> "weakref.ref[Knot]":
     return weakref.ref(Knot())
 
 
-def test_after_the_start_nothing_is_collected_by_itself(collected: list[int]) -> None:
+def test_automatic_collection_is_disabled_after_start(collected: list[int]) -> None:
     gc.enable()
     collector = Collector(Clock())
     collector.start()
@@ -75,7 +75,7 @@ def fill(collector: Collector, collected: list[int]) -> None:
         collector.after_message()
 
 
-def test_what_is_young_is_walked_every_few_messages(collected: list[int]) -> None:
+def test_young_objects_are_collected_every_few_messages(collected: list[int]) -> None:
     collector, left = Collector(Clock()), knot()
     fill(collector, collected)
     assert collected == [0] and left() is None
@@ -83,7 +83,7 @@ def test_what_is_young_is_walked_every_few_messages(collected: list[int]) -> Non
     assert collected == [0], "nothing new came"
 
 
-def test_what_is_older_is_left_for_an_idle_moment(collected: list[int]) -> None:
+def test_older_objects_are_collected_when_idle(collected: list[int]) -> None:
     collector, alive = Collector(Clock()), Knot()
     left = weakref.ref(alive)
     fill(collector, collected)
@@ -96,7 +96,7 @@ def test_what_is_older_is_left_for_an_idle_moment(collected: list[int]) -> None:
     assert collected[-1] == 2 and left() is None
 
 
-def test_the_scheduler_makes_no_cycles(collected: list[int]) -> None:
+def test_the_scheduler_makes_no_reference_cycles(collected: list[int]) -> None:
     """Else a busy engine, which is never idle, would keep them."""
     driver = Driver(num_blocks=12, async_scheduling=True)
     gc.collect()
@@ -115,7 +115,7 @@ def test_the_scheduler_makes_no_cycles(collected: list[int]) -> None:
         gc.garbage.clear()
 
 
-def test_idle_time_is_used_only_after_steps_and_not_too_often(collected: list[int]) -> None:
+def test_idle_collections_need_steps_and_are_rate_limited(collected: list[int]) -> None:
     clock = Clock()
     collector = Collector(clock)
     collector.idle()

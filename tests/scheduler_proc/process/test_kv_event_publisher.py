@@ -52,7 +52,7 @@ def test_a_subscriber_that_loses_messages_ends_with_the_pools_keys(engine: Engin
     assert subscriber.mirror.keys == keys_of(engine.pool) and subscriber.mirror.keys
 
 
-def test_one_that_was_not_there_gets_all_in_parts(engine: Engine, subscriber: Subscriber) -> None:
+def test_a_late_subscriber_receives_everything_in_parts(engine: Engine, subscriber: Subscriber) -> None:
     engine.run(80)
     kinds = []
     while not kinds or kinds[-1] != END:
@@ -67,7 +67,7 @@ def test_a_step_without_events_sends_nothing(engine: Engine) -> None:
     assert engine.publisher.next_sequence == 1  # the one with "cleared"
 
 
-def test_large_batches_come_in_small_answers(engine: Engine, subscriber: Subscriber) -> None:
+def test_large_batches_are_sent_in_small_answers(engine: Engine, subscriber: Subscriber) -> None:
     assert engine.pool.events is not None
     for step in range(4):
         engine.pool.events.stored([i.to_bytes(32, "big") for i in range(step * 9000, step * 9000 + 9000)])
@@ -76,7 +76,7 @@ def test_large_batches_come_in_small_answers(engine: Engine, subscriber: Subscri
     assert kinds == [MORE, MORE, MORE, END] and len(subscriber.mirror.keys) == 36_000
 
 
-def test_what_is_not_kept_any_more_is_said(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_dropped_batches_are_reported_as_gone(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     engine = Engine(context, tmp_path, kept_batches=10)
     subscriber = Subscriber(context, engine)
     engine.run(30)
@@ -90,7 +90,7 @@ def test_what_is_not_kept_any_more_is_said(context: "zmq.Context[Any]", tmp_path
     engine.publisher.close()
 
 
-def test_what_is_kept_is_bounded_in_bytes_and_never_nothing(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_kept_batches_are_bounded_in_bytes_but_never_empty(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     for kept_bytes, most in ((2000, 60), (1, 1)):
         engine = Engine(context, tmp_path, kept_bytes=kept_bytes)
         subscriber = Subscriber(context, engine)
@@ -104,7 +104,7 @@ def test_what_is_kept_is_bounded_in_bytes_and_never_nothing(context: "zmq.Contex
         engine.publisher.close()
 
 
-def test_malformed_asks_are_ignored(engine: Engine, subscriber: Subscriber) -> None:
+def test_malformed_requests_are_ignored(engine: Engine, subscriber: Subscriber) -> None:
     engine.run(3)
     wrong = [[b""], [b"1234567"], [b"123456789"], [b"", bytes(8)], [bytes(8), bytes(8)], [b"\x80\x04." + bytes(40)]]
     for frames in wrong:
@@ -115,7 +115,7 @@ def test_malformed_asks_are_ignored(engine: Engine, subscriber: Subscriber) -> N
     assert subscriber.mirror.keys == keys_of(engine.pool)
 
 
-def test_an_ask_from_the_future_hears_where_the_present_is(engine: Engine, subscriber: Subscriber) -> None:
+def test_a_request_beyond_the_newest_batch_returns_the_end(engine: Engine, subscriber: Subscriber) -> None:
     engine.run(3)
     subscriber.dealer.send(b"\xff" * 8)
     engine.answer()
@@ -123,7 +123,7 @@ def test_an_ask_from_the_future_hears_where_the_present_is(engine: Engine, subsc
     assert kind == END and int.from_bytes(sequence, "big") == engine.publisher.next_sequence
 
 
-def test_another_life_is_noticed(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_a_restarted_engine_is_detected(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     """Also when the new one has counted further than the old one had."""
     for steps in (2, 90):
         first = Engine(context, tmp_path, incarnation=1)
@@ -142,7 +142,7 @@ def test_another_life_is_noticed(context: "zmq.Context[Any]", tmp_path: Path) ->
         second.publisher.close()
 
 
-def test_those_who_do_not_read_do_not_stop_anything(
+def test_subscribers_that_do_not_read_do_not_block_the_engine(
     context: "zmq.Context[Any]", engine: Engine, subscriber: Subscriber
 ) -> None:
     lazy = Subscriber(context, engine)
@@ -171,7 +171,7 @@ def test_endpoints_are_checked_and_bound(context: "zmq.Context[Any]", engine: En
                 KVEventPublisher(context, endpoint, replay, 1, curve_dir=keys)
 
 
-def test_without_a_replay_endpoint_there_is_nothing_to_answer(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_answer_does_nothing_without_a_replay_endpoint(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     publisher = KVEventPublisher(context, f"ipc://{tmp_path}/events", "", 1)
     publisher.answer()
     publisher.publish(0.0)

@@ -48,7 +48,7 @@ def answer(loop: LoopUnderTest, client: ZmqChannel, n: int) -> tuple[list[int], 
     return tokens, ended
 
 
-def test_each_front_end_hears_of_its_own_requests_only(loop: LoopUnderTest) -> None:
+def test_each_front_end_receives_only_its_own_outputs(loop: LoopUnderTest) -> None:
     clients = [loop.client, loop.another_client(), loop.another_client()]
     for client in clients[1:]:
         loop.until(lambda heard: isinstance(heard, Welcome), client)
@@ -63,7 +63,7 @@ def test_each_front_end_hears_of_its_own_requests_only(loop: LoopUnderTest) -> N
         assert [end.reason for end in ended] == [EndReason.LENGTH]
 
 
-def test_a_front_end_that_comes_after_another_went_is_nobody_else(loop: LoopUnderTest) -> None:
+def test_a_new_front_end_never_takes_the_number_of_another(loop: LoopUnderTest) -> None:
     """Numbers of front ends were once counted by how many there are, so a new one got the number of a living one."""
     first, second = loop.client, loop.another_client()
     loop.until(lambda heard: isinstance(heard, Welcome), second)
@@ -78,9 +78,7 @@ def test_a_front_end_that_comes_after_another_went_is_nobody_else(loop: LoopUnde
 
 
 @pytest.mark.parametrize("fault", thinned(["token", "handle", "missing"], keep=1))
-def test_a_wrong_result_costs_steps_and_no_token(
-    loop: LoopUnderTest, fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_result_loses_no_token(loop: LoopUnderTest, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     left = [2]
 
     def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -100,9 +98,7 @@ def test_a_wrong_result_costs_steps_and_no_token(
 
 
 @pytest.mark.full
-def test_a_step_too_large_for_the_worker_makes_steps_smaller(
-    loop: LoopUnderTest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_out_of_memory_halves_the_token_budget(loop: LoopUnderTest, caplog: pytest.LogCaptureFixture) -> None:
     left = [2]
 
     def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -118,7 +114,7 @@ def test_a_step_too_large_for_the_worker_makes_steps_smaller(
     assert "max_num_batched_tokens=" in caplog.text
 
 
-def test_a_request_whose_workers_are_never_right_fails_alone(loop: LoopUnderTest) -> None:
+def test_a_request_that_always_breaks_its_workers_fails_alone(loop: LoopUnderTest) -> None:
     """Whatever computes it gives nonsense: it is run alone, and then it is the one that ends."""
 
     def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -147,7 +143,7 @@ def test_a_request_whose_workers_are_never_right_fails_alone(loop: LoopUnderTest
     assert loop.worker_epoch == 4, "three deaths"
 
 
-def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
+def test_a_dying_worker_loses_no_token(loop: LoopUnderTest) -> None:
     loop.client.send(make_request("a", PROMPT, max_tokens=30, ignore_eos=True))
     tokens: list[int] = []
 
@@ -167,7 +163,7 @@ def test_a_worker_that_dies_costs_no_token(loop: LoopUnderTest) -> None:
 
 
 @pytest.mark.full
-def test_a_step_that_no_worker_takes_is_computed_by_another(loop: LoopUnderTest) -> None:
+def test_an_unsent_step_is_computed_by_the_next_worker(loop: LoopUnderTest) -> None:
     """Its socket is gone before anybody has said that it is: the loop finds that out, or that the step is overdue."""
     tokens: list[int] = []
 

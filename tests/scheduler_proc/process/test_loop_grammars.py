@@ -73,7 +73,7 @@ def allowed_by(inputs: SampleInputs | None) -> list[set[int]]:
     return [set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()) for row in rows]
 
 
-def test_each_step_has_the_masks_of_its_position(make_loop: MakeLoop) -> None:
+def test_each_step_has_masks_for_its_position(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", choice=[WORD, "other"])
     tokens, ended = end_of(loop)
@@ -93,7 +93,7 @@ def test_requests_without_a_grammar_are_not_masked(make_loop: MakeLoop) -> None:
     assert loop.inputs and all(inputs is not None and len(inputs.handles) <= 1 for inputs in loop.inputs)
 
 
-def test_a_grammar_that_cannot_be_is_refused_and_others_go_on(make_loop: MakeLoop) -> None:
+def test_an_invalid_grammar_is_refused_and_others_continue(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "bad", regex="[")
     _, (refused,) = end_of(loop)
@@ -108,7 +108,7 @@ def test_a_grammar_that_cannot_be_is_refused_and_others_go_on(make_loop: MakeLoo
 
 
 @pytest.mark.full
-def test_an_abort_while_compiling_ends_the_request_and_its_id_is_free(make_loop: MakeLoop) -> None:
+def test_an_abort_while_compiling_ends_the_request_and_frees_its_id(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", regex="[0-9]+")
     loop.client.send(Abort(["a"]))
@@ -118,7 +118,7 @@ def test_an_abort_while_compiling_ends_the_request_and_its_id_is_free(make_loop:
 
 
 @pytest.mark.full
-def test_an_id_in_use_is_refused_and_keeps_its_own_grammar(make_loop: MakeLoop) -> None:
+def test_a_duplicate_id_is_refused_and_the_first_keeps_its_grammar(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", choice=[WORD])
     ask(loop, "a", regex="[0-9]+")
@@ -127,7 +127,7 @@ def test_an_id_in_use_is_refused_and_keeps_its_own_grammar(make_loop: MakeLoop) 
 
 
 @pytest.mark.full
-def test_a_token_that_its_grammar_does_not_allow_fails_the_request_alone(make_loop: MakeLoop) -> None:
+def test_a_disallowed_token_fails_the_request_alone(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", regex="[0-9]+")
     _, (ended,) = end_of(loop)
@@ -137,7 +137,7 @@ def test_a_token_that_its_grammar_does_not_allow_fails_the_request_alone(make_lo
 
 
 @pytest.mark.full
-def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop: MakeLoop) -> None:
+def test_the_grammar_continues_after_an_invalid_result(make_loop: MakeLoop) -> None:
     loop = make_loop()
     left = [2]
 
@@ -153,7 +153,7 @@ def test_a_wrong_result_costs_steps_and_the_grammar_goes_on_behind_it(make_loop:
 
 
 @pytest.mark.full
-def test_the_log_of_all_that_can_be_replayed(make_loop: MakeLoop) -> None:
+def test_a_run_with_grammars_replays(make_loop: MakeLoop) -> None:
     loop = make_loop()
     ask(loop, "a", choice=[WORD])
     ask(loop, "bad", regex="[")
@@ -177,7 +177,7 @@ class TestDrafts:
         loop.propose = drafts
         return loop
 
-    def test_each_draft_has_a_mask_and_one_behind_the_last(self, make_loop: MakeLoop) -> None:
+    def test_drafts_have_one_mask_each_and_one_after_the_last(self, make_loop: MakeLoop) -> None:
         def propose(step: SchedulerOutput, known: int) -> Proposed:
             ((handle, most),) = step.drafts
             right = ANSWER[known : known + most]
@@ -196,7 +196,7 @@ class TestDrafts:
 
     @pytest.mark.full
     @pytest.mark.parametrize("damage", thinned(["handle", "too many", "token", "lengths"], keep=1))
-    def test_damaged_drafts_cost_their_step(self, make_loop: MakeLoop, damage: str) -> None:
+    def test_invalid_drafts_lose_their_step(self, make_loop: MakeLoop, damage: str) -> None:
         left = [1]
 
         def propose(step: SchedulerOutput, known: int) -> Proposed:
@@ -218,7 +218,7 @@ class TestDrafts:
         assert loop.inputs.count(None) == 1
 
     @pytest.mark.full
-    def test_drafts_of_another_step_are_not_taken(self, make_loop: MakeLoop) -> None:
+    def test_drafts_of_another_step_are_ignored(self, make_loop: MakeLoop) -> None:
         def propose(step: SchedulerOutput, known: int) -> Proposed:
             loop.worker.send(Proposed(step.step - 1, *(np.array([9], np.int32),) * 3))
             return no_drafts(step)

@@ -23,7 +23,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
         yield context
 
 
-def test_the_loop_publishes_and_answers(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = make_config(kv_events_endpoint=events, kv_events_replay_endpoint=replay)
     loop = LoopUnderTest(context, tmp_path, config)

@@ -18,14 +18,14 @@ def test_nothing_in_flight_is_never_overdue() -> None:
     assert deadline.remaining(1e9) is None
 
 
-def test_a_size_that_is_new_may_take_long() -> None:
+def test_steps_of_a_new_size_have_a_long_deadline() -> None:
     deadline = StepDeadline()
     one_step(deadline, 1, 8, 0.0, 0.01)
     deadline.sent(2, 4096, 10.0)
     assert deadline.remaining(11.0) == FIRST_STEPS_S - 1
 
 
-def test_quick_steps_have_the_floor_and_slow_ones_ten_times_what_is_usual() -> None:
+def test_the_deadline_is_ten_times_the_usual_with_a_floor() -> None:
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.01)
     deadline.sent(2, 8, now)
@@ -37,7 +37,7 @@ def test_quick_steps_have_the_floor_and_slow_ones_ten_times_what_is_usual() -> N
     assert remaining is not None and abs(remaining - TIMES_USUAL * 3.0) < 1e-6
 
 
-def test_a_step_behind_another_counts_from_the_end_of_that() -> None:
+def test_a_queued_step_counts_from_the_end_of_the_previous_one() -> None:
     deadline = StepDeadline()
     one_step(deadline, 1, 8, 0.0, 1.0)
     deadline.sent(2, 8, 10.0)
@@ -49,7 +49,7 @@ def test_a_step_behind_another_counts_from_the_end_of_that() -> None:
     assert deadline.remaining(16.0) == TIMES_USUAL * 5.0, "the third took a second, not six"
 
 
-def test_what_was_long_ago_does_not_count() -> None:
+def test_old_durations_are_forgotten() -> None:
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 30.0)
     for step in range(2, NUM_KEPT + 2):
@@ -58,7 +58,7 @@ def test_what_was_long_ago_does_not_count() -> None:
     assert deadline.remaining(now) == pytest.approx(FLOOR_S)
 
 
-def test_a_slow_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_steps_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.1)
     now = one_step(deadline, 2, 8, now, 0.45)
@@ -70,7 +70,7 @@ def test_a_slow_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert deadline.num_slow == 1 and "slow step step=5 seconds=11 longest_before=2" in caplog.text
 
 
-def test_other_workers_begin_anew() -> None:
+def test_new_workers_reset_the_deadline() -> None:
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.01)
     deadline.sent(2, 8, now)
@@ -80,7 +80,7 @@ def test_other_workers_begin_anew() -> None:
     assert deadline.remaining(now) == FIRST_STEPS_S
 
 
-def test_a_clock_that_stood_still_does_not_end_the_scheduler() -> None:
+def test_steps_of_zero_duration_are_handled() -> None:
     """Two answers that lay in the socket together may be taken at one reading of the clock."""
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.0)

@@ -30,14 +30,14 @@ def steady(prompt_lengths: list[int], steps: int) -> list[int]:
     return driver.sizes
 
 
-def test_a_step_of_256_decoding_requests_fits_a_kibibyte() -> None:
+def test_a_decode_step_of_256_requests_fits_in_a_kibibyte() -> None:
     rng = random.Random(1)
     sizes = steady([rng.randrange(8, 40) for _ in range(REQUESTS)], steps=48)
     assert max(sizes) <= LIMIT, f"largest step message: {max(sizes)} bytes"
     assert mean(sizes) <= LIMIT / 2, f"mean step message: {mean(sizes):.0f} bytes"
 
 
-def test_a_step_in_which_no_block_fills_up_is_a_few_bytes() -> None:
+def test_a_decode_step_without_new_blocks_is_a_few_bytes() -> None:
     sizes = steady([8] * REQUESTS, steps=48)
     assert sorted(sizes)[len(sizes) // 2] <= 32
     # The worst case: all fill their blocks in the same step.

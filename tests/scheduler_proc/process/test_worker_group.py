@@ -29,7 +29,7 @@ def _result(step: int) -> ModelRunnerOutput:
     return ModelRunnerOutput(step, np.array([7], np.int32), np.array([1], np.int32))
 
 
-def test_every_rank_is_sent_the_same_step() -> None:
+def test_sends_the_same_step_to_every_rank() -> None:
     group, ranks = _group(3)
     group.send(SchedulerOutput(1, removed=[4]))
     for rank in ranks:
@@ -56,7 +56,7 @@ def test_a_result_waits_for_the_slowest_rank() -> None:
     assert received[1].message.step == 2
 
 
-def test_ranks_that_disagree_end_the_group() -> None:
+def test_disagreeing_ranks_raise() -> None:
     group, ranks = _group(2)
     ranks[0].send(_result(1))
     ranks[0].send(Digest(1, b"x" * 8))
@@ -76,13 +76,13 @@ def test_drafts_do_not_wait_for_digests() -> None:
     assert group.receive() is None
 
 
-def test_a_rank_alone_needs_no_digest() -> None:
+def test_a_single_rank_needs_no_digest() -> None:
     group, ranks = _group(1)
     ranks[0].send(_result(1))
     assert group.receive() is not None
 
 
-def test_the_group_is_ready_with_the_fewest_blocks() -> None:
+def test_ready_has_the_fewest_blocks_of_all_ranks() -> None:
     group, _ = _group(2)
     assert group.ready(1, Ready([40, 30], PLAN, {"load_s": 2.0})) is None
     ready = group.ready(0, Ready([20, 50], PLAN, {"load_s": 1.0}))

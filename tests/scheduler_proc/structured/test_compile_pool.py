@@ -72,7 +72,7 @@ def case() -> Iterator[Case]:
     case.close()
 
 
-def test_easy_ones_pass_hard_ones_by(case: Case) -> None:
+def test_easy_grammars_overtake_hard_ones(case: Case) -> None:
     assert all(case.submit(f"h{i}") for i in range(5)) and all(case.submit(f"e{i}") for i in range(5))
     case.checks.quick.release(10)
     case.wait_for(5)
@@ -83,7 +83,7 @@ def test_easy_ones_pass_hard_ones_by(case: Case) -> None:
     assert [regex for regex, patient in case.checks.tried if patient] == [f"h{i}" for i in range(5)]
 
 
-def test_what_is_too_hard_is_given_up(case: Case) -> None:
+def test_grammars_that_are_too_hard_are_refused(case: Case) -> None:
     case.submit("hx")
     case.checks.quick.release()
     case.checks.patient.release()
@@ -91,7 +91,7 @@ def test_what_is_too_hard_is_given_up(case: Case) -> None:
     assert isinstance(case.outcomes["hx"], GrammarTooSlow) and len(case.checks.tried) == 2
 
 
-def test_an_owner_of_many_keeps_no_other_waiting(case: Case) -> None:
+def test_an_owner_of_many_grammars_does_not_delay_others(case: Case) -> None:
     assert all(case.submit(f"a{i}", owner=1) for i in range(500))
     assert case.submit("b", owner=2) and case.submit("c", owner=3)
     case.checks.quick.release(4)
@@ -99,13 +99,13 @@ def test_an_owner_of_many_keeps_no_other_waiting(case: Case) -> None:
     assert {"b", "c"} <= set(case.outcomes)
 
 
-def test_an_owner_has_only_so_many(case: Case) -> None:
+def test_an_owner_has_a_limited_number_of_waiting_grammars(case: Case) -> None:
     taken = [case.submit(f"a{i}", owner=1) for i in range(MAX_QUEUED + 10)]
     assert sum(taken) in (MAX_QUEUED, MAX_QUEUED + 1), "one may be in a thread already"
     assert case.submit("b", owner=2)
 
 
-def test_hard_ones_beyond_those_that_may_wait_are_refused_for_now(case: Case) -> None:
+def test_surplus_hard_grammars_are_refused_as_busy(case: Case) -> None:
     count = MAX_QUEUED_SLOW + 5
     assert all(case.submit(f"h{i}") for i in range(count))
     case.checks.quick.release(count)
@@ -113,7 +113,7 @@ def test_hard_ones_beyond_those_that_may_wait_are_refused_for_now(case: Case) ->
     assert all(isinstance(outcome, GrammarBusy) for outcome in case.outcomes.values())
 
 
-def test_what_nobody_waits_for_is_not_compiled(case: Case) -> None:
+def test_withdrawn_grammars_are_not_compiled(case: Case) -> None:
     assert case.submit("first") and case.submit("second") and case.submit("last")
     assert case.pool.withdraw(("regex", "second")) and not case.pool.withdraw(("regex", "second"))
     case.checks.quick.release(3)
@@ -123,7 +123,7 @@ def test_what_nobody_waits_for_is_not_compiled(case: Case) -> None:
     case.wait_for(3)
 
 
-def test_a_crash_is_one_grammars(case: Case) -> None:
+def test_a_crash_refuses_only_its_grammar(case: Case) -> None:
     def crash(wanted: StructuredOutputs, cpu_seconds: float) -> None:
         case.checks.check = type(case.checks).check.__get__(case.checks)  # type: ignore[method-assign]
         raise SystemError("a library's words")
@@ -140,7 +140,7 @@ def test_a_crash_is_one_grammars(case: Case) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_owners_take_turns_and_keep_their_own_order(items: list[tuple[int, int]]) -> None:
+def test_owners_take_turns_and_keep_their_order(items: list[tuple[int, int]]) -> None:
     queue: FairQueue[int] = FairQueue(max_per_owner=20)
     taken = [(owner, item) for owner, item in items if queue.put(owner, item)]
     assert len(queue) == len(taken)

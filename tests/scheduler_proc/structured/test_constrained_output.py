@@ -84,12 +84,12 @@ def quiet(random_model: Path) -> dict[str, Answer]:
     return ask(engine_of(random_model, deterministic=True), plain=6)
 
 
-def test_every_answer_of_a_random_model_fits_its_schema(quiet: dict[str, Answer]) -> None:
+def test_outputs_of_a_random_model_match_their_schemas(quiet: dict[str, Answer]) -> None:
     check_fits(quiet)
 
 
 @pytest.mark.parametrize("asynchronous", thinned([False, True], keep=1))
-def test_chunks_preemption_and_company_change_nothing(
+def test_chunks_preemption_and_other_requests_do_not_change_outputs(
     asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
 ) -> None:
     settings = {"num_blocks_override": 26, "long_prefill_token_threshold": 7, "async_scheduling": asynchronous}
@@ -105,7 +105,7 @@ def test_chunks_preemption_and_company_change_nothing(
 
 
 @pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=1))
-def test_the_text_is_the_same_with_any_drafts(
+def test_drafts_do_not_change_outputs(
     wrong_every: int, asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
 ) -> None:
     speculative = SpeculativeConfig(method="ngram", adaptive=False)
@@ -137,7 +137,7 @@ def test_other_kinds_of_constraints() -> None:
 
 
 @pytest.mark.full
-def test_what_was_delivered_already_is_gone_on_from() -> None:
+def test_a_resubmission_continues_after_its_delivered_tokens() -> None:
     whole = engine_of(DEMO)
     whole.add("a", PROMPT, temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON))
     told = whole.run()["a"].tokens
@@ -151,7 +151,7 @@ def test_what_was_delivered_already_is_gone_on_from() -> None:
 
 
 @pytest.mark.full
-def test_an_answer_that_cannot_go_on_fails_alone(random_model: Path) -> None:
+def test_delivered_tokens_that_violate_the_grammar_fail_the_request_alone(random_model: Path) -> None:
     """Delivered tokens that its grammar never allowed."""
     engine = engine_of(random_model)
     digits = StructuredOutputs(regex="[0-9]{3}")
@@ -178,20 +178,20 @@ class TestThinking:
         return told
 
     @pytest.mark.full
-    def test_thoughts_that_the_prompt_opened_are_free(self) -> None:
+    def test_thinking_opened_by_the_prompt_is_unconstrained(self) -> None:
         would_end = dict.fromkeys(EOS, 100.0)  # and may not, before there is an answer
         told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=would_end)
         at = told.index(self.END)
         assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
 
     @pytest.mark.full
-    def test_a_budget_awaits_the_first_thought(self) -> None:
+    def test_a_thinking_budget_delays_the_grammar(self) -> None:
         told = self.run(PROMPT, thinking_token_budget=3, logit_bias={self.START: 100.0}, max_tokens=30)
         at = told.index(self.END)
         assert told[0] == self.START and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
 
     @pytest.mark.parametrize("closed", [False, True])
-    def test_otherwise_the_grammar_holds_from_the_first_token(self, closed: bool) -> None:
+    def test_without_thinking_the_grammar_holds_from_the_first_token(self, closed: bool) -> None:
         prompt = [*PROMPT, self.START, self.END] if closed else PROMPT
         budget = {"thinking_token_budget": 5} if closed else {}
         assert re.fullmatch("[0-9]{4}", text_of(self.run(prompt, **budget)))

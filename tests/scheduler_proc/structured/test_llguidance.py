@@ -19,7 +19,7 @@ PAIR = {
 POINT = {"a": "x", "b": [1, 2]}
 
 
-def test_json_is_written_compactly_or_as_json_dumps_does() -> None:
+def test_json_is_compact_or_in_the_style_of_json_dumps() -> None:
     assert fits(json.dumps(POINT), json=PAIR)
     assert fits(json.dumps(POINT, separators=(",", ":")), json=PAIR)
     assert fits(json.dumps(POINT, ensure_ascii=False).replace("x", "é漢😀"), json=PAIR)
@@ -35,33 +35,33 @@ def test_json_is_written_compactly_or_as_json_dumps_does() -> None:
         json.dumps(POINT, indent=1),
     ],
 )
-def test_json_has_no_other_blanks_and_fits_its_schema(text: str) -> None:
+def test_json_has_no_other_whitespace_and_matches_its_schema(text: str) -> None:
     assert not fits(text, json=PAIR)
 
 
-def test_a_schema_may_be_true_or_refer_to_itself() -> None:
+def test_schemas_may_be_true_or_recursive() -> None:
     assert fits('[1, {"k": null}]', json=True)
     tree = {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#"}}, "required": ["v"]}
     assert fits('{"v": 1, "n": {"v": 2}}', json=tree)
 
 
-def test_an_array_of_draft_7_gives_each_place_its_schema() -> None:
+def test_draft_7_item_arrays_constrain_each_position() -> None:
     schema = {"type": "array", "items": [{"type": "string"}, {"type": "integer"}], "minItems": 2}
     assert fits('["a", 1]', json=schema) and not fits("[1, 1]", json=schema) and not fits('["a", "b"]', json=schema)
 
 
-def test_json_object_is_any_object() -> None:
+def test_json_object_allows_any_object() -> None:
     assert fits('{"x": [1, {"y": 2.5e3}]}', json_object=True) and not fits("[1]", json_object=True)
 
 
-def test_a_regular_expression_is_of_the_whole_answer() -> None:
+def test_regular_expressions_match_the_whole_output() -> None:
     assert fits("ab12", regex="[a-z]+[0-9]{2}")
     assert not fits("ab1", regex="[a-z]+[0-9]{2}") and not fits("ab123", regex="[a-z]+[0-9]{2}")
     assert fits("a/b\nc", regex="a/b\\nc")
 
 
 @pytest.mark.parametrize("choice", ["yes", 'no "really"', "two\nlines", "back\\slash", "é😀", " ", "a|b", "/x/i"])
-def test_a_choice_is_taken_as_it_stands(choice: str) -> None:
+def test_choices_are_literal(choice: str) -> None:
     assert fits(choice, choice=["other", choice])
     assert not fits(choice + "x", choice=["other", choice])
 
@@ -71,7 +71,7 @@ def test_ten_thousand_choices_work() -> None:
     assert fits("choice number 9999", choice=choices) and not fits("choice number 10000", choice=choices)
 
 
-def test_a_grammar_is_larks_or_gbnf() -> None:
+def test_grammars_are_lark_or_gbnf() -> None:
     lark = 'start: e\ne: e "+" N | N\nN: /[0-9]+/'
     gbnf = 'root ::= n ("+" n)*\nn ::= [0-9]+'
     for grammar in (lark, gbnf):
@@ -79,7 +79,7 @@ def test_a_grammar_is_larks_or_gbnf() -> None:
     assert fits("é=A", grammar='root ::= "\\u00e9" "=" "\\u0041"')
 
 
-def test_both_ends_of_text_may_come_where_the_answer_may_end() -> None:
+def test_all_end_of_text_tokens_are_allowed_where_the_grammar_may_end() -> None:
     backend = demo_backend()
     matcher = backend.compile(StructuredOutputs(regex="ab?")).matcher()
     assert not allowed(backend, matcher) & set(EOS) and not matcher.is_done
@@ -90,7 +90,7 @@ def test_both_ends_of_text_may_come_where_the_answer_may_end() -> None:
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_a_matcher_goes_back_over_tokens_and_ends(eos: int) -> None:
+def test_rollback_covers_tokens_and_the_end_of_text(eos: int) -> None:
     backend = demo_backend()
     matcher = backend.compile(StructuredOutputs(regex="[ab]{3}")).matcher()
     a, b = tokens_of("a")[0], tokens_of("b")[0]
@@ -115,7 +115,7 @@ def test_a_refused_token_changes_nothing() -> None:
     assert allowed(backend, matcher) == before
 
 
-def test_many_rows_are_filled_as_one_by_one() -> None:
+def test_parallel_filling_equals_serial_filling() -> None:
     backend = demo_backend()
     grammars = [backend.compile(StructuredOutputs(regex=f"[a-{c}]x{{1,3}}")) for c in "cdefgh"]
     matchers = [grammar.matcher() for grammar in grammars]
@@ -139,7 +139,7 @@ def small_vocabulary(*tokens: str) -> LLGuidanceBackend:
     return LLGuidanceBackend(json.dumps(whole | rest), 40, [0])
 
 
-def test_what_the_vocabulary_cannot_spell_is_refused_or_a_dead_end() -> None:
+def test_text_that_the_vocabulary_cannot_express_is_refused_or_a_dead_end() -> None:
     backend = small_vocabulary("a", "b")
     with pytest.raises(GrammarRefused, match="the regular expression allows no text that the model could write"):
         backend.compile(StructuredOutputs(regex="c+"))
@@ -151,13 +151,13 @@ def test_what_the_vocabulary_cannot_spell_is_refused_or_a_dead_end() -> None:
     assert not masks.any()
 
 
-def test_a_vocabulary_wider_than_the_tokenizer_is_padded_with_what_is_never_allowed() -> None:
+def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
     backend = small_vocabulary("a", "b")
     masks = np.full((1, 2), -1, np.int32)
     backend.fill([(backend.compile(StructuredOutputs(regex="[ab]+")).matcher(), 0)], masks)
     assert masks.tolist() == [[0b110, 0]]
 
 
-def test_a_tokenizer_wider_than_the_model_is_refused() -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError):
         LLGuidanceBackend((DEMO / "tokenizer.json").read_text(), VOCAB_SIZE // 2, EOS)

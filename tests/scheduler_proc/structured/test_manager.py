@@ -156,7 +156,7 @@ def ready(case: Case, *requests: Request) -> None:
 
 
 class TestCompiling:
-    def test_equal_grammars_are_compiled_once_and_then_at_hand(self, make_case: Callable[..., Case]) -> None:
+    def test_equal_grammars_are_compiled_once_and_then_cached(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         assert all(case.manager.begin(client, arrival("1", regex="ab")) for client in (0, 1))
         assert case.manager.poll() == [] and case.manager.has_waiting_requests
@@ -178,7 +178,7 @@ class TestCompiling:
             told += case.told()
         assert (0, Release("other")) in told
 
-    def test_what_nobody_waits_for_any_more_is_not_compiled(self, make_case: Callable[..., Case]) -> None:
+    def test_grammars_without_waiting_requests_are_not_compiled(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         for index in range(50):
             case.manager.begin(0, arrival(str(index), regex=f"a{{{index + 1}}}"))
@@ -192,7 +192,7 @@ class TestCompiling:
             case.told()
         assert [wanted.regex for wanted in case.gate.checked] == ["a{1}", "b"]
 
-    def test_more_than_may_wait_are_told_to_come_again(self, make_case: Callable[..., Case]) -> None:
+    def test_surplus_grammars_are_refused_as_busy(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         for index in range(MAX_QUEUED + 5):
             assert case.manager.begin(0, arrival(str(index), regex=f"a{{{index + 1}}}"))
@@ -205,7 +205,7 @@ class TestCompiling:
         case.now = 2 * WAIT_SECONDS
         case.manager.poll()
 
-    def test_a_refusal_is_remembered_too(self, make_case: Callable[..., Case]) -> None:
+    def test_refusals_are_cached(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         for client in (0, 1):
             assert case.manager.begin(client, arrival("1", regex="["))
@@ -213,7 +213,7 @@ class TestCompiling:
             assert told == client and isinstance(refuse, Refuse) and refuse.code == "invalid_structured_outputs"
         assert len(case.gate.checked) == 1
 
-    def test_nobody_waits_longer_than_the_limit(self, make_case: Callable[..., Case]) -> None:
+    def test_requests_wait_no_longer_than_the_limit(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         case.manager.begin(0, arrival("1", regex="a"))
         while case.manager._pool.ready_at is None:
@@ -226,7 +226,7 @@ class TestCompiling:
         case.gate.waiting.release()
         assert case.told() == [] and not case.manager.begin(0, arrival("2", regex="a"))
 
-    def test_the_time_that_starting_takes_does_not_count(self, make_case: Callable[..., Case]) -> None:
+    def test_start_time_does_not_count_as_waiting(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         case.gate.starts.clear()
         case.manager.begin(0, arrival("1", regex="a"))
@@ -240,14 +240,14 @@ class TestCompiling:
         case.gate.waiting.release()
         assert case.told() == [(0, Release("1"))]
 
-    def test_what_never_starts_refuses_in_the_end(self, make_case: Callable[..., Case]) -> None:
+    def test_requests_are_refused_when_the_threads_never_start(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         case.gate.starts.clear()
         case.manager.begin(0, arrival("1", regex="a"))
         case.now = START_SECONDS + 0.01
         assert [type(event) for _, event in case.manager.poll()] == [Refuse]
 
-    def test_an_id_that_is_used_again_waits_for_its_own_grammar(self, make_case: Callable[..., Case]) -> None:
+    def test_a_reused_id_waits_for_its_own_grammar(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         case.manager.begin(0, arrival("1", regex="a"))
         case.manager.begin(0, arrival("1", regex="b"))
@@ -257,7 +257,7 @@ class TestCompiling:
             told += case.told()
         assert told == [(0, Release("1"))]
 
-    def test_ten_thousand_grammars_leave_no_more_than_the_cache_holds(self, make_case: Callable[..., Case]) -> None:
+    def test_many_grammars_do_not_exceed_the_cache(self, make_case: Callable[..., Case]) -> None:
         """Fewer here; the cache is the same."""
         case = make_case()
         case.gate.waiting.release(1000)
@@ -267,7 +267,7 @@ class TestCompiling:
         assert len(case.manager._cache) == 256 and len(case.manager._constrained) < 130
         assert not case.manager._waiting and not case.manager._compiling
 
-    def test_a_library_that_is_not_there_is_a_wrong_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_library_is_a_configuration_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"needs the package xgrammar: pip install quire\[xgrammar\]"):
             backend_maker(demo_config(structured_outputs_backend="xgrammar"))
@@ -276,7 +276,7 @@ class TestCompiling:
 
 
 class TestMasks:
-    def test_only_those_that_are_alive_are_masked(self, make_case: Callable[..., Case]) -> None:
+    def test_finished_requests_have_no_mask(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         one, two, gone = (constrained(i, regex="a+") for i in ("1", "2", "3"))
         ready(case, one, two, gone)
@@ -299,9 +299,7 @@ class TestMasks:
         again, _ = case.manager.sample_inputs(step_of(steady))
         assert again.bitmask is not None and again.bitmask.tolist() == first.tolist()
 
-    def test_drafts_leave_no_trace_and_those_behind_a_refused_one_are_free(
-        self, make_case: Callable[..., Case]
-    ) -> None:
+    def test_drafts_leave_no_trace_and_a_refused_draft_ends_its_masks(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         one, two = constrained("1", regex="[ab]{4}"), constrained("2", regex="[ab]{4}")
         ready(case, one, two)
@@ -317,7 +315,7 @@ class TestMasks:
         after, _ = case.manager.sample_inputs(step_of(one))
         assert after.bitmask is not None and after.bitmask.tolist() == before.bitmask.tolist()
 
-    def test_drafts_that_cannot_be_are_the_workers_fault(self, make_case: Callable[..., Case]) -> None:
+    def test_invalid_drafts_are_a_worker_fault(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         one = constrained("1", regex="a+")
         ready(case, one)
@@ -325,7 +323,7 @@ class TestMasks:
         with pytest.raises(WorkerFault, match="drafts of step 7: 2 for handle 1, more than requested"):
             case.manager.sample_inputs(step_of(one, drafts=1), two)
 
-    def test_a_failure_spares_the_others(self, make_case: Callable[..., Case]) -> None:
+    def test_a_failing_request_does_not_affect_others(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         bad, good = constrained("1", "xyz", regex="a+"), constrained("2", regex="a+")
         ready(case, bad, good)
@@ -333,7 +331,7 @@ class TestMasks:
         assert inputs.handles == [2] and (client, fail.request_id) == (0, "1")
         assert fail.detail.startswith("request_failed: a sampled token is not allowed")
 
-    def test_a_thought_may_be_anything_but_the_end_of_the_answer(self, make_case: Callable[..., Case]) -> None:
+    def test_thinking_allows_everything_but_the_end_of_text(self, make_case: Callable[..., Case]) -> None:
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
         one = constrained("1", regex="a+")
         ready(case, one)
@@ -347,7 +345,7 @@ class TestMasks:
         allowed = np.unpackbits(inputs.bitmask.view(np.uint8), bitorder="little")[: demo_config().model.vocab_size]
         assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
 
-    def test_drafts_over_the_end_of_a_thought(self, make_case: Callable[..., Case]) -> None:
+    def test_drafts_across_the_end_of_thinking(self, make_case: Callable[..., Case]) -> None:
         """#44297, #53046, #36138: the grammar begins behind the marker, within the step, and is undone with it."""
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
         one, plain = constrained("1", regex="ab"), constrained("2", regex="ab")
@@ -365,9 +363,7 @@ class TestMasks:
 
 
 class TestShares:
-    def test_whose_matching_takes_too_long_fails_alone_and_is_refused_from_then_on(
-        self, make_case: Callable[..., Case]
-    ) -> None:
+    def test_slow_matching_fails_the_request_and_refuses_its_grammar(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         good, bad, other = constrained("1", regex="a+"), constrained("2", regex="z+"), constrained("3", regex="[ab]+")
         ready(case, good, bad, other)
@@ -386,7 +382,7 @@ class TestShares:
             inputs, failures = case.manager.sample_inputs(step_of(good, other))
             assert inputs.handles == [1, 3] and not failures
 
-    def test_rows_are_filled_together_again_when_steps_are_quick(self) -> None:
+    def test_rows_are_filled_together_again_after_fast_steps(self) -> None:
         steps = SlowSteps()
         steps.record(SLOW_SECONDS)
         assert not steps.are_watched
@@ -396,14 +392,14 @@ class TestShares:
             steps.record(0.0)
         assert not steps.are_watched
 
-    def test_memory_is_looked_at_once_in_a_while(self) -> None:
+    def test_memory_is_checked_periodically(self) -> None:
         sizes = iter([100, 100 + MAX_GROWN_BYTES, 101 + MAX_GROWN_BYTES, 102 + MAX_GROWN_BYTES])
         watch = MemoryWatch(lambda: next(sizes))
         told = [watch.has_grown() for _ in range(4 * LOOK_EVERY)]
         assert [i for i, has_grown in enumerate(told) if has_grown] == [3 * LOOK_EVERY - 1]
         assert resident_bytes() > 2**20
 
-    def test_what_was_built_goes_and_refusals_stay(self) -> None:
+    def test_memory_growth_drops_grammars_and_keeps_refusals(self) -> None:
         cache = GrammarCache()
         cache.put(("regex", "a"), demo_backend().compile(StructuredOutputs(regex="a")))
         cache.put(("regex", "["), GrammarRefused("x"))
@@ -412,7 +408,7 @@ class TestShares:
 
 
 class TestCache:
-    def test_the_least_recently_used_goes_first(self) -> None:
+    def test_evicts_the_least_recently_used(self) -> None:
         cache, outcome = GrammarCache(max_count=2), GrammarRefused("x")
         cache.put(("regex", "a"), outcome)
         cache.put(("regex", "b"), outcome)
@@ -420,7 +416,7 @@ class TestCache:
         cache.put(("regex", "c"), outcome)
         assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is outcome and len(cache) == 2
 
-    def test_bytes_are_bounded_too_and_counted_back(self) -> None:
+    def test_bytes_are_bounded_and_released(self) -> None:
         cache, outcome = GrammarCache(max_bytes=10), GrammarRefused("x")
         for text in ("aaaa", "bbbb", "cccc", "aaaa", "aaaa"):
             cache.put(("regex", text), outcome)

@@ -151,7 +151,7 @@ def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("case", thinned(REFUSED, keep=12))
-def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
+def test_hostile_grammars_are_refused_with_one_line(case: str, pool: CompilePool) -> None:
     fields, why = REFUSED[case]
     reason, seconds = outcome(pool, StructuredOutputs(**fields))
     assert reason and seconds < GENEROUS_S
@@ -163,14 +163,14 @@ def test_refused_with_one_clear_line(case: str, pool: CompilePool) -> None:
 
 
 @pytest.mark.parametrize("case", thinned(WORKING, keep=3))
-def test_large_but_working(case: str, pool: CompilePool) -> None:
+def test_large_grammars_work(case: str, pool: CompilePool) -> None:
     reason, seconds = outcome(pool, StructuredOutputs(**WORKING[case]))
     print(f"{seconds * 1000:.0f} ms")
     assert not reason and seconds < GENEROUS_S
 
 
 @pytest.mark.full
-def test_what_takes_for_ever_ends_in_time_and_the_next_one_works(pool: CompilePool) -> None:
+def test_endless_compilations_are_ended_and_the_next_one_works(pool: CompilePool) -> None:
     hanging = {"allOf": [{"type": "string", "pattern": f"a{i}[a-z]*"} for i in range(30)]}
     reason, seconds = outcome(pool, StructuredOutputs(json=hanging))
     assert reason == "structured_outputs took longer than 1 s to compile" and seconds < GENEROUS_S
@@ -186,7 +186,7 @@ def test_chains_through_deep_schemas_are_refused(pool: CompilePool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "its child"])
-def test_a_guard_that_died_is_started_again(generation: int) -> None:
+def test_a_killed_guard_is_restarted(generation: int) -> None:
     guard = Guard(demo_config())
     others = set(engine_processes(GUARD))
     for _ in range(3):
@@ -202,7 +202,7 @@ def test_a_guard_that_died_is_started_again(generation: int) -> None:
 
 
 @pytest.mark.full
-def test_a_grammar_is_not_blamed_for_a_guard_that_is_not_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_guard_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(demo_config())
     others = set(engine_processes(GUARD))
     guard.start()
@@ -216,14 +216,14 @@ def test_a_grammar_is_not_blamed_for_a_guard_that_is_not_let_run(monkeypatch: py
     guard.close()
 
 
-def test_without_a_tokenizer_everything_is_refused(tmp_path: Path) -> None:
+def test_without_a_tokenizer_every_grammar_is_refused(tmp_path: Path) -> None:
     guard = Guard(msgspec.structs.replace(demo_config(), model_path=str(tmp_path)))
     for _ in range(2):
         with pytest.raises(GrammarRefused, match="need a tokenizer, which this model does not have"):
             guard.check(StructuredOutputs(regex="a"), 1.0)
 
 
-def test_more_than_half_a_mebibyte_is_refused_before_it_travels() -> None:
+def test_more_than_half_a_mebibyte_is_refused_before_sending() -> None:
     for fields in ({"regex": "a" * 2**20}, {"json": json.dumps({"enum": list(range(100_000))})}):
         with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_BYTES)):
             StructuredOutputs(**fields)

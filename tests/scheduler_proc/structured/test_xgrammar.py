@@ -39,7 +39,7 @@ def allowed(backend: Any, matcher: Any) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(masks[1:].view(np.uint8), bitorder="little")).tolist())
 
 
-def test_an_answer_from_its_first_token_to_its_end_and_back(backend: Any) -> None:
+def test_accepts_and_rolls_back_a_whole_output(backend: Any) -> None:
     matcher = backend.compile(StructuredOutputs(regex="[ac]{2}")).matcher()
     assert allowed(backend, matcher) == {1, 33}
     assert matcher.accept(33) and not matcher.accept(2) and matcher.accept(1)
@@ -51,14 +51,14 @@ def test_an_answer_from_its_first_token_to_its_end_and_back(backend: Any) -> Non
     assert not matcher.is_done and allowed(backend, matcher) == {1, 33}
 
 
-def test_matchers_of_one_grammar_are_apart(backend: Any) -> None:
+def test_matchers_of_one_grammar_are_independent(backend: Any) -> None:
     grammar = backend.compile(StructuredOutputs(regex="[a]{1}"))
     one, two = grammar.matcher(), grammar.matcher()
     assert one.accept(1)
     assert allowed(backend, one) == {0, 31} and allowed(backend, two) == {1}
 
 
-def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
+def test_each_kind_calls_the_right_compiler(backend: Any) -> None:
     compiler = backend._compiler
     for fields in ({"json": {"type": "null"}}, {"json": True}, {"json_object": True}):
         backend.compile(StructuredOutputs(**fields))
@@ -80,7 +80,7 @@ def test_each_kind_is_asked_for_in_the_librarys_words(backend: Any) -> None:
         ({"json": {"$ref": "http://example.com"}}, "references outside the JSON schema"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(backend: Any, fields: dict[str, Any], why: str) -> None:
+def test_invalid_constraints_are_refused_with_one_line(backend: Any, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(GrammarRefused) as refused:
         backend.compile(StructuredOutputs(**fields))
     assert why.replace("/project/cpp/regex.cc:77: ", "") in str(refused.value)
@@ -95,10 +95,10 @@ def test_what_cannot_be_is_refused_in_one_line(backend: Any, fields: dict[str, A
         (None, "raw"),
     ],
 )
-def test_the_decoder_says_how_bytes_are_spelt(adapter: Any, decoder: Any, kind: str) -> None:
+def test_the_decoder_determines_the_vocabulary_type(adapter: Any, decoder: Any, kind: str) -> None:
     assert adapter._vocab_type(TOKENIZER | {"decoder": decoder}) == kind
 
 
-def test_a_vocabulary_may_be_a_list(adapter: Any) -> None:
+def test_the_vocabulary_may_be_a_list(adapter: Any) -> None:
     listed = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0]]}, "added_tokens": []}
     assert adapter._token_strings(listed, 3) == ["<unk>", "a", ""]

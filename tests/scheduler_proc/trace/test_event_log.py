@@ -61,7 +61,7 @@ def another_time(event: Any) -> Any:
     return change(event, seconds=event.seconds * (30.0 if event.drafts is not None else 1.0))
 
 
-def test_lines_tell_lengths_hashes_and_endings() -> None:
+def test_lines_have_lengths_hashes_and_endings() -> None:
     driver = Driver()
     driver.add("a", [1, 2, 3, 4, 5], max_tokens=4)
     driver.run()
@@ -79,7 +79,7 @@ def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Re
 
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
-def test_another_decision_is_located(position: float) -> None:
+def test_a_different_decision_is_located(position: float) -> None:
     records = copied(random_run(1))
     index = [i for i, r in enumerate(records) if r.kind == RecordKind.PRODUCED][int(position * 50)]
     records[index] = changed(records[index], PRODUCED, lambda diff: change(diff, removed=[*diff.removed, 999]))
@@ -89,7 +89,7 @@ def test_another_decision_is_located(position: float) -> None:
     assert "999" in found.recorded and "999" not in found.decided
 
 
-def test_a_decision_where_there_was_none_is_located() -> None:
+def test_an_additional_decision_is_located() -> None:
     driver = Driver()
     driver.add("a", [1, 2], max_tokens=2)
     driver.run()
@@ -127,7 +127,7 @@ def test_one_changed_token_of_a_result_is_located_when_it_decides_something() ->
     assert found is not None and found.record == result + 1 and found.decided == "nothing"
 
 
-def test_the_ring_is_bounded_and_says_what_it_dropped() -> None:
+def test_the_ring_is_bounded_and_counts_dropped_records() -> None:
     log = EventLog(max_bytes=10_000)
     for index in range(1000):
         log.consumed(float(index), 0, [bytes(36)])

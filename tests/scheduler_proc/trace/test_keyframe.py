@@ -97,7 +97,7 @@ def altered(records: list[Record], **fields: Any) -> list[Record]:
 
 
 @pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
-def test_from_a_keyframe_on_all_decisions_are_the_same(seed: int) -> None:
+def test_replay_from_a_keyframe_repeats_all_decisions(seed: int) -> None:
     """With the tokens, and as a trace without them, where names are cut; the second keyframe is met again."""
     driver = idle_run(seed)
     assert replay(driver.header, list(driver.log), check=True) is None
@@ -110,7 +110,7 @@ def test_from_a_keyframe_on_all_decisions_are_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_restored_scheduler_is_as_the_other_was(seed: int) -> None:
+def test_restoring_a_keyframe_restores_its_state(seed: int) -> None:
     driver = idle_run(seed)
     for records in tails(driver):
         scheduler = driver.header.make_scheduler()
@@ -123,7 +123,7 @@ def test_a_restored_scheduler_is_as_the_other_was(seed: int) -> None:
 
 
 @pytest.mark.full
-def test_all_of_a_keyframe_matters() -> None:
+def test_every_field_of_a_keyframe_affects_decisions() -> None:
     """What decides nothing need not be there; and runs in which it decides nothing would prove nothing."""
     reached: Counter[str] = Counter()
     for seed in SEEDS:
@@ -167,7 +167,7 @@ def noticed(driver: Driver, records: list[Record]) -> bool:
     ],
     ids=lambda groups: "+".join(group.kind for group in groups),
 )
-def test_contents_are_found_again(groups: list[KVGroup], policy: str) -> None:
+def test_cached_contents_are_found_after_a_restore(groups: list[KVGroup], policy: str) -> None:
     """Those cached before the keyframe, and those evicted after it, in their order."""
     driver = Driver(num_blocks=90, layout=layout_of(*groups), scheduling_policy=policy, async_scheduling=True)
     prompts = [[*range(start, start + 24), start] for start in range(12)]
@@ -186,7 +186,7 @@ def test_contents_are_found_again(groups: list[KVGroup], policy: str) -> None:
     assert noticed(driver, altered(records, cached=[]))
 
 
-def test_the_oldest_of_two_equal_contents_is_found_first() -> None:
+def test_lookup_order_of_duplicates_is_restored() -> None:
     """Whichever of the two it is, it leaves its own place in the queue."""
     driver = Driver(num_blocks=20, async_scheduling=True)
     for name in ("a", "b"):
@@ -201,7 +201,7 @@ def test_the_oldest_of_two_equal_contents_is_found_first() -> None:
     assert replay(driver.header, altered(records, cached=[(second, key), (first, key)])) is not None
 
 
-def test_nobody_alive_nothing_in_flight_no_drafts() -> None:
+def test_keyframes_need_an_idle_scheduler_without_drafts() -> None:
     driver = Driver(async_scheduling=True)
     assert idle_state(driver.scheduler) is not None
     driver.add("a", [1, 2, 3], max_tokens=2)
@@ -218,7 +218,7 @@ def test_nobody_alive_nothing_in_flight_no_drafts() -> None:
 
 
 @pytest.mark.full
-def test_a_ring_that_lost_its_beginning_leaves_a_dump_that_replays(tmp_path: Path) -> None:
+def test_a_ring_without_its_beginning_leaves_a_dump_that_replays(tmp_path: Path) -> None:
     driver = long_lived(30_000)
     kept = sum(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert driver.log.dropped > 1000 and driver.log.complete and 2 <= kept <= KEYFRAMES_PER_RING
@@ -230,7 +230,7 @@ def test_a_ring_that_lost_its_beginning_leaves_a_dump_that_replays(tmp_path: Pat
     assert replay_lines(TraceReader(path), check=True) is None
 
 
-def test_a_ring_that_has_its_beginning_is_dumped_from_there(tmp_path: Path) -> None:
+def test_a_complete_ring_is_dumped_from_its_beginning(tmp_path: Path) -> None:
     driver = long_lived(30_000, bursts=5)
     assert not driver.log.dropped and any(record.kind == RecordKind.KEYFRAME for record in driver.log)
     first, second, *_ = [told.line for told in TraceReader(dump_of(driver, tmp_path))]
@@ -238,7 +238,7 @@ def test_a_ring_that_has_its_beginning_is_dumped_from_there(tmp_path: Path) -> N
     assert replay_lines(TraceReader(tmp_path)) is None
 
 
-def test_a_ring_without_a_keyframe_is_not_complete() -> None:
+def test_a_ring_without_a_keyframe_is_incomplete() -> None:
     """One larger than a quarter of the ring is not kept, and not tried again before another quarter has come."""
     driver = long_lived(2_000)
     assert not any(record.kind == RecordKind.KEYFRAME for record in driver.log)
@@ -248,7 +248,7 @@ def test_a_ring_without_a_keyframe_is_not_complete() -> None:
     assert not driver.log.is_keyframe_due and not driver.log.complete
 
 
-def test_a_quarter_of_the_ring_must_have_come_between_two() -> None:
+def test_a_quarter_of_the_ring_lies_between_keyframes() -> None:
     log, state = EventLog(max_bytes=40_000), IdleState(step=0, stale_until=-1, max_num_batched_tokens=1, free_blocks=[])
     taken = []
     for index in range(1000):
@@ -270,7 +270,7 @@ def dumped() -> tuple[list[AnyLine], int]:
 
 
 @pytest.mark.full
-def test_a_keyframe_stands_at_the_beginning_only() -> None:
+def test_keyframes_are_only_valid_at_the_beginning() -> None:
     (header, keyframe, *lines), _ = dumped()
     for told in ([header, *lines[:1], keyframe], [header, Tick(now=1.0), *lines], [header]):
         with pytest.raises(ConfigError, match="begins in the middle"):
@@ -304,7 +304,7 @@ def test_a_keyframe_stands_at_the_beginning_only() -> None:
     ],
     ids=repr,
 )
-def test_a_state_that_cannot_be_is_a_difference_there(fields: dict[str, Any]) -> None:
+def test_an_invalid_keyframe_is_reported_as_a_difference(fields: dict[str, Any]) -> None:
     (header, keyframe, *lines), num_blocks = dumped()
     assert isinstance(keyframe, Keyframe) and num_blocks == 24
     state = msgspec.structs.replace(keyframe.state, **fields)
@@ -330,7 +330,7 @@ def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop
 
 
 @pytest.mark.full
-def test_an_engine_that_fails_late_leaves_a_trace_that_replays(quick_loop: LoopUnderTest, tmp_path: Path) -> None:
+def test_a_late_failure_leaves_a_dump_that_replays(quick_loop: LoopUnderTest, tmp_path: Path) -> None:
     loop = quick_loop
     for index in range(12):
         loop.client.send(make_request(f"r{index}", [index % 3, 1, 4, 1, 5], max_tokens=40))

@@ -95,7 +95,7 @@ def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_compressed_one_in_parts_replays(start: Start, tmp_path: Path) -> None:
+def test_a_compressed_trace_in_parts_replays(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     loop = start(trace=str(tmp_path / "t.jsonl.zst"), trace_max_bytes=500, trace_prompts=True)
     for index in range(8):
@@ -108,7 +108,7 @@ def test_a_compressed_one_in_parts_replays(start: Start, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path) -> None:
+def test_a_failing_engine_leaves_a_dump(start: Start, tmp_path: Path) -> None:
     loop = start(crash_dump_dir=str(tmp_path / "dumps"))
     loop.client.send(make_request("fine", PROMPT, max_tokens=5))
     end_of(loop, 1)
@@ -125,7 +125,7 @@ def test_an_engine_that_fails_leaves_a_trace_of_it(start: Start, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_dump_can_be_asked_for_while_it_runs(start: Start, tmp_path: Path) -> None:
+def test_a_dump_can_be_requested_while_running(start: Start, tmp_path: Path) -> None:
     loop = start(crash_dump_dir=str(tmp_path / "dumps"))
     loop.client.send(make_request("a", PROMPT, max_tokens=5))
     end_of(loop, 1)
@@ -147,12 +147,12 @@ def test_without_a_trace_nothing_is_written(start: Start, tmp_path: Path, folder
     assert not (tmp_path / "dumps").exists() and loop.log.complete
 
 
-def test_a_trace_that_cannot_be_written_is_a_failed_start(tmp_path: Path) -> None:
+def test_an_unwritable_trace_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--trace .*cannot be written"):
         Journal(make_config(trace=str(tmp_path / "no" / "t.jsonl")), time.monotonic)
 
 
-def test_an_engine_that_goes_on_does_so_without_its_trace(tmp_path: Path) -> None:
+def test_a_restarted_scheduler_continues_without_an_unwritable_trace(tmp_path: Path) -> None:
     config = make_config(trace=str(tmp_path / "no" / "t.jsonl"))
     journal = Journal(config, time.monotonic, is_restart=True)
     header = TraceHeader(config, make_layout(config), 10)

@@ -33,7 +33,7 @@ def of(driver: Driver, *kinds: type) -> list[Any]:
     return [line for line in driver.lines() if isinstance(line, kinds)]
 
 
-def test_a_steady_step_is_a_line_without_any_request() -> None:
+def test_a_steady_decode_step_is_a_line_without_requests() -> None:
     driver = Driver(num_blocks=400, block_size=16, max_num_seqs=32, max_num_batched_tokens=512, async_scheduling=True)
     for index in range(32):
         driver.add(f"r{index}", [index], max_tokens=40)
@@ -47,7 +47,7 @@ def test_a_steady_step_is_a_line_without_any_request() -> None:
     assert len(of(driver, StepSnapshot)) < 12, "only where something changed"
 
 
-def test_what_users_wrote_is_not_there() -> None:
+def test_traces_have_no_user_text() -> None:
     driver = Driver(eos=[2])
     driver.add(
         "a",
@@ -83,13 +83,13 @@ def test_what_users_wrote_is_not_there() -> None:
     assert asked[0].prompt_token_ids == PROMPT
 
 
-def test_texts_of_a_grammars_compiler_are_left_out() -> None:
+def test_traces_have_no_messages_of_grammar_compilers() -> None:
     for event in (Refuse("a", "invalid_grammar", "structured_outputs", SECRET), Fail("a", f"failed: {SECRET}")):
         line = encode_line(event_line(0.0, 0, event, []))
         assert (SECRET.encode() not in line and b"failed" in line) or b"invalid_grammar" in line
 
 
-def test_the_header_names_no_place() -> None:
+def test_the_header_has_no_paths_or_addresses() -> None:
     driver = Driver(
         model_path="/home/x/model", kv_events_endpoint="ipc:///home/x/e", trace="/home/x/t", crash_dump_dir="/home/x/c"
     )
@@ -98,7 +98,7 @@ def test_the_header_names_no_place() -> None:
     assert (header.num_blocks, header.config.block_size, header.complete) == (33, 4, True)
 
 
-def test_who_was_refused_or_is_there_twice_leaves_no_line() -> None:
+def test_refused_and_duplicate_requests_leave_no_line() -> None:
     driver = Driver(max_num_seqs=1)
     driver.add("a", PROMPT, max_tokens=9)
     driver.add("a", [1, 2], max_tokens=3)
@@ -112,7 +112,7 @@ def test_who_was_refused_or_is_there_twice_leaves_no_line() -> None:
     assert driver.replay_lines() is None
 
 
-def test_a_resubmission_says_how_much_it_had() -> None:
+def test_a_resubmission_has_its_number_of_delivered_tokens() -> None:
     driver = Driver()
     driver.add("a", PROMPT, expected_tokens(PROMPT, 5), max_tokens=9)
     driver.add("full", PROMPT, expected_tokens(PROMPT, 5), max_tokens=5)
@@ -123,7 +123,7 @@ def test_a_resubmission_says_how_much_it_had() -> None:
     assert driver.replay_lines() is None
 
 
-def test_a_resubmission_that_repeated_itself_already() -> None:
+def test_a_resubmission_ended_by_repetition_replays() -> None:
     driver = Driver()
     driver.add("other", PROMPT, max_tokens=9)
     driver.add(
@@ -134,7 +134,7 @@ def test_a_resubmission_that_repeated_itself_already() -> None:
     assert driver.replay_lines() is None
 
 
-def test_admissions_and_reasons_stand_at_their_step() -> None:
+def test_admissions_and_reasons_belong_to_their_step() -> None:
     driver = Driver(num_blocks=12, max_num_seqs=2)
     for name in "abc":
         driver.add(name, PROMPT, max_tokens=16)
@@ -148,7 +148,7 @@ def test_admissions_and_reasons_stand_at_their_step() -> None:
     assert [(r.req_id, r.reason, r.beneficiary) for _, r in reasons if r.what == "preempt"] == [("b", "itself", "b")]
 
 
-def test_an_epoch_with_smaller_steps_replays() -> None:
+def test_a_worker_epoch_with_a_halved_budget_replays() -> None:
     driver = Driver(max_num_batched_tokens=32)
     driver.add("a", list(range(1, 60)), max_tokens=9)
     driver.step()
@@ -162,7 +162,7 @@ def test_an_epoch_with_smaller_steps_replays() -> None:
     assert driver.replay_lines() is None
 
 
-def test_questions_leave_no_line_and_other_controls_do() -> None:
+def test_only_controls_that_change_state_leave_a_line() -> None:
     driver = Driver()
     for kind in ("statistics", "reset_prefix_cache", "pause_new", "resume"):
         driver.control(kind)

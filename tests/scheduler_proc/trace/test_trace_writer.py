@@ -50,7 +50,7 @@ def read(path: Path) -> list[AnyLine]:
     return lines
 
 
-def test_lines_in_their_order_and_an_end(tmp_path: Path) -> None:
+def test_lines_are_written_in_order_with_an_end(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     writer = writer_of(path)
     writer.begin(header())
@@ -67,7 +67,7 @@ def test_lines_in_their_order_and_an_end(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and writer.lost == 0
 
 
-def test_a_file_that_was_there_is_emptied_and_made_private(tmp_path: Path) -> None:
+def test_an_existing_file_is_emptied_and_made_private(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("old\n" * 1000)
     path.chmod(0o644)
@@ -76,12 +76,12 @@ def test_a_file_that_was_there_is_emptied_and_made_private(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "."])
-def test_a_file_that_cannot_be_written_is_refused_by_its_flag(tmp_path: Path, name: str) -> None:
+def test_an_unwritable_file_is_refused_with_its_flag(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"--trace .* cannot be written: "):
         files_of(tmp_path / name)
 
 
-def test_parts_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
+def test_each_part_continues_the_previous_one(tmp_path: Path) -> None:
     """Each as large as asked for, and a batch."""
     path = tmp_path / "t.jsonl"
     files = files_of(path, max_bytes=4096)
@@ -101,9 +101,7 @@ def test_parts_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
     assert len(parts) > 2 and ticks == [float(i) for i in range(300)]
 
 
-def test_a_slow_disk_costs_lines_which_are_counted_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_disk_drops_lines_and_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "t.jsonl"
     writer = writer_of(path, max_buffered=4000)
     with caplog.at_level(logging.ERROR):
@@ -128,7 +126,7 @@ class FullDisk(TraceFiles):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_only_the_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = TraceWriter(FullDisk(tmp_path / "t.jsonl"))
     with caplog.at_level(logging.ERROR):
         for index in range(50):
@@ -140,9 +138,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     writer.close(End(now=0.0))
 
 
-def test_a_line_that_cannot_be_made_ends_the_trace_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_fails_to_encode_ends_only_the_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = writer_of(tmp_path / "t.jsonl")
     writer.begin(header())
     writer.add(Tick(now=1.0))
@@ -155,7 +151,7 @@ def test_a_line_that_cannot_be_made_ends_the_trace_and_nothing_else(
     assert [type(line) for line in read(tmp_path / "t.jsonl")] == [Header, Tick] and writer.lost == 3
 
 
-def test_what_a_crash_leaves_can_be_read(tmp_path: Path) -> None:
+def test_a_truncated_trace_can_be_read(tmp_path: Path) -> None:
     """The file is whole lines, or whole frames, between any two batches."""
     pytest.importorskip("zstandard")
     for name in ("t.jsonl", "t.jsonl.zst"):
@@ -171,7 +167,7 @@ def test_what_a_crash_leaves_can_be_read(tmp_path: Path) -> None:
         writer.close(End(now=9.0))
 
 
-def test_the_compressed_file_is_smaller_and_says_the_same(tmp_path: Path) -> None:
+def test_a_compressed_file_is_smaller_with_equal_content(tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     driver = Driver(async_scheduling=True)
     for index in range(8):
@@ -190,7 +186,7 @@ def test_the_compressed_file_is_smaller_and_says_the_same(tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("parts*"))) > 2
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -225,7 +221,7 @@ def test_a_dump_is_a_trace_that_replays(tmp_path: Path) -> None:
     assert isinstance(end, End) and end.reason == "engine: it broke"
 
 
-def test_a_ring_without_its_beginning_says_so(tmp_path: Path) -> None:
+def test_a_dump_without_its_beginning_is_incomplete(tmp_path: Path) -> None:
     driver = busy_driver()
     ring = EventLog(max_bytes=3000)
     for record in driver.log:
@@ -240,7 +236,7 @@ def test_a_ring_without_its_beginning_says_so(tmp_path: Path) -> None:
         replay_lines(TraceReader(path))
 
 
-def test_what_cannot_be_replayed_is_said_in_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_dump_reports_a_failed_replay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = busy_driver()
     records = [*driver.log, Record(RecordKind.CONSUMED, 9.0, 0, [b"damaged"])]
     with caplog.at_level(logging.CRITICAL):
@@ -250,7 +246,7 @@ def test_what_cannot_be_replayed_is_said_in_the_end(tmp_path: Path, caplog: pyte
     assert isinstance(end, End) and end.reason.startswith("bug; its replay failed with ProtocolError")
 
 
-def test_a_folder_that_cannot_be_made_costs_the_dump_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_folder_loses_only_the_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.ERROR):
         assert write_dump(tmp_path / "file" / "x", 1, dump_of(busy_driver())) is None
