@@ -121,10 +121,10 @@ def lost_fields(structs: list[ast.ClassDef], calls: Arguments, nodes: list[ast.A
     for struct in (struct for struct in structs if struct.name not in OTHER):
         targets = [node.target for node in struct.body if isinstance(node, ast.AnnAssign)]
         names = [target.id for target in targets if isinstance(target, ast.Name) and target.id[0] != "_"]
-        heirs = (heir for heir in structs if struct.name in {getattr(base, "id", "") for base in heir.bases})
-        set_ = assigned.union(*(calls.get(name, set()) for name in ("replace", struct.name, *(h.name for h in heirs))))
-        set_ |= given(ast.walk(struct)).get("cls", set())
-        unwritten = {name for index, name in enumerate(names) if not set_ & {name, index, "**", "*"}}
+        heirs = [heir.name for heir in structs if struct.name in {getattr(base, "id", "") for base in heir.bases}]
+        written = assigned.union(*(calls.get(name, set()) for name in ("replace", struct.name, *heirs)))
+        written |= given(ast.walk(struct)).get("cls", set())
+        unwritten = {name for index, name in enumerate(names) if not written & {name, index, "**", "*"}}
         yield from (f"{struct.name}.{name}" for name in names if name in unwritten or name not in read)
 
 

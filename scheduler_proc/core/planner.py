@@ -88,7 +88,7 @@ class Planner:
         return plan
 
     def _preempt_others(self, plan: StepPlan, suspect: Request) -> None:
-        """Preempt all requests except the suspect."""
+        """Preempt all requests that need more steps, except the suspect."""
         for other in [request for request in self.table.running.values() if request is not suspect]:
             self.table.leave_steady(other)
             if not other.needs_no_more_steps:

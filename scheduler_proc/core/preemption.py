@@ -48,8 +48,8 @@ class Preemption:
         """Return the running request to preempt when too few blocks are free.
 
         FCFS: the last admitted, so that the oldest always makes progress. Priority: the highest number, among equals
-        the latest. With several tenants, a request of the tenant with the most blocks; but the only request of a
-        tenant is never preempted for another tenant, so that the oldest request of all makes progress.
+        the latest. If several tenants have running requests, and some of them more than one: the last of these requests
+        of the tenant with the most blocks.
         """
         running, key = self._table.running.values(), self._table.waiting.key
         fcfs = self._table.waiting.policy == "fcfs"

@@ -266,8 +266,10 @@ class Scheduler:
 
     @property
     def step_awaiting_inputs(self) -> InFlightStep | None:
-        """The oldest step, if its sampling waits for token bitmasks; all tokens before it are known, so they can be
-        computed now."""
+        """The oldest step if its sampling waits for token bitmasks, or None.
+
+        All tokens before this step are known, so the bitmasks can be computed.
+        """
         oldest = self.in_flight.records[0] if self.in_flight else None
         return oldest if oldest is not None and oldest.awaits_inputs else None
 

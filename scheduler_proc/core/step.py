@@ -33,8 +33,9 @@ class StepRow:
 
 
 class StepPlan:
-    """Decisions of one call of ``schedule()``. A row can be withdrawn until the plan is committed, because the progress
-    of requests changes only then.
+    """Decisions of one call of ``schedule()``.
+
+    A row can be withdrawn until the plan is committed, because the progress of requests changes only then.
 
     Invariant: the tokens of all rows, one token per request in steady decode, and ``budget`` add up to the step budget.
 

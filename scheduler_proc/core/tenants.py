@@ -10,14 +10,13 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class TenantShares:
-    """Finds tenants above their fair share; changes nothing. A tenant is *active* while it has running or waiting
-    requests.
+    """Finds tenants above their fair share, and the victims of claims; changes nothing.
 
-    The fair share of a resource is an equal part for each active tenant. It does not limit: free rows and blocks go to
-    the next request. But if none are free, a tenant below its share may claim them from a tenant above it. After a
-    claim neither side may claim them back, so requests do not preempt each other alternately.
+    The fair share of a resource is an equal part for each tenant with running or waiting requests. It does not limit:
+    free rows and blocks go to the next request. But if none are free, a tenant below its share may claim them from a
+    tenant above it. After a claim neither side may claim them back, so requests do not preempt each other alternately.
 
-    A tenant's earliest request is never preempted for another tenant, so each tenant makes progress.
+    A tenant's earliest running request is never claimed, so each tenant makes progress.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager) -> None:
@@ -57,7 +56,7 @@ class TenantShares:
     def heaviest(self, candidates: Iterable[Request]) -> Request | None:
         """Return the last admitted request of the tenant with the most blocks; None if no tenant has two requests.
 
-        ``candidates``: running requests, in order of admission.
+        ``candidates``: running requests; of each tenant the last one is chosen.
         """
         rows = self._table.rows
         last = {request.tenant: request for request in candidates if rows[request.tenant] > 1}
