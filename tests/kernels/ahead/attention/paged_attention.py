@@ -20,7 +20,7 @@ POINTERS = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32"
 FLOATS = dict.fromkeys(("partial_acc", "partial_stats", "sinks", "k_scale", "v_scale"), "*fp32")
 
 CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
-    # dtype, head dimension, query heads of a KV head, regime, tokens of a tile, what else
+    # dtype, head dimension, query heads per KV head, regime, tokens per tile, options
     (BF16, 64, 8, "decode", 1, {"window": 128, "sinks": True, "soft_cap": 50.0}),
     (BF16, 128, 4, "decode", 1, {}),
     (BF16, 128, 4, "decode", 1, {"cache": E4M3}),

@@ -14,7 +14,7 @@ POINTERS = ("kv_cache", "slot_mapping", "key_out", "value_out", "q_norm", "k_nor
 
 def variants() -> Iterator[Variant]:
     cases = [
-        # heads, head dimension, rotary dimension, cache, scaled, what there is not
+        # heads, head dimension, rotary dimension, cache, scaled, absent arguments
         ((32, 8), 128, 128, torch.bfloat16, False, ("key_out", "value_out")),
         ((32, 32), 80, 32, torch.float16, False, ("q_norm", "k_norm")),
         ((16, 8), 128, 128, torch.float8_e4m3fn, True, ()),

@@ -1,4 +1,4 @@
-"""Plans made on the device against those made on the host, and attention by them; run by test_triton.py."""
+"""Plans made on the device compared with plans made on the host, and attention with them; run by test_triton.py."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention,
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
 
-# Query lengths and sequence lengths; a graph's unused rows have neither.
+# Query lengths and sequence lengths; both are 0 for a graph's padding rows.
 BATCHES = {
     "one long row": ([1], [5000]),
     "long among short": ([1, 1, 0, 1, 1, 0], [300, 200, 0, 9000, 1, 0]),
@@ -39,7 +39,7 @@ def expected_tables(
     num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
     work = cut_tiles(tiles, buffers.limits.cut, tokens, num_prefix, first_slot)
     assert first_slot + work.num_slots <= len(buffers.scratch.acc)
-    # The first slot of a token without pieces means nothing.
+    # The first slot of a token without pieces is undefined.
     merges = [[t, first if n > num_prefix else -1, n, stride] for t, first, n, stride in work.merges.tolist()]
     return work.pieces.tolist(), merges
 
@@ -53,16 +53,16 @@ def check_plan(plan: AttentionPlan, expected: tuple[list[list[int]], list[list[i
 
 @pytest.mark.parametrize("local", LOCAL, ids=str)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_equals_the_hosts(batch: tuple[list[int], list[int]], local: dict[str, int], device: torch.device) -> None:
+def test_equals_the_host_plan(batch: tuple[list[int], list[int]], local: dict[str, int], device: torch.device) -> None:
     buffers = allocate_decode(SHAPE, 20, device, max_query_len=4, programs=12)
-    # What an earlier step left must not show.
+    # The content of an earlier step must have no effect.
     buffers.pieces.fill_(77)
     buffers.merges.fill_(77)
     plan = plan_decode(buffers, *rows_on(device, *batch), **local)
     check_plan(plan, expected_tables(buffers, batch, Visible(**local), None))
 
 
-def test_equals_the_hosts_behind_a_prefix(device: torch.device) -> None:
+def test_equals_the_host_plan_with_a_common_prefix(device: torch.device) -> None:
     batch = ([1, 2, 0, 1, 3], [144, 3000, 0, 500, 146])
     prefix = plan_prefix(SHAPE, 10, 144, device, programs=12)
     buffers = allocate_decode(SHAPE, 20, device, max_query_len=4, programs=12, max_prefix=prefix)
@@ -72,14 +72,14 @@ def test_equals_the_hosts_behind_a_prefix(device: torch.device) -> None:
     assert plan.positions[:7].tolist() == [143, 2998, 2999, 499, 143, 144, 145]
 
 
-def test_a_row_with_too_many_tokens_gets_no_work(device: torch.device) -> None:
+def test_row_with_too_many_tokens_gets_no_work(device: torch.device) -> None:
     buffers = allocate_decode(SHAPE, 4, device, programs=8)
     plan = plan_decode(buffers, *rows_on(device, [2, 1], [9, 9]))
     assert [piece[:4] for piece in plan.sections[0].pieces.tolist() if piece[3] > piece[2]] == [[1, 0, 0, 9]]
 
 
 @pytest.mark.parametrize("local", [{}, {"window": 150}], ids=str)
-def test_attends_by_it_step_after_step(
+def test_attention_with_plans_of_several_steps(
     local: dict[str, int], main_dtype: torch.dtype, make_case: Any, device: torch.device
 ) -> None:
     shape = AttentionShape(2, 1, 32, main_dtype)
@@ -95,7 +95,7 @@ def test_attends_by_it_step_after_step(
         assert result[case.num_tokens :].count_nonzero() == 0
 
 
-def test_attends_behind_a_prefix(main_dtype: torch.dtype, make_case: Any, device: torch.device) -> None:
+def test_attention_with_a_common_prefix(main_dtype: torch.dtype, make_case: Any, device: torch.device) -> None:
     case = make_case([1, 1, 1], [129, 300, 140], main_dtype, 2, 1, prefix_len=128)
     shape = AttentionShape(2, 1, 32, main_dtype)
     prefix = plan_prefix(shape, 3, 128, device)

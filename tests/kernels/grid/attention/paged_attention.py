@@ -1,4 +1,4 @@
-"""The attention kernels against their reference, and the backend that uses them; run by test_triton.py."""
+"""The attention kernels compared with their reference, and the Triton backend; run by test_triton.py."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,7 @@ def test_features(
 
 @pytest.mark.parametrize("window", [16, 65])
 def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
-    # Tiles with keys that only some of their tokens see at both ends, and with some that all see between.
+    # In each tile, the keys at both ends are visible to some of its tokens, and those in the middle to all.
     check_case(make_case([150], [190], torch.float32, 2, 1, 16, window=window))
 
 
@@ -145,7 +145,7 @@ def test_caches(cache_dtype: torch.dtype | None, main_dtype: torch.dtype, make_c
 def test_large_scores_do_not_overflow(dtype: torch.dtype, make_case: Any) -> None:
     case = make_case([1, 20], [40, 60], dtype)
     step = (case.filled_cache, *rows_of(case), plan_case(case))
-    # exp of these scores is infinite in float32; only the differences to the largest are not.
+    # exp of these scores is infinite in float32; exp of their differences to the largest is finite.
     for options in ({}, options_of(case, "soft_cap"), {"sinks": torch.full((4,), 1e4, device=case.query.device)}):
         assert paged_attention(case.query * 1000, *step, 1.0, **options).isfinite().all()
 
@@ -159,20 +159,20 @@ def test_no_tokens(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix_len", [48, 256])
-def test_a_common_prefix_changes_nothing(prefix_len: int, main_dtype: torch.dtype, make_case: Any) -> None:
+def test_common_prefix_gives_the_same_result(prefix_len: int, main_dtype: torch.dtype, make_case: Any) -> None:
     rows = ([1, 3, 12, 0], [prefix_len + 1, 300, 290, 280])
     case = make_case(*rows, main_dtype, 2, 1, 16, prefix_len=prefix_len, padding=1)
     options = options_of(case, "soft_cap", "sinks")
     check_case(case, CUT | {"common_prefix_len": prefix_len}, **options)
 
 
-def test_a_prompt_may_begin_inside_the_common_prefix(make_case: Any) -> None:
+def test_prompt_may_begin_inside_the_common_prefix(make_case: Any) -> None:
     case = make_case([20, 1], [70, 90], torch.float32, 2, 1, 16, prefix_len=64)
     check_case(case, {"common_prefix_len": 64})
 
 
 def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> list[torch.Tensor]:
-    """Attend to rows of ``case``, cut to ``(row, query_len, seq_len)``, with a fixed split; each row's result."""
+    """Compute rows of ``case``, cut to ``(row, query_len, seq_len)``, with a fixed split; return each row's result."""
     table, starts, _ = rows_of(case)
     ends = starts.tolist()[1:]
     drop = [int(case.batch.seq_lens_cpu[row]) - seq_len for row, _, seq_len in rows]
@@ -190,7 +190,7 @@ def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> 
 
 @pytest.fixture
 def products_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of a product rounds alike wherever it stands: so a tensor core does it, but not NumPy in float32."""
+    """Make the rounding of a product's rows independent of their position, as on tensor cores but not in NumPy."""
     if not interpreted():
         return
     from triton.runtime import interpreter
@@ -204,10 +204,10 @@ def products_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("products_alike")
 @pytest.mark.parametrize(("local", "name"), [({}, "sinks"), ({"window": 140}, "soft_cap")])
-def test_a_fixed_split_depends_on_the_row_alone(
+def test_fixed_split_result_depends_on_the_row_alone(
     local: dict[str, int], name: str, main_dtype: torch.dtype, make_case: Any
 ) -> None:
-    # Row 0's last tokens are there as queries; they come from there in one go, in chunks and one by one.
+    # The queries are row 0's last tokens, computed at once, in chunks and one by one.
     case = make_case([40, 7], [280, 150], main_dtype, 2, 1, 16, **local)
     options = options_of(case, name) if name else {}
     whole, drafts = attend_rows(case, [(0, 40, 280), (1, 7, 150)], **options)
@@ -239,7 +239,7 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
         sinks=spec.sinks,
     )
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
-    # A layer that reads another's cache writes nothing, and attends alike.
+    # A layer that reads another layer's cache writes nothing and gives the same result.
     before = case.kv_cache.clone()
     again = backend.forward(case.query, None, None, case.kv_cache, plan, spec)
     assert torch.equal(again, result)
@@ -282,7 +282,7 @@ def test_deterministic_backend_plans_on_the_host(make_case: Any) -> None:
         backend.plan_decode(case.batch)
 
 
-def test_backend_refuses_another_block_size(make_case: Any) -> None:
+def test_backend_rejects_another_block_size(make_case: Any) -> None:
     case = make_case([1], [9], torch.float32, block_size=8)
     backend = TritonBackend()
     cache = torch.zeros(2, 2, 16, 2, 32, device=case.query.device)

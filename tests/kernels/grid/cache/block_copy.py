@@ -1,4 +1,4 @@
-"""The block copy kernel against its references; run by test_triton.py."""
+"""The block copy kernel compared with its references; run by test_triton.py."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SHAPES = [
 def make_caches(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[CacheSet, CacheSet]:
-    """The same random bytes twice, NaN among them: copies are of bytes, and every one counts."""
+    """Make two sets of caches with the same random bytes, including NaN: copies must be exact in every byte."""
     sets: list[list[torch.Tensor]] = [[], []]
     rng = torch.Generator().manual_seed(6)
     for _ in range(3):
@@ -61,11 +61,11 @@ def test_zeroes_equal_reference(shape: tuple[int, ...], dim: int, device: torch.
         assert_same_bytes(got, want)
 
 
-def test_what_lies_between_strided_blocks_is_left_alone(device: torch.device) -> None:
-    """Caches that are slices of a larger one: of all layers, and with something behind every block."""
+def test_memory_between_strided_blocks_is_not_changed(device: torch.device) -> None:
+    """The caches are slices of a larger tensor with all layers and other data after every block."""
     got, want = (torch.arange(2 * 4 * 3 * 10, device=device).float().reshape(2, 4, 3, 10) for _ in range(2))
     work = torch.tensor([(0, 3), (1, 2)])
-    # Dimensions: parts, blocks, layers and something, elements.
+    # Dimensions: parts, blocks, layers and other data, elements.
     copy_blocks(CacheSet.of([got[:, :, 0, :8], got[:, :, 2, :8]]), work)
     copy_blocks_reference(CacheSet.of([want[:, :, 0, :8], want[:, :, 2, :8]]), work)
     assert torch.equal(got, want)

@@ -1,4 +1,4 @@
-"""The cache write kernels against their reference; run by test_triton.py."""
+"""The cache write kernel compared with its reference; run by test_triton.py."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CACHES += [(dtype, scales) for dtype in FP8_DTYPES for scales in ("tensor", "hea
 
 
 def make_tokens(num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, num_tokens: int = 9):
-    """Key and value are slices of one projection, as a model makes them: neither is contiguous."""
+    """Make key and value as slices of one projection, as in a model: neither is contiguous."""
     rng = torch.Generator().manual_seed(2)
     fused = torch.randn(num_tokens, 2 * num_kv_heads + 1, head_dim, generator=rng).mul(3).to(dtype).to(device)
     return fused[:, :num_kv_heads], fused[:, num_kv_heads : 2 * num_kv_heads]
@@ -26,7 +26,7 @@ def make_slots(num_slots: int, device: torch.device, num_tokens: int = 9) -> tor
 
 
 def make_cache(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """A cache full of numbers that stand for other tokens'."""
+    """Make a cache filled with numbers, which stand for other tokens' keys and values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
 
 
@@ -56,7 +56,7 @@ def test_equals_reference_in_other_caches(
     if cache_dtype is torch.bfloat16 and device.type != "cuda":
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     key, value = make_tokens(num_kv_heads, head_dim, dtype, device)
-    # Head by head: its strides are not the key's.
+    # The value is stored head by head, so its strides differ from the key's.
     value = value.transpose(0, 1).contiguous().transpose(0, 1)
     key[0, 0, :3] = torch.tensor([1e4, -1e4, torch.inf])
     slots = make_slots(32, device)
@@ -102,7 +102,7 @@ def test_cache_of_one_layer_among_many(dtype: torch.dtype, device: torch.device)
     assert layers[1, 2].sum() == 2 * 2 * 16
 
 
-def test_slots_behind_the_cache_are_not_written(device: torch.device) -> None:
+def test_slots_past_the_end_of_the_cache_are_not_written(device: torch.device) -> None:
     memory = torch.zeros(2, 3, 4, 1, 16, device=device)
     ones = torch.ones(2, 1, 16, device=device)
     write_cache(ones, ones, memory[:, :2], torch.tensor([8, 2**40], device=device))

@@ -1,4 +1,4 @@
-"""The fused cache write kernel against its reference; run by test_triton.py."""
+"""The fused cache write kernel compared with its reference; run by test_triton.py."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def make_table(rotary_dim: int, dtype: torch.dtype, device: torch.device) -> tor
 def make_step(
     num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, dtype: torch.dtype, device: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A projection which is a slice of a wider one, and what turns its heads."""
+    """Make a projection that is a slice of a wider tensor, and its norm and rotation arguments."""
     rng = torch.Generator().manual_seed(5)
     shape = (NUM_TOKENS, num_heads + 2 * num_kv_heads + 1, head_dim)
     qkv = torch.randn(shape, generator=rng).to(dtype).to(device)[:, :-1]
@@ -49,7 +49,7 @@ def make_slots(device: torch.device) -> torch.Tensor:
 def check_step(
     qkv: torch.Tensor, num_heads: int, cache: torch.Tensor, turn: dict[str, Any], tolerance: dict[str, float]
 ) -> None:
-    """The outputs against the reference; the cache, exactly, against a write of the kernel's own fresh keys."""
+    """Compare the outputs with the reference, and the cache exactly with a write of the kernel's own ``key_out``."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     slots, expected_cache = make_slots(qkv.device), cache.clone()
     key, value, expected_key, expected_value = (
@@ -88,7 +88,7 @@ def test_equals_reference(
     check_step(qkv, num_heads, make_cache(dtype, num_kv_heads, head_dim, device), turn, TOLERANCES[dtype])
 
 
-def test_fresh_keys_are_not_needed(dtype: torch.dtype, device: torch.device) -> None:
+def test_key_and_value_outputs_are_optional(dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(4, 2, 32, 16, True, dtype, device)
     cache, same_cache = (make_cache(dtype, 2, 32, device) for _ in range(2))
     key, value = torch.empty(2, NUM_TOKENS, 2, 32, dtype=dtype, device=device)
@@ -99,9 +99,7 @@ def test_fresh_keys_are_not_needed(dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize("scales", ["none", "tensor", "head"])
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
-def test_caches_of_8_bit_floats(
-    cache_dtype: torch.dtype, scales: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_fp8_caches(cache_dtype: torch.dtype, scales: str, dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(3, 2, 24, 16, False, dtype, device)
     if scales != "none":
         k_scale, v_scale = (torch.linspace(a, 0.7, 1 + (scales == "head"), device=device) for a in (0.03, 0.3))
@@ -109,14 +107,14 @@ def test_caches_of_8_bit_floats(
     check_step(qkv, 3, make_cache(cache_dtype, 2, 24, device), turn, TOLERANCES[dtype])
 
 
-def test_a_cache_of_another_dtype_and_scales_of_two_kinds(dtype: torch.dtype, device: torch.device) -> None:
+def test_cache_of_another_dtype_and_mixed_scales(dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(4, 2, 32, 32, True, dtype, device)
     check_step(qkv, 4, make_cache(torch.float16, 2, 32, device), turn, TOLERANCES[dtype])
     scales = {"v_scale": torch.tensor([0.5, 0.25], device=device)}
     check_step(qkv, 4, make_cache(torch.float8_e4m3fn, 2, 32, device), turn | scales, TOLERANCES[dtype])
 
 
-def test_a_float32_table_beside_halves(dtype: torch.dtype, device: torch.device) -> None:
+def test_float32_table_with_half_precision_activations(dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(4, 2, 32, 32, False, dtype, device)
     turn["rotary_table"] = make_table(32, torch.float32, device)
     check_step(qkv, 4, make_cache(dtype, 2, 32, device), turn, TOLERANCES[dtype])
@@ -129,7 +127,7 @@ def test_queries_alone(dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(fused_cache_write(qkv, 4, None, None, **turn), expected, **TOLERANCES[dtype])
 
 
-def test_a_token_that_is_not_a_number_touches_no_other(device: torch.device) -> None:
+def test_nan_token_does_not_affect_other_tokens(device: torch.device) -> None:
     qkv, turn = make_step(3, 2, 32, 32, True, torch.float32, device)
     qkv[5] = torch.nan  # padding: it has no slot
     cache = make_cache(torch.float32, 2, 32, device)
@@ -138,7 +136,7 @@ def test_a_token_that_is_not_a_number_touches_no_other(device: torch.device) -> 
     assert cache.isfinite().all()
 
 
-def test_what_is_outside_the_table_or_the_cache_is_left(device: torch.device) -> None:
+def test_tokens_outside_the_table_or_the_cache_are_skipped(device: torch.device) -> None:
     qkv, turn = make_step(3, 2, 32, 32, False, torch.float32, device)
     memory = torch.zeros(2, 3, 8, 2, 32, device=device)
     turn["positions"] = torch.tensor([MAX_POSITION, -1, 2**40, 1, 1, 1, 1], device=device)

@@ -1,4 +1,4 @@
-"""The prepare decode kernels against their references; run by test_triton.py."""
+"""The prepare decode kernels compared with their references; run by test_triton.py."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ POISON = -(2**31)
 
 
 def state_of(max_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last samples and lengths of rows."""
+    """Return the last sampled tokens and the lengths of rows."""
     rng = torch.Generator().manual_seed(3)
     last_sampled = torch.randint(0, 200_000, (max_rows,), generator=rng)
     num_computed = torch.randint(0, MAX_LEN, (max_rows,), generator=rng, dtype=torch.int32)
@@ -29,7 +29,7 @@ def state_of(max_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.T
 
 
 def tables_of(num_computed: torch.Tensor, block_sizes: list[int]) -> TableSet:
-    """Tables with ids only for the positions up to each row's next one, behind them poison."""
+    """Return tables with ids for the positions up to each row's next one, and poison after them."""
     rng = torch.Generator().manual_seed(4)
     tables = []
     for block_size in block_sizes:
@@ -42,7 +42,7 @@ def tables_of(num_computed: torch.Tensor, block_sizes: list[int]) -> TableSet:
 
 
 def used_inputs(num_rows: int, num_groups: int, device: torch.device) -> DecodeInputs:
-    """Buffers as a former step left them."""
+    """Return buffers with the content of an earlier step."""
     inputs = DecodeInputs.empty(num_rows, num_groups, device)
     for field in dataclasses.fields(inputs):
         getattr(inputs, field.name).fill_(77)
@@ -78,8 +78,8 @@ def test_advance_equals_reference(num_rows: int, device: torch.device) -> None:
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def test_what_lies_outside_is_padding(device: torch.device) -> None:
-    """A row behind the last, and a row whose next block is missing."""
+def test_out_of_range_rows_are_padding(device: torch.device) -> None:
+    """A row past the last one, and a row whose next block is missing."""
     last_sampled = torch.tensor([5, 6], device=device)
     num_computed = torch.tensor([8, 3], dtype=torch.int32, device=device)
     tables = TableSet.of([torch.tensor([[7, POISON], [9, POISON]], dtype=torch.int32, device=device)], [4])
@@ -94,8 +94,8 @@ def test_what_lies_outside_is_padding(device: torch.device) -> None:
     assert last_sampled.tolist() == [1, 2] and num_computed.tolist() == [9, 4]
 
 
-def test_a_captured_graph_goes_on_by_itself(device: torch.device) -> None:
-    """Every replay is a step later: nothing of the host is in the graph."""
+def test_captured_graph_advances_without_the_host(device: torch.device) -> None:
+    """Every replay computes the next step, because the graph reads nothing from the host."""
     if device.type != "cuda":
         pytest.skip("graphs need a CUDA device")
     last_sampled, num_computed = state_of(6, device)

@@ -1,4 +1,4 @@
-"""The slot mapping kernel against its reference; run by test_triton.py."""
+"""The slot mapping kernel compared with its reference; run by test_triton.py."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ FAR = 2**40
 
 
 def random_tables(rows: int, block_sizes: list[int], max_len: int, device: torch.device) -> TableSet:
-    """Strided tables, of ids up to the largest; what lies beside them must not be read."""
+    """Make strided tables with ids up to the largest; the memory beside them must not be read."""
     rng = torch.Generator().manual_seed(1)
     tables = []
     for block_size in block_sizes:
@@ -32,7 +32,7 @@ def step(query_lens: list[int], padding: int, device: torch.device) -> tuple[tor
     rng = torch.Generator().manual_seed(2)
     contexts = torch.randint(0, 100, (len(query_lens),), generator=rng).tolist()
     spans = [torch.arange(context, context + query) for context, query in zip(contexts, query_lens, strict=True)]
-    # Padding holds positions from nowhere: they must not be looked up.
+    # Padding has invalid positions, which must not be looked up.
     positions = torch.cat([*spans, torch.full((padding,), FAR)]).to(device)
     return torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device), positions
 
@@ -49,7 +49,7 @@ def test_equals_reference(query_lens: list[int], block_sizes: list[int], padding
     assert (result[:, sum(query_lens) :] == PAD_SLOT_ID).all()
 
 
-def test_rows_in_any_order_into_a_tensor_of_the_callers(device: torch.device) -> None:
+def test_rows_in_any_order_with_the_callers_output_tensor(device: torch.device) -> None:
     starts, positions = step([2, 3, 4], 2, device)
     tables = random_tables(6, [4, 8], 110, device)
     row_of = torch.tensor([4, -1, 0], dtype=torch.int32, device=device)
@@ -60,7 +60,7 @@ def test_rows_in_any_order_into_a_tensor_of_the_callers(device: torch.device) ->
     assert (wide[:, 11:] == 77).all()
 
 
-def test_what_lies_outside_the_table_is_not_written(device: torch.device) -> None:
+def test_positions_outside_the_table_are_not_written(device: torch.device) -> None:
     starts = torch.tensor([0, 4, 5], dtype=torch.int32, device=device)
     tables = TableSet.of([torch.tensor([[5, 6, POISON]], dtype=torch.int32, device=device)], [4])
     positions = torch.tensor([7, 12, -1, 8, 0], device=device)
@@ -68,8 +68,8 @@ def test_what_lies_outside_the_table_is_not_written(device: torch.device) -> Non
     assert compute_slot_mappings(starts, positions, tables, row_of).tolist() == [[6 * 4 + 3, *[PAD_SLOT_ID] * 4]]
 
 
-def test_more_tokens_than_fit_are_left_out(device: torch.device) -> None:
-    """``query_start_loc`` says five, there is memory for three."""
+def test_tokens_past_the_end_of_the_tensors_are_skipped(device: torch.device) -> None:
+    """``query_start_loc`` has five tokens, the tensors three."""
     starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
     table = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
     out = torch.full((1, 5), 77, device=device)

@@ -1,4 +1,4 @@
-"""The staged write kernel against its reference; run by test_triton.py."""
+"""The staged write kernel compared with its reference; run by test_triton.py."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ BESIDE = 77
 
 
 def strided_tables(shapes: list[tuple[int, int]], device: torch.device) -> TableSet:
-    """Tables that are slices of wider ones, full of ``BESIDE``."""
+    """Make tables that are slices of wider ones, filled with ``BESIDE``."""
     wide = [torch.full((rows, columns + 3), BESIDE, dtype=torch.int32, device=device) for rows, columns in shapes]
     tables = [whole[:, :columns] for whole, (_, columns) in zip(wide, shapes, strict=True)]
     return TableSet.of(tables, [1] * len(shapes))
@@ -36,7 +36,7 @@ def test_equals_reference(runs: list[tuple[int, int, int, int]], device: torch.d
     write_runs_reference(packed, len(runs), expected)
     write_runs(packed, len(runs), tables)
     for got, want in zip(tables.tables, expected.tables, strict=True):
-        # The whole storage: nothing beside the table may change either.
+        # Compare the whole storage: memory beside the table must not change either.
         assert torch.equal(_whole(got), _whole(want))
     assert sum(int((t != BESIDE).sum()) for t in tables.tables) == len(values)
 
@@ -48,7 +48,7 @@ def _whole(table: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "run", [(1, 0, 0, 1), (-1, 0, 0, 1), (0, 2, 0, 1), (0, -1, 0, 1), (0, 0, 4, 1), (0, 1, -1, 1)], ids=str
 )
-def test_what_lies_outside_a_table_is_not_written(run: tuple[int, int, int, int], device: torch.device) -> None:
+def test_places_outside_a_table_are_not_written(run: tuple[int, int, int, int], device: torch.device) -> None:
     tables = strided_tables([(2, 4)], device)
     packed = torch.from_numpy(pack_runs(np.array([run]), np.array([5], np.int32))).to(device)
     write_runs(packed, 1, tables)
