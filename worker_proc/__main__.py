@@ -32,11 +32,11 @@ def main() -> None:
         check_socket_directory(args.directory)
         child.report(Report("started"))
 
-        calls = WorkerCommands(child)
-        loop = WorkerLoop(calls, os.getpid(), progress=not args.quiet and sys.stderr.isatty())
+        commands = WorkerCommands(child)
+        loop = WorkerLoop(commands, os.getpid(), progress=not args.quiet and sys.stderr.isatty())
         context = zmq.Context()
-        while (call := calls.take()) is not None:
-            worker_epoch, rank = call.worker_epoch, call.rank
+        while (command := commands.take()) is not None:
+            worker_epoch, rank = command.worker_epoch, command.rank
             if args.quiet or rank > 0:  # rank 0 logs for the others, except errors
                 logging.getLogger("quire").setLevel(logging.ERROR)
 
@@ -45,7 +45,7 @@ def main() -> None:
 
             address = worker_address(args.directory, worker_epoch, rank)
             channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, worker_epoch), bind=False)
-            channel.wake_on(calls.fileno())
+            channel.wake_on(commands.fileno())
             loop.serve(channel, rank, join)
             channel.close()
         loop.close()

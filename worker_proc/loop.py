@@ -50,8 +50,8 @@ class WorkerLoop:
     dropped.
     """
 
-    def __init__(self, calls: WorkerCommands, pid: int, *, progress: bool) -> None:
-        self._calls = calls
+    def __init__(self, commands: WorkerCommands, pid: int, *, progress: bool) -> None:
+        self._commands = commands
         self._pid = pid
         self._progress = progress
         self._loaded: _Loaded | None = None
@@ -68,7 +68,7 @@ class WorkerLoop:
         """
         self._channel, self._rank, self._unread = channel, rank, None
         try:
-            configure = request_configuration(channel, rank, self._pid, self._calls)
+            configure = request_configuration(channel, rank, self._pid, self._commands)
             loaded = self._load(configure, join)
             loaded.runner.begin_worker_epoch(configure.last_step)
             channel.send(loaded.ready)
@@ -145,7 +145,7 @@ class WorkerLoop:
     def _take(self, timeout: float | None) -> Received | None:
         received, self._unread = self._unread, None
         if received is None and timeout is None:
-            received = wait_for_message(self._channel, self._calls)
+            received = wait_for_message(self._channel, self._commands)
         elif received is None:
             received = self._channel.receive(timeout)
         return None if received is not None and isinstance(received.message, Heartbeat) else received

@@ -108,12 +108,12 @@ class SlotOwners:
         """
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
             raise StepRefused("slot overlap: a block is assigned twice")
-        gone = self._place_of_row[list(leaving)]
-        taken = self._readers[block_ids] > self._num_reads(gone, block_ids)
+        leaving_places = self._place_of_row[list(leaving)]
+        taken = self._readers[block_ids] > self._num_reads(leaving_places, block_ids)
         places = self._owner[block_ids] % len(self._key_of_place)
         live = np.flatnonzero(self._owner[block_ids] == self._key_of_place[places])
-        if len(gone):
-            live = live[~np.isin(places[live], gone)]
+        if len(leaving_places):
+            live = live[~np.isin(places[live], leaving_places)]
         if len(live):
             held = block_ids[live]
             end = (self._index[held] + 1) * self._block_size[self._group[held]]

@@ -196,8 +196,8 @@ class ModelRunner:
             if self.steady.enter(step):
                 positions = SampledPositions.one_per_row(np.arange(self.batch.num_rows))
                 sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
-                found = self.steady.launch(sampling=sampling)
-                sampled, logits = (found, None) if isinstance(found, Sampled) else (None, found)
+                output = self.steady.launch(sampling=sampling)
+                sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
                 return LaunchedStep(step.step, began, positions, None, logits, sampled, steady=True)
             self.steady.leave()
         proposals = None
