@@ -26,7 +26,7 @@ class _Entry(NamedTuple):
         num_tokens: number of its tokens at the first of these deaths.
         num_deaths: worker deaths while it was in a step in flight.
         in_a_row: no request got a token between these deaths.
-        num_alone: deaths while no other request was in a step in flight.
+        num_alone: deaths while it ran alone as a suspect.
     """
 
     request: Request
