@@ -4,7 +4,7 @@ Only the launcher may import this module, because it imports triton. Scores are 
 can use exp2.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-# Arguments have no annotations, because Triton compiles annotations too and refuses most.
+# Arguments have no annotations, because Triton compiles annotations too and rejects most of them.
 
 import triton
 import triton.language as tl

@@ -49,7 +49,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> t
 
 
 def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
-    """Blend: the share ``kept`` of each frequency, plus the remaining share of it divided by ``factor``."""
+    """Return the share ``kept`` of each frequency plus its remaining share divided by ``factor``."""
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
