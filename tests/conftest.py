@@ -1,4 +1,4 @@
-"""Fixtures for every test. What tests share lies in ``support/``, which pytest puts on the path."""
+"""Fixtures for every test. Code that tests share is in ``support/``, which pytest puts on the path."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from side_runs import PROGRAMS, SideRuns
 # Threads of several test processes that share a few cores wait for each other at every barrier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples every time where a failure should be the change's; new ones on every run elsewhere.
+# In continuous integration a failure must come from the change, so the examples are always the same; elsewhere they are
+# new in every run.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
@@ -22,7 +23,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 TESTS = Path(__file__).parent
 SIDE_RUNS = pytest.StashKey[SideRuns]()
 
-# Each of several processes collects every test, and would start every program: those that it never looks at, too.
+# With xdist each process collects every test, and would start every program, even those whose tests run elsewhere.
 ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 LONG_FILES = (
@@ -30,11 +31,11 @@ LONG_FILES = (
     *("end_to_end/test_recovery.py", "end_to_end/test_tensor_parallel.py", "gpu/test_check.py"),
     *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_steady_equals_plain.py"),
 )
-"""The longest ones, in the order to begin them in several processes: begun last, one would run on beside idle cores."""
+"""The longest test files, in the order in which several processes start them, so that none runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Programs that began with the session are looked at last."""
+    """Sort the tests: the longest files first with xdist; else tests of programs that run beside the session last."""
     if ONE_OF_SEVERAL:
         places = {name: place for place, name in enumerate(LONG_FILES)}
         items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
@@ -56,15 +57,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def side_run(request: pytest.FixtureRequest) -> str:
-    """What the program that belongs to this test printed; it has ended well (``support/common/side_runs.py``)."""
+    """Return the output of the program that belongs to this test (``support/common/side_runs.py``)."""
     return request.config.stash[SIDE_RUNS].output(request.node.name)
 
 
 @pytest.fixture(scope="session")
 def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
-    """``factory(family, **overrides)`` → (folder, transformers model), as in ``checkpoints.make_checkpoint``.
+    """Return a factory: ``factory(family, **overrides)`` → (folder, transformers model), as in
+    ``checkpoints.make_checkpoint``.
 
-    The same arguments give the same folder, made once per session: tests that change it copy it first.
+    Equal arguments give the same folder, made once per session: a test that changes it has to copy it first.
     """
     made: dict[str, tuple[Path, Any]] = {}
 

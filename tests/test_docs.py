@@ -1,4 +1,4 @@
-"""The documents are true: every name in the tour exists, and the README's commands are the ones there are."""
+"""The documents are true: every name in the tour exists, and the README's commands are targets of the Makefile."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "t
 
 
 def _names(file: Path) -> set[str]:
-    """Functions and classes of a file, methods as ``Class.method`` and by themselves."""
+    """Return the functions and classes of a file; methods as ``Class.method`` and by themselves."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -52,14 +52,14 @@ def test_the_commands_are_in_makefile_readme_and_workflow() -> None:
         assert commands == ["test", "test-rest"], script
 
 
-def test_each_target_that_contributors_are_told_of_is_there() -> None:
+def test_targets_named_for_contributors_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    told = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
-    assert {"test", "test-full", "lint"} <= told <= targets
+    named = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert {"test", "test-full", "lint"} <= named <= targets
 
 
 def test_the_tables_of_flags_are_those_of_the_declarations(tmp_path: Path) -> None:
-    """Else: ``python -P tools/flags_page.py docs/flags.md docs/sampling.md``."""
+    """To update: ``python -P tools/flags_page.py docs/flags.md docs/sampling.md``."""
     copies = [Path(shutil.copy(ROOT / f"docs/{name}.md", tmp_path)) for name in ("flags", "sampling")]
     pages = [copy.read_text() for copy in copies]
     subprocess.run([sys.executable, "-P", ROOT / "tools/flags_page.py", *copies], check=True)

@@ -22,7 +22,7 @@ struct Scores {
 };
 
 // Converts scores to weights in place, and rescales the accumulated state to the new largest score. Vectors [from, to)
-// of the tile contain all visible keys; other keys in them get weight 0, whatever their score.
+// of the tile contain all visible keys; other keys in them get weight 0 with any score.
 inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, float* out, int64_t width) {
     vfloat most = splat(NOTHING), lane = {};
     for (int i = 0; i < VF; i++) lane[i] = float(i);
