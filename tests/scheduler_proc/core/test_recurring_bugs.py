@@ -174,7 +174,7 @@ def test_bug_07_higher_priority_does_not_wait_for_a_row() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_bug_07_equals_do_not_preempt_each_other(policy: str) -> None:
-    """#40004, #54530: each preemption is final for the step, and no request starves."""
+    """#40004, #54530: requests do not preempt each other by turns, and none starves."""
     driver = Driver(num_blocks=9, max_num_seqs=4, scheduling_policy=policy, enable_prefix_caching=False)
     for index in range(4):
         driver.add(f"r{index}", [index] * 7, max_tokens=13)
@@ -241,7 +241,7 @@ def test_bug_12_shared_window_blocks_are_freed_once() -> None:
 
 
 def test_bug_14_no_hash_of_tokens_after_a_stop() -> None:
-    """#49377, #49449, #53156: a stop string cuts an output; a request that continues differently gets its own."""
+    """#49377, #49449, #53156: a request that continues a cut output differently gets no hits in the cut part."""
     driver = Driver(async_scheduling=True)
     prompt = list(range(6))
     driver.add("a", prompt, max_tokens=40)
@@ -365,8 +365,8 @@ def test_bug_21_hits_are_counted_at_admission() -> None:
     assert driver.answers["second"].num_cached_tokens == new.num_computed_tokens < 8
 
 
-def test_bug_21_a_resumed_request_is_counted_once() -> None:
-    """Hits in its own blocks after a preemption save no computation that was counted before."""
+def test_bug_21_resumed_request_is_counted_once() -> None:
+    """Hits of a resumed request in its own blocks are not counted."""
     driver = short_of_blocks(enable_prefix_caching=True)
     driver.finish()
     statistics = driver.scheduler.statistics()
