@@ -67,7 +67,7 @@ class RowScan {
     // True if the best logit is neither NaN nor infinite.
     bool usable() const { return !has_nan && best - best == 0.f; }
 
-    // The first NaN if there is one, else the first best token.
+    // The first NaN if there is one, otherwise the first best token.
     long best_token() const {
         if (has_nan) {
             for (long i = 0; i < vocab_; i++)

@@ -104,7 +104,7 @@ def make_engine(folder: Path, dtype: str, settings: dict[str, Any], dry_run: boo
 def problem_of(
     engine: InProcessEngine, answers: dict[tuple[int, ...], list[int]], num_tokens: int, preempted: bool
 ) -> str:
-    """Run the prompts, and describe the first difference from ``answers``; empty if there is none."""
+    """Run the prompts, and describe the first difference from ``answers``, or return an empty string."""
     if sum(map(len, answers.values())) < len(answers) * num_tokens // 4:
         return "too few tokens are decided clearly enough for a comparison"
     for index, prompt in enumerate(answers):

@@ -1,4 +1,4 @@
-"""What torch's 8-bit floats hold, and what the references make of numbers outside. None of this needs triton."""
+"""The references of 8-bit floats, with numbers out of range. These tests do not need triton."""
 
 import pytest
 import torch

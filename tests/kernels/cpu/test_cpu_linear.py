@@ -1,4 +1,4 @@
-"""The native linear layer: right, and the same bits for a row however it is batched."""
+"""The native linear layer: equal to the reference, with a row's bits independent of its batch."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def native() -> Native:
     return found
 
 
-def _skip_unless_taken(native: Native, dtype: torch.dtype) -> None:
+def _skip_unless_supported(native: Native, dtype: torch.dtype) -> None:
     if dtype is torch.float16 and not native.has_float16:
         pytest.skip("this CPU does not convert float16")
 
@@ -37,7 +37,7 @@ def _assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_result_equals_the_reference(native: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    _skip_unless_taken(native, dtype)
+    _skip_unless_supported(native, dtype)
     weight, bias = _random(outputs, inputs).to(dtype), _random(outputs, seed=1)
     plain, biased = PackedLinear(native, weight), PackedLinear(native, weight, bias)
     for rows in [*range(14), 25, 33, 70]:
@@ -56,7 +56,7 @@ def test_rows_may_be_strided_and_of_a_narrower_dtype(native: Native) -> None:
 
 
 def test_nan_and_infinity_stay_in_their_row_and_output(native: Native) -> None:
-    """Padding is multiplied too: it must be zeros that nobody reads, not what lay in memory."""
+    """Padding is multiplied too, so it must be zeros and not uninitialised memory."""
     x, weight = _random(7, 33), _random(20, 33).bfloat16()
     x[2, 32], weight[5, 32] = float("nan"), float("inf")
     out = PackedLinear(native, weight)(x)
@@ -66,14 +66,14 @@ def test_nan_and_infinity_stay_in_their_row_and_output(native: Native) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_bits_do_not_depend_on_the_batch(native: Native, dtype: torch.dtype) -> None:
-    _skip_unless_taken(native, dtype)
+    _skip_unless_supported(native, dtype)
     packed = PackedLinear(native, _random(100, 1100).to(dtype), _random(100, seed=1))
     x = _random(300, 1100, seed=2)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = torch.cat([packed(row) for row in x.split(1)])
-        # Threads wait for each other at every barrier when cores are shared, so most of it runs on one.
+        # Threads wait for each other at every barrier if they share cores, so most cases use one thread.
         for threads, batches in ((1, (2, 7, 33, 300)), (2, (33, 300)), (3, (300,))):
             torch.set_num_threads(threads)
             for rows in batches:

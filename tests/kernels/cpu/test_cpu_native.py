@@ -1,4 +1,4 @@
-"""The native CPU library: built once, loaded beside torch without a second OpenMP runtime, and never in the way."""
+"""The native CPU library: built once, loaded beside torch without a second OpenMP runtime, and optional."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def native() -> Native:
 
 
 def _python(code: str, **env: str) -> str:
-    """What ``code`` prints in a process of its own."""
+    """Return the output of ``code`` in a separate process."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
     )
@@ -52,16 +52,16 @@ echo . >> {count}
 while [ "$1" != -o ]; do shift; done
 cp {library} "$2"
 """
-"""A compiler that knows its result beforehand."""
+"""A compiler that copies a finished library."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compiler", ["a stand-in", pytest.param("the one of this machine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["stand-in", pytest.param("real", marks=pytest.mark.slow)])
 def test_library_is_built_once(native: Native, tmp_path: Path, compiler: str) -> None:
     """Two processes that start together share one build, in a folder that only its owner can write to."""
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXXFLAGS": "-O0"}
     count = tmp_path / "count"
-    if compiler == "a stand-in":
+    if compiler == "stand-in":
         env["CXX"] = str(tmp_path / "compiler")
         (tmp_path / "compiler").write_text(STAND_IN.format(count=count, library=native.path))
         (tmp_path / "compiler").chmod(0o700)
@@ -71,13 +71,13 @@ def test_library_is_built_once(native: Native, tmp_path: Path, compiler: str) ->
         for _ in range(2)
     ]
     lines = [line for process in both for line in process.communicate(timeout=300)[0].splitlines()]
-    said = [line for line in lines if line.startswith("compiling")]
-    paths = set(lines) - set(said)
-    assert len(said) == 1
+    messages = [line for line in lines if line.startswith("compiling")]
+    paths = set(lines) - set(messages)
+    assert len(messages) == 1
     assert len(paths) == 1 and Path(paths.pop()).parent == tmp_path / "quire"
     assert [file.suffix for file in sorted((tmp_path / "quire").iterdir())] == [".so", ".lock"]
     assert (tmp_path / "quire").stat().st_mode & 0o077 == 0
-    if compiler == "a stand-in":
+    if compiler == "stand-in":
         num_sources = len(list(SOURCES.glob("*.cpp")))
         assert len(count.read_text().splitlines()) == num_sources + 1, "each source once, and the link"
 

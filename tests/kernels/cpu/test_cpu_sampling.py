@@ -1,4 +1,4 @@
-"""Sampling and log probabilities by the native library, against the references in torch."""
+"""Sampling and log probabilities by the native library against the references in torch."""
 
 import math
 
@@ -39,7 +39,7 @@ def native() -> Native:
 
 
 def columns_of(rows: int, cases: list[tuple[float, int, float, float]]) -> SamplingColumns:
-    """Rows take the cases by turns; seeds are 0, 1, ..."""
+    """Return columns whose rows repeat the cases, with the seeds 0, 1, ..."""
     temperature, top_k, top_p, min_p = (torch.tensor(c) for c in zip(*(cases * rows)[:rows], strict=True))
     seeds = torch.arange(rows).to(torch.uint64)
     return SamplingColumns(seeds, torch.arange(5, 5 + rows).int(), temperature, top_k.int(), top_p, min_p)
@@ -72,7 +72,7 @@ def test_tokens_equal_the_reference(vocab: int, kind: str, native: Native) -> No
 
 
 def test_tokens_equal_the_reference_for_noise_all_over_the_interval(native: Native) -> None:
-    """Positions far apart are noise all over [0, 1)."""
+    """Rows have different seeds and positions, so that their noise covers [0, 1)."""
     logits = (torch.randn(1, 64, generator=torch.Generator().manual_seed(0)) * 2).round().expand(4000, 64)
     for case in (CASES[0], CASES[2], CASES[3], CASES[7]):
         columns = columns_of(len(logits), [case])
@@ -81,7 +81,7 @@ def test_tokens_equal_the_reference_for_noise_all_over_the_interval(native: Nati
 
 @pytest.mark.full
 def test_best_tokens_are_found_at_any_index(native: Native) -> None:
-    """Far apart, each in a part of the row of its own; or all in one vector."""
+    """The best tokens are in different chunks of the row, or in one vector."""
     for places in ([10, 1600, 8000, 4500], [4000, 4001, 4002, 4003]):
         logits = torch.full((200, 9001), -5.0)
         logits[:, places] = torch.tensor([0.0, -0.1, -0.2, -0.3])
@@ -169,16 +169,16 @@ def test_logprobs_equal_the_reference(vocab: int, n: int, equals: bool, native: 
 def test_logprobs_of_a_row_with_nan_have_valid_tokens(native: Native) -> None:
     logits = torch.zeros(1, 20)
     logits[0, :15] = torch.nan
-    told = CpuLogits(native).top_logprobs(logits, torch.tensor([3]), 10)
-    assert told.token_ids[0, :6].tolist() == [3, 15, 16, 17, 18, 19]
-    assert 0 <= int(told.token_ids.min()) <= int(told.token_ids.max()) < 20
-    assert math.isnan(told.values[0, 0])
+    found = CpuLogits(native).top_logprobs(logits, torch.tensor([3]), 10)
+    assert found.token_ids[0, :6].tolist() == [3, 15, 16, 17, 18, 19]
+    assert 0 <= int(found.token_ids.min()) <= int(found.token_ids.max()) < 20
+    assert math.isnan(found.values[0, 0])
 
 
 def test_logprob_of_a_token_out_of_range_is_nan(native: Native) -> None:
-    told = CpuLogits(native).top_logprobs(torch.zeros(3, 20), torch.tensor([-1, 20, 19]), 1)
-    assert told.values[:, 0].isnan().tolist() == [True, True, False]
-    assert told.ranks.tolist() == [1, 1, 1] and told.token_ids[:, 1].tolist() == [0, 0, 0]
+    found = CpuLogits(native).top_logprobs(torch.zeros(3, 20), torch.tensor([-1, 20, 19]), 1)
+    assert found.values[:, 0].isnan().tolist() == [True, True, False]
+    assert found.ranks.tolist() == [1, 1, 1] and found.token_ids[:, 1].tolist() == [0, 0, 0]
 
 
 def test_refusals(native: Native) -> None:

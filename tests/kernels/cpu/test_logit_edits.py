@@ -1,4 +1,4 @@
-"""Penalties and bitmasks without triton: references by hand, native masks against theirs, and what is refused."""
+"""Penalties and bitmasks without triton: worked examples, native bitmasks against the reference, and errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gated activations by worked examples, and what the launcher refuses. None of this needs triton."""
+"""Worked examples of the gated activations, and errors of the launcher. These tests do not need triton."""
 
 import math
 
@@ -18,7 +18,7 @@ def sigmoid(x: float) -> float:
         ("silu", [2 * sigmoid(2) * 3, -1 * sigmoid(-1) * 9]),
         ("gelu", [2 * 0.5 * (1 + math.erf(2 / 2**0.5)) * 3, -0.5 * (1 + math.erf(-1 / 2**0.5)) * 9]),
         ("gelu_tanh", [1.9545976 * 3, -0.1588080 * 9]),
-        # Gate 2 with up -1, and gate 3 with up 9, which is cut to 7.
+        # Gate 2 with up -1, and gate 3 with up 9, which is clamped to 7.
         ("swiglu_oai", [0.0, (7 + 1) * 3 * sigmoid(1.702 * 3)]),
     ],
 )

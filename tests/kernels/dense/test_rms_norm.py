@@ -1,4 +1,4 @@
-"""The norm references against torch's own, and what the launcher refuses. None of this needs triton."""
+"""The norm references against torch, and errors of the launcher. These tests do not need triton."""
 
 import pytest
 import torch

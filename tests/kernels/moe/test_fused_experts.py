@@ -1,4 +1,4 @@
-"""The expert reference by a worked example, and what the launcher refuses. None of this needs triton."""
+"""A worked example of the expert reference, and errors of the launcher. These tests do not need triton."""
 
 import pytest
 import torch

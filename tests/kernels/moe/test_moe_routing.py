@@ -1,4 +1,4 @@
-"""The routing references by worked examples, and what launchers refuse. None of this needs triton."""
+"""Worked examples of the routing references, and errors of launchers. These tests do not need triton."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_weights_of_a_worked_example() -> None:
 
 
 def test_tiles_of_a_worked_example() -> None:
-    # Expert 7 is another rank's; expert 1 has no pair.
+    # Expert 7 belongs to another rank; expert 1 has no pair.
     tiles = sort_pairs_reference(torch.tensor([[2, 0], [0, 7], [0, 2]], dtype=torch.int32), 3, 2)
     assert tiles.experts.tolist() == [0, 0, 2, -1]
     assert tiles.pairs.tolist() == [1, 2, 4, -1, 0, 5, -1, -1]

@@ -1,4 +1,4 @@
-"""MXFP4 by worked examples and against transformers' own. None of this needs triton."""
+"""MXFP4 dequantisation in a worked example and against transformers. These tests do not need triton."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_equals_transformers(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=rng, dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 10, 4), generator=rng, dtype=torch.uint8)
-    # Transformers turns each expert's matrix over.
+    # transformers transposes each expert's matrix.
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
     assert torch.equal(dequantise_mxfp4(blocks, scales, dtype), expected)
 

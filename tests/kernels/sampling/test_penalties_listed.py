@@ -1,4 +1,4 @@
-"""Counts that are listed, against counts of the whole vocabulary: whatever happened to the slots, the same bits."""
+"""Penalties from lists of counts give the same bits as from counts of the whole vocabulary, after any operations."""
 
 import random
 
@@ -31,7 +31,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 def of_dense(dense: torch.Tensor) -> ListedCounts:
-    """Counts that are ``dense``, int32 ``[num_slots, vocab]``."""
+    """Return listed counts equal to ``dense``, int32 ``[num_slots, vocab]``."""
     counts = listed(dense.shape[1])
     counts.grow(len(dense))
     for slot, held in enumerate(dense.numpy()):
@@ -41,7 +41,7 @@ def of_dense(dense: torch.Tensor) -> ListedCounts:
 
 
 class Slots:
-    """Listed counts, and what they should be; texts begin anew, answers grow by any tokens, slots are added."""
+    """Listed counts beside dense ones; random operations start texts, append tokens and add slots to both."""
 
     def __init__(self, rng: random.Random, vocab: int) -> None:
         self._rng, self._vocab = rng, vocab
@@ -71,7 +71,7 @@ class Slots:
             self.dense[slot, token] += 1
 
     def arguments(self, drafts: list[list[int]]) -> list[torch.Tensor]:
-        """Of a penalising call but for the counts: random rows, each with its drafts."""
+        """Return random arguments of a call without the counts: rows with their drafts."""
         rng = self._rng
         offsets = [offset for own in drafts for offset in range(len(own) + 1)]
         slots = [slot for own in drafts for slot in [rng.randrange(-1, len(self.counts))] * (len(own) + 1)]
@@ -81,7 +81,7 @@ class Slots:
         return [logits, ints(*slots), *factors, ints(*offsets), ints(*given)]
 
     def _tokens(self) -> list[int]:
-        """Now and then of few tokens, so that many of them come again."""
+        """Return random tokens, sometimes from few distinct ones, so that many repeat."""
         most = self._rng.choice([3, self._vocab])
         return [self._rng.randrange(most) for _ in range(self._rng.randint(0, 2 * self._vocab))]
 
@@ -117,7 +117,7 @@ def test_case_with_every_penalty(vocab: int) -> None:
 
 
 def test_result_does_not_depend_on_the_number_of_threads() -> None:
-    """A batch that is shared among threads is as its rows alone."""
+    """A batch that is divided among threads equals its rows alone."""
     rng = np.random.default_rng(0)
     counts = listed(4_000)
     counts.grow(16)
@@ -149,7 +149,7 @@ def test_slots_and_tokens_out_of_range_are_ignored() -> None:
 
 
 def test_slot_is_cleared_by_its_list() -> None:
-    """What is in no list is not looked for: a place that was set behind the list's back stays."""
+    """Clearing a slot only follows its list: a place that is not in the list stays set."""
     counts = listed(50)
     counts.grow(1)
     counts.begin(0, np.array([4, 9]), np.array([9]))

@@ -1,4 +1,4 @@
-"""The sampling references against the engine's CPU sampler, and what launchers refuse. None of this needs triton."""
+"""The sampling references against the engine's CPU sampler, and errors of launchers. These tests do not need triton."""
 
 import math
 
@@ -19,7 +19,7 @@ ROWS = 64
 
 
 def cpu_samplers(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of rows that know one token each and have the seeds 0, 1, ...; and the noise they were drawn with."""
+    """Sample rows with one known token each and the seeds 0, 1, ...; return the tokens and their noise."""
     rows = len(logits)
     settings = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     _, sampler = batch_of([(row, 1, settings) for row in range(rows)], logits.shape[-1])

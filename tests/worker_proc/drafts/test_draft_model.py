@@ -1,4 +1,4 @@
-"""The draft model's side: it sees every token once, keeps to its blocks and budget, and goes on as it would alone."""
+"""The draft model: computes every token once, respects blocks and budget, and drafts as for a new row."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ BLOCK = 4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draft")
-    make_checkpoint(folder, "mistral")  # its layers look back 8 tokens
+    make_checkpoint(folder, "mistral")  # its layers have a window of 8 tokens
     return folder
 
 
@@ -62,7 +62,7 @@ def make(
 
 
 def alone(folder: Path, text: list[int], count: int, **sampling: object) -> list[int]:
-    """What a new row with this text would be drafted."""
+    """Return the drafts for a new row with this text."""
     rows, proposer = make(folder)
     rows.change([], {7: text}, **sampling)
     return proposer.propose({0: count}).get(0, [])

@@ -1,4 +1,4 @@
-"""Prompt lookup against the plain search that it stands for, over texts that grow in rows that move."""
+"""Prompt lookup against a simple search, over growing texts in rows that move."""
 
 import pytest
 from draft_batches import DraftBatch
@@ -13,7 +13,7 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
 def plain(text: list[int], low: int, high: int, wanted: int) -> list[int]:
-    """The newest place of the longest run, and on from there, through the drafts themselves."""
+    """Search for the latest occurrence of the longest run, and copy the tokens after it, drafts included."""
     for length in range(high, low - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:

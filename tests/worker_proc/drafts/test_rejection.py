@@ -1,4 +1,4 @@
-"""Rejection sampling: the text's distribution is the model's, whatever the draft model says."""
+"""Rejection sampling: the text's distribution is the model's, with any draft model."""
 
 import numpy as np
 import pytest
@@ -16,13 +16,13 @@ ROWS = 8_000
 
 
 def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Model and draft model, logits that depend on the token before: ``[VOCAB, VOCAB]`` each."""
+    """Return model and draft model, as logits that depend on the previous token: ``[VOCAB, VOCAB]`` each."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(VOCAB, VOCAB, generator=generator) * 1.5, torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
 
 
 def two_tokens(model: torch.Tensor, draft: torch.Tensor, **sampling: object) -> tuple[np.ndarray, float]:
-    """Of many rows the first two tokens after token 0, by two drafts and their verification: ``[rows, 2]``.
+    """Generate the first two tokens after token 0 of many rows, by two drafts and their verification: ``[rows, 2]``.
 
     Rows whose first draft was rejected draft again, as the next step would. Also how many drafts were accepted.
     """
@@ -34,7 +34,7 @@ def two_tokens(model: torch.Tensor, draft: torch.Tensor, **sampling: object) -> 
     judged = accepted_drafts = 0
     going, last = np.arange(ROWS), np.zeros(ROWS, np.int64)
     while len(going):
-        at = (found[going, 0] >= 0).astype(np.int64)  # tokens that each row has
+        at = (found[going, 0] >= 0).astype(np.int64)  # number of tokens of each row
         sampler.begin()
         first = sampler.sample(draft[last], going, 0)
         second = sampler.sample(draft[first], going, 1)
@@ -75,7 +75,7 @@ def test_distribution_equals_the_models(seed: int) -> None:
     assert chi_square < 51.2, "p < 0.001 for 24 degrees of freedom"
     q = torch.softmax(draft.double(), -1).numpy()
     assert 0.1 < share < 0.9
-    # The draft model's own distribution would not pass.
+    # The draft model's distribution must not pass.
     wrong = (q[0][:, None] * q) * ROWS
     assert ((seen - wrong) ** 2 / wrong).sum() > 500
 

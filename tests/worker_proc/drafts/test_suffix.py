@@ -1,4 +1,4 @@
-"""Suffix decoding: frequency decides, answers are remembered within bounds, prompts are nobody else's."""
+"""Suffix decoding: frequency decides, a limited number of outputs is kept, prompts are not shared."""
 
 from draft_batches import DraftBatch
 
@@ -6,7 +6,7 @@ from quire.worker_proc.drafts.suffix import DRAFTS_PER_MATCHED, SuffixProposer
 
 
 def answered(rows: DraftBatch, proposer: SuffixProposer, handle: int, prompt: list[int], answer: list[int]) -> None:
-    """One request comes alone, is answered, and goes."""
+    """Run one request alone, from its prompt to its removal."""
     rows.change([], {handle: prompt})
     rows.extend(handle, answer)
     proposer.propose({rows.batch.row(handle): 1})
@@ -68,7 +68,7 @@ def test_least_recently_used_output_is_evicted() -> None:
     answered(rows, proposer, 1, [30], [11, 12, 13])
     answered(rows, proposer, 2, [30], [21, 22, 23])
     rows.change([], {3: [11, 12]})
-    assert proposer.propose({0: 1}) == {0: [13]}  # uses the first, and leaves no answer of its own
+    assert proposer.propose({0: 1}) == {0: [13]}  # uses the first output, and leaves none itself
     rows.change([3], {})
     answered(rows, proposer, 4, [30], [31, 32, 33])
     assert proposer.num_answers == 2

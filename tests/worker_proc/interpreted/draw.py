@@ -1,4 +1,4 @@
-"""What a GPU draws, by the kernels in Triton's interpreter, is what the CPU draws; run by test_gpu_step.py."""
+"""Tokens drawn by the GPU kernels, in Triton's interpreter, equal those of the CPU; run by test_gpu_step.py."""
 
 from typing import Any
 

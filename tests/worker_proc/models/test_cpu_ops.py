@@ -1,4 +1,4 @@
-"""The native norms and gates: torch's results, and a token's bits whatever its neighbours."""
+"""The native norms and gates: equal to torch, with a token's bits independent of other tokens."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,9 @@ def test_norms_equal_the_reference(ops: CpuOps, dtype: torch.dtype, width: int) 
     rtol, atol = rms_norm.TOLERANCES[dtype]
     for rows in ROWS:
         x, residual = _random(rows, width, dtype=dtype), _random(rows, width, dtype=dtype, seed=1)
-        other = dtype if dtype is torch.float16 else torch.float32  # float16 is torch's, which warns of a mixture
+        other = (
+            dtype if dtype is torch.float16 else torch.float32
+        )  # torch computes float16, and warns about mixed dtypes
         for weight in (None, _random(width, dtype=dtype, seed=2), _random(width, dtype=other, seed=3)):
             expected = rms_norm.rms_norm_reference(x, weight, 1e-5)
             torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), expected, rtol=rtol, atol=atol)
@@ -49,7 +51,7 @@ def test_norms_equal_the_reference(ops: CpuOps, dtype: torch.dtype, width: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_strided_heads(ops: CpuOps, dtype: torch.dtype) -> None:
-    """Queries and keys are a slice of the rows that hold values too."""
+    """Queries and keys are a slice of rows that also have values."""
     heads = _random(5, 6, 64, dtype=dtype)[:, :4]
     out = ops.rms_norm(heads, None, 1e-6)
     rtol, atol = rms_norm.TOLERANCES[dtype]
@@ -70,7 +72,7 @@ def test_gates_equal_the_reference(ops: CpuOps, dtype: torch.dtype, activation: 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_are_accurate_over_their_whole_range(ops: CpuOps, activation: str) -> None:
-    """A few roundings away from torch everywhere, and NaN where torch has it."""
+    """The result is within a few roundings of torch, and NaN for NaN."""
     gate = torch.linspace(-120, 120, 48_001)
     gate_up = torch.stack([gate, torch.ones_like(gate)], 1)
     expected = gated_activation.gate_reference(gate_up, activation)

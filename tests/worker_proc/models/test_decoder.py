@@ -1,4 +1,4 @@
-"""A decoder apart from what it answers: its architectures, shapes, dtypes and rotary table."""
+"""Architectures, shapes, dtypes and rotary table of a decoder."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Linear layers: the same product whoever multiplies, and on request the same bits for a row in any batch."""
+"""Linear layers: equal products by all libraries, and in deterministic mode row bits that ignore the batch."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(params=["native", "torch"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the native library (where there is a compiler), and without."""
+    """Run with the native library (if there is a compiler) and without."""
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "1" if request.param == "native" else "0")
     return str(request.param)
 
 
 @pytest.fixture
 def thread_count_restored() -> Iterator[None]:
-    """Leaves torch's thread count as it was."""
+    """Restore torch's thread count."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -53,7 +53,7 @@ def test_prepacking_changes_only_the_layout(library: str, dtype: torch.dtype, de
 
 
 def test_narrow_weight_times_wide_activations_is_exact() -> None:
-    """A bfloat16 checkpoint under float32 activations: what widening the weight would have given."""
+    """A bfloat16 weight with float32 activations gives the same result as the widened weight."""
     x = _random(5, 72)
     for prepack in (False, True):
         linear = _linear(40, 72, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_row_bits_do_not_depend_on_the_batch(
     x = _random(300, inputs).to(dtype)
     torch.set_num_threads(1)
     alone = torch.cat([linear(row) for row in x[:60].split(1)])
-    # Threads wait for each other at every barrier when cores are shared, so most of it runs on one.
+    # Threads wait for each other at every barrier if they share cores, so most cases use one thread.
     for threads, batches in ((1, (2, 7, 33, 300)), (2, (33, 300))):
         torch.set_num_threads(threads)
         for rows in batches:

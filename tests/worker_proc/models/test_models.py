@@ -1,7 +1,7 @@
-"""Every family against transformers: the same checkpoint, the same logits, however the tokens are cut into steps.
+"""Every family against transformers: equal logits of the same checkpoint, with any division of the tokens into steps.
 
-Contexts are several windows long. Where only the plainest attention there is (``support/worker/dense_attention.py``)
-passes, the model is right and the CPU's backend is not.
+Contexts are several windows long. If only the reference attention (``support/worker/dense_attention.py``) passes, the
+model is correct and the CPU's backend is not.
 """
 
 from collections.abc import Callable, Iterator
@@ -163,7 +163,7 @@ def test_more_ranks_than_kv_heads_give_the_same_logits(variant: str, checkpoint_
 def test_longrope_factors_follow_the_engines_length(
     max_position: int, length: int, checkpoint_factory: Factory
 ) -> None:
-    """Phi-3 in transformers looks at the length at hand; here one length decides for every context."""
+    """Phi-3 in transformers chooses factors by the present length; Quire chooses them once for all contexts."""
     folder, reference = checkpoint_factory("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=16)
     model = _load(folder, max_position=max_position)
     assert model.rope.shape == (2, max_position, 6)
@@ -228,5 +228,5 @@ def test_wide_activations_with_narrow_weights_equal_wide_weights(family: str, ch
     assert (low - exact).abs().mean() < 0.2 * exact.abs().mean()
     for prepack in (False, True):
         mixed = logits(torch.bfloat16, torch.float32, prepack=prepack)
-        # Gemma's embedding is multiplied by a number rounded as the weights are.
+        # Gemma's embedding multiplier is rounded to the weights' dtype.
         torch.testing.assert_close(mixed, exact, atol=0.03 if family == "gemma3" else 2e-4, rtol=0.01)

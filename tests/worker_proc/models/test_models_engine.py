@@ -1,5 +1,7 @@
-"""Families whose layers differ in what they see, through the real scheduler and runner: several KV groups, blocks that
-are given back behind a window, prefixes found again, a pool too small for everyone."""
+"""Families with full and sliding window layers in the real scheduler and runner.
+
+They have several KV groups, blocks that are freed before a window, prefix cache hits, and a small block pool.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from inprocess import InProcessEngine
 pytestmark = pytest.mark.full
 
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
-"""With their numbers of KV groups."""
+"""Families and their numbers of KV groups."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"long_prefill_token_threshold": 7, "block_size": 8},
@@ -24,7 +26,7 @@ NEW_TOKENS = 12
 
 
 def _prompts() -> list[list[int]]:
-    """Those of one length begin alike."""
+    """Return prompts; those of one length have a common prefix."""
     rng = random.Random(5)
     start = [rng.randrange(97) for _ in range(32)]
     return [(start[: n // 2] + [rng.randrange(97) for _ in range(n)])[:n] for n in LENGTHS for _ in range(2)]

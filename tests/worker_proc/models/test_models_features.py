@@ -1,4 +1,4 @@
-"""Layers that read another layer's cache, experts, and proof that each switch of a family does something."""
+"""Layers that share a KV cache, experts, and a check that each switch of a family has an effect."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ def _rope_with(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 def test_each_switch_matters(
     family: str, change: Callable[[ModelConfig], ModelConfig], checkpoint_factory: Factory
 ) -> None:
-    """A comparison with transformers that would pass with a switch off proves nothing of it."""
+    """Without this, a comparison with transformers could pass with a switch off."""
     folder, _ = checkpoint_factory(family)
     config = load_model_config(folder)
     prompt = torch.arange(40) * 5 % 97
@@ -172,7 +172,7 @@ class TestExperts:
         x = torch.empty(tokens, 8).normal_(generator=generator)
         experts = self._experts(activation=activation, biases=biases)
         scores = torch.empty(tokens, 5).normal_(generator=generator)
-        scores[:, 3] = -9.0  # Nobody's choice.
+        scores[:, 3] = -9.0  # Never chosen.
         chosen, shares = TorchOps().route(scores, 2, renormalise=True)
         assert shares.shape == chosen.shape == (tokens, 2) and not bool((chosen == 3).any())
         answer = TorchOps().experts(x, experts, chosen, shares)

@@ -1,4 +1,4 @@
-"""Positions of a step with drafts, and which of their samples count."""
+"""Positions of a step with drafts, and acceptance of their samples."""
 
 import numpy as np
 import pytest

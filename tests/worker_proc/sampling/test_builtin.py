@@ -1,4 +1,4 @@
-"""Each processor by itself: its state follows the batch, rows do not see each other, drafts count as answer."""
+"""Each built-in processor: its state follows the batch, rows are independent, drafts count as output."""
 
 import random
 
@@ -85,7 +85,7 @@ def test_row_in_a_batch_equals_the_row_alone(cls: type[LogitsProcessor], seed: i
 @given(SEEDS)
 @settings(max_examples=40)
 def test_drafts_before_a_position_count_as_output(cls: type[RowProcessor[object]], seed: int) -> None:
-    """Rows that do not sample in the step are in the batch as well."""
+    """The batch also has rows that do not sample in the step."""
     rng = random.Random(seed)
     rows = [random_request(rng) for _ in range(5)]
     sampling = sorted(rng.sample(range(5), 3))
@@ -94,7 +94,7 @@ def test_drafts_before_a_position_count_as_output(cls: type[RowProcessor[object]
     logits = random_logits(rng, len(positions))
     edited = logits.clone()
     processor = made(cls, rows)
-    for _ in range(2):  # a second time from what it keeps
+    for _ in range(2):  # the second time from cached data
         edited = logits.clone()
         processor.edit(edited, positions)
     for at, (row, offset) in enumerate(zip(positions.rows.tolist(), positions.offsets.tolist(), strict=True)):
@@ -159,7 +159,7 @@ def test_prompt_is_not_a_prefix_of_a_bad_word() -> None:
 
 
 def test_penalties_follow_their_definition() -> None:
-    """Repetition counts prompt and answer; frequency and presence the answer alone."""
+    """Repetition counts prompt and output tokens; frequency and presence only output tokens."""
     own = request([2, 2], [1], repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     logits = torch.tensor([[1.0, 1.0, 1.0, -1.0] + [0.0] * (VOCAB - 4)])
     expected = logits.clone()
@@ -182,7 +182,7 @@ def test_counts_use_memory_for_penalised_rows_only() -> None:
 
 @pytest.fixture
 def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> list[Penalties]:
-    """With the native library, where there is one, and without."""
+    """Counts with the native library, if it is available, and without."""
     both = [Penalties(processor_config(), torch.device("cpu"), False)]
     monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
     both.append(Penalties(processor_config(), torch.device("cpu"), False))
@@ -192,7 +192,7 @@ def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> list[Penalties]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_are_equal_in_all_implementations(seed: int, kinds_of_counts: list[Penalties]) -> None:
-    """Rows come and go; the engine tells of samples, of drafts that were accepted, and never of lists."""
+    """Rows are added and removed; the engine passes samples and accepted drafts instead of output lists."""
     rng = random.Random(seed)
     batch = ChangingBatch(rng)
     for _ in range(30):

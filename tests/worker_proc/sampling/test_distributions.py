@@ -1,6 +1,6 @@
-"""Tokens follow the exact distribution, feature by feature, over 20,000 draws by 2,000 seeds.
+"""Sampled tokens follow the exact distribution for each feature, over 20,000 draws with 2,000 seeds.
 
-Seeds are fixed, so that a test that passes always passes; its bound is that of p = 0.001.
+Seeds are fixed, so that results are reproducible; the bound is that of p = 0.001.
 """
 
 import math
@@ -26,7 +26,7 @@ Probs = npt.NDArray[np.float64]
 
 
 def counts_of(params: dict[str, Any]) -> npt.NDArray[np.int64]:
-    """How often each token was drawn, each time behind the same prompt and answer."""
+    """Count how often each token is drawn after the same prompt and output."""
     known = PROMPT + ANSWER
     batch, sampler = make_sampler(VOCAB, REQUESTS, len(known))
     sampling = SamplingParams(max_tokens=None, **params)
@@ -39,12 +39,12 @@ def counts_of(params: dict[str, Any]) -> npt.NDArray[np.int64]:
         sampled = sample_each(sampler, LOGITS.float().repeat(REQUESTS, 1))
         assert not sampled.bad.any() and not sampled.failed
         counts += np.bincount(sampled.tokens.numpy(), minlength=VOCAB)
-        batch.num_known += 1  # other noise; nobody is told that the answer is longer
+        batch.num_known += 1  # changes the noise; no component sees that the output is longer
     return counts
 
 
 def probs_of(params: dict[str, Any]) -> Probs:
-    """By plain loops over one row, in the documented order: bias, penalties, bans, temperature, cuts."""
+    """Compute the distribution by simple loops, in the documented order: bias, penalties, bans, temperature, cuts."""
     x = LOGITS.tolist()
     for token, bias in params.get("logit_bias", {}).items():
         x[token] += bias
@@ -76,16 +76,16 @@ def cut(p: list[float], top_k: int, top_p: float, min_p: float) -> Probs:
 
 
 def check(counts: npt.NDArray[np.int64], want: Probs) -> None:
-    """Pearson's chi-square; tokens that are expected less than 5 times are one class."""
-    assert not counts[want == 0].any(), "a token that cannot be sampled"
+    """Check by Pearson's chi-square test; tokens that are expected less than 5 times form one class."""
+    assert not counts[want == 0].any(), "sampled a token with probability 0"
     draws = counts.sum()
     common = want * draws >= 5
     observed = np.append(counts[common], counts[~common].sum())
     mean = np.append(want[common], want[~common].sum()) * draws
     observed, mean = observed[mean > 0], mean[mean > 0]
     degrees = len(mean) - 1
-    assert degrees > 0, "nothing to choose from"
-    # The 0.999 quantile, by Wilson and Hilferty's approximation.
+    assert degrees > 0, "only one class of tokens"
+    # The 0.999 quantile in Wilson and Hilferty's approximation.
     bound = degrees * (1 - 2 / (9 * degrees) + 3.0902 * math.sqrt(2 / (9 * degrees))) ** 3
     assert ((observed - mean) ** 2 / mean).sum() < bound
 
@@ -134,7 +134,7 @@ def test_tokens_of_torch_follow_the_exact_distribution(name: str, monkeypatch: p
 
 
 def test_check_detects_a_wrong_distribution() -> None:
-    """Each case against another's expectation: a neighbouring definition would be told apart."""
+    """Each case fails against another case's distribution, so that a similar definition is detected."""
     counts = counts_of({"temperature": 1.0, "top_k": 9, "top_p": 0.8})
     for wrong in ({"top_k": 9, "top_p": 0.8, "temperature": 1.1}, {"top_k": 8}, {"top_p": 0.6}):
         with pytest.raises(AssertionError):
@@ -142,7 +142,7 @@ def test_check_detects_a_wrong_distribution() -> None:
 
 
 def test_positions_of_one_seed_follow_the_exact_distribution() -> None:
-    """Also those behind drafts: each has noise of its own."""
+    """Positions after drafts have their own noise too."""
     batch, sampler = make_sampler(VOCAB, 1, 8)
     batch.change_rows([], [NewRequestData(0, "r", 4, 8, 0, [1], SamplingParams(), 5)], np.zeros(8, np.int32))
     sampler.update_state(batch.builder.get_and_reset(1))

@@ -1,4 +1,4 @@
-"""Log probabilities: of the model's own distribution, or of the one that tokens are drawn from."""
+"""Log probabilities of the model's own distribution, or of the distribution that is sampled from."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_processed_logprobs_are_of_a_plugins_result() -> None:
     asked = {"logprobs": 4, "extra_args": {"halve": 1}}
     rows = [asked | {"temperature": 0.5}, asked | {"temperature": 0.0}]
     sampled = sample(logits, rows, "processed_logprobs", logits_processors=["processor_plugins:Halve"])
-    check(sampled, logits.double(), [0, 1])  # halved at half the temperature
+    check(sampled, logits.double(), [0, 1])  # logits halved at temperature 0.5
 
 
 def test_probabilities_are_of_the_drawn_distribution() -> None:
@@ -94,7 +94,7 @@ def test_probabilities_are_of_the_drawn_distribution() -> None:
 
 
 def test_torch_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no native library is to be had; with equals, zeros of both signs and forbidden tokens."""
+    """Without the native library, with equal logits, zeros of both signs and forbidden tokens."""
     logits = some_logits(6).round()
     logits[0, ::3] = -torch.inf
     logits[1, :4] = torch.tensor([0.0, -0.0, 0.0, -0.0])

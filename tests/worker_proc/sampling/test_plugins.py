@@ -1,4 +1,4 @@
-"""Plugins that break: the request that is to blame fails, with a reason and no secrets; nobody beside it notices."""
+"""Failing plugins: only the request that causes the failure fails, with a reason that reveals nothing else."""
 
 import logging
 from typing import Any
@@ -49,21 +49,21 @@ def test_only_the_request_that_breaks_a_plugin_fails(what: str, why: str, row: i
     world.add(*rows)
     logits = torch.arange(3.0 * VOCAB).reshape(3, VOCAB)
     expected = logits.clone()
-    expected[:, 0] += 1.0  # Breaks' work for everyone
-    expected[:, 5] += 1.0  # AddText's
+    expected[:, 0] += 1.0  # by Breaks, in all rows
+    expected[:, 5] += 1.0  # by AddText
     expected[row] = 0.0
-    for _ in range(2):  # the second time with instances made afresh
+    for _ in range(2):  # the second time with new instances
         edited, failed = world.apply(logits)
         assert failed == {row: why}
         assert torch.equal(edited, expected)
     assert "Breaks" in [
         type(processor).__name__ for processor in world.processors.all
-    ]  # one instance serves the others
+    ]  # an instance for the other rows
 
 
 @pytest.mark.parametrize("what", ["raise", "forget"])
 def test_other_requests_continue_after_the_failing_one_is_removed(what: str, quiet: object) -> None:
-    """Also when the instance that raised knows them no more."""
+    """They continue even if the instance that raised has lost its state."""
     world = ProcessorsUnderTest(["Breaks", "AddText"])
     world.add(request(**{"break": what}), request(add_text=True), request(**{"break": "update"}), request())
     assert set(world.apply(torch.zeros(4, VOCAB))[1]) == {0, 2}
@@ -77,7 +77,7 @@ def test_other_requests_continue_after_the_failing_one_is_removed(what: str, qui
 
 
 def test_failure_after_a_rejected_draft_fails_only_that_position(quiet: object) -> None:
-    """Whether a request fails must not depend on who guesses at its tokens."""
+    """Whether a request fails must not depend on the proposer of drafts."""
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise", "from": 1}), request())
     positions = SampledPositions.with_drafts(np.array([0, 1]), [[4], [4]])
@@ -112,7 +112,7 @@ def test_plugin_with_a_failing_constructor_is_an_error_at_start() -> None:
 
 
 def test_output_lists_are_complete_when_a_plugin_is_applied() -> None:
-    """Also behind drafts, which are gone from the lists afterwards."""
+    """The lists contain drafts during ``apply``, and not afterwards."""
     world = ProcessorsUnderTest(["Lengths"])
     world.add(request(name="a"), request([5, 5], name="b"))
     world.apply(torch.zeros(2, VOCAB))

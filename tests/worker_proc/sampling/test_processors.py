@@ -1,4 +1,4 @@
-"""The container: one order, whatever the batch and the drafts; who fails and who does not; what the host must know."""
+"""``LogitsProcessors``: the order in any batch and with drafts, failures, and output lists on the host."""
 
 import random
 
@@ -34,7 +34,7 @@ def request(output: list[int] | None = None, prompt: list[int] | None = None, **
 
 
 def masks_of(allowed: dict[int, list[int]]) -> TokenMasks:
-    """Position → its tokens."""
+    """Return each position's tokens."""
     words = [sum(1 << token for token in set(tokens)) for tokens in allowed.values()]
     return TokenMasks(np.array(list(allowed), np.int64), np.array(words, np.int32)[:, None])
 
@@ -47,7 +47,7 @@ def random_masks(rng: random.Random, num_positions: int) -> dict[int, list[int]]
 def expected_alone(
     own: Request, logits: torch.Tensor, plugins: list[type[LogitsProcessor]], allowed: list[int] | None
 ) -> torch.Tensor:
-    """Of a request alone, by the interface that a plugin has."""
+    """Apply the processors to a single request through the plugin interface."""
     for cls in [*ORDER, *plugins]:
         logits = made(cls, [own]).apply(logits)
     if allowed is not None:
@@ -174,7 +174,7 @@ def test_row_with_non_finite_logits_is_not_a_failure(with_plugin: bool, value: f
 
 
 def test_position_after_a_draft_may_have_no_allowed_token() -> None:
-    """Only the position behind it fails; what stands before is sampled."""
+    """Only the position after the draft fails; positions before it are sampled."""
     world = ProcessorsUnderTest()
     world.add(request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2, 9], [2, 2]]))
     positions = SampledPositions.with_drafts(np.array([0]), [[2]])
@@ -194,7 +194,7 @@ def test_position_after_a_draft_may_have_no_allowed_token() -> None:
     ],
 )
 def test_output_lists_are_kept_only_if_tokens_are_read(sampling: dict[str, object], kept: bool) -> None:
-    """The host waits for these; lengths it knows, and counts are the device's."""
+    """The host waits for these lists; it knows lengths, and the device has counts."""
     params = SamplingParams(max_tokens=None, **sampling)  # type: ignore[arg-type]
     assert ProcessorsUnderTest().keeps_output(params) == kept
     assert ProcessorsUnderTest(["AddText"]).keeps_output(params)
@@ -229,7 +229,7 @@ def test_penalties_count_samples_unknown_to_the_host() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_row_is_bad_if_the_model_excludes_all_allowed_tokens(temperature: float) -> None:
-    """Rules are judged by the host, which does not see logits; the sampler does."""
+    """The host checks constraints without logits; the sampler detects the conflict with the logits."""
     own = {"allowed_token_ids": [2, 4], "temperature": temperature}
     _, sampler = batch_of([(1, 1, own), (2, 1, own), (3, 1, {"temperature": temperature})], VOCAB)
     logits = torch.zeros(3, VOCAB)

@@ -1,4 +1,4 @@
-"""Processors in the whole engine: answers equal those of a loop over one request that knows no batch and no steps."""
+"""Processors in the whole engine: outputs equal those of a simple loop over one request."""
 
 import random
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def requests() -> list[tuple[list[int], Sampling]]:
 
 
 def plain(model: Any, prompt: list[int], sampling: Sampling) -> list[int]:
-    """One token after the other, each rule as its page says it."""
+    """Generate token by token, with each rule as docs/sampling.md defines it."""
     output: list[int] = []
     while len(output) < NEW_TOKENS:
         with torch.no_grad():
@@ -104,7 +104,7 @@ def test_outputs_equal_a_simple_loop(way: str, drafts: bool, wanted: tuple[Path,
 
 
 def test_outputs_without_plugins_equal_a_simple_loop(wanted: tuple[Path, list[list[int]]]) -> None:
-    """Then nobody waits for tokens but those whose lists are read."""
+    """The host then waits only for tokens of requests whose lists are read."""
     folder, answers = wanted
     found = run(folder)[1]
     own = [index for index, (_, sampling) in enumerate(requests()) if "extra_args" not in sampling]

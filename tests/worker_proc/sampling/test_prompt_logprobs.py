@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, however they are cut into steps, against one pass over each whole text."""
+"""Log probabilities of prompts, with any division into steps, against one pass over each whole text."""
 
 from typing import Any
 
@@ -16,34 +16,34 @@ from quire.worker_proc.sampling import prompt_logprobs
 
 A, B, C = [5, 9, 2, 7, 7, 1, 30, 4, 11], [8, 8, 3, 60, 0], [1, 2, 3, 4]
 
-Told = dict[int, dict[int, tuple[list[int], list[float], int]]]
+Reported = dict[int, dict[int, tuple[list[int], list[float], int]]]
 """Handle → position → token ids, values, and the rank of the first."""
 
 
-def gather(results: list[ModelRunnerOutput]) -> Told:
-    told: Told = {}
+def gather(results: list[ModelRunnerOutput]) -> Reported:
+    reported: Reported = {}
     for result in results:
         head = result.prompt_logprobs
         if head is None:
             continue
         rows = iter(zip(*(column.tolist() for column in head.arrays.columns()), strict=True))
         for handle, start, count in zip(head.handles, head.starts, head.counts, strict=True):
-            own = told.setdefault(handle, {})
+            own = reported.setdefault(handle, {})
             for position in range(start, start + count):
-                assert position not in own, "told twice"
+                assert position not in own, "reported twice"
                 own[position] = next(rows)
         assert next(rows, None) is None
-    return told
+    return reported
 
 
 def check(
-    model: Decoder, told: dict[int, tuple[list[int], list[float], int]], prompt: list[int], num_best: int
+    model: Decoder, reported: dict[int, tuple[list[int], list[float], int]], prompt: list[int], num_best: int
 ) -> None:
-    """A step tells as many as its greediest request asked for: the first are this one's."""
+    """Compare with the model. A step reports the highest number that a request asks for; use the first ``num_best``."""
     logits = Rows(model, [len(prompt)], CpuBackend(native=False)).step({0: torch.tensor(prompt)})[0]
     want = torch.log_softmax(logits.double(), -1)
-    assert sorted(told) == list(range(1, len(prompt)))
-    for position, (ids, values, rank) in told.items():
+    assert sorted(reported) == list(range(1, len(prompt)))
+    for position, (ids, values, rank) in reported.items():
         row = want[position - 1]
         assert len(ids) >= 1 + num_best
         assert ids[0] == prompt[position]
@@ -62,7 +62,7 @@ def asking(handle: int, tokens: list[int], prompt_len: int, best: int | None) ->
 
 
 def starting(*requests: tuple[int, list[int], int, int | None], counts: dict[int, int]) -> dict[str, Any]:
-    """Fields of a step that adds (handle, tokens, prompt's length, asked) rows, with blocks one after the other."""
+    """Return fields of a step that adds (handle, tokens, prompt length, asked) rows, with consecutive blocks."""
     new = [asking(*request) for request in requests]
     total = sum(sum(n.num_blocks) for n in new)
     return {
@@ -83,9 +83,9 @@ def test_prompt_in_prefill_chunks(piece: int, monkeypatch: pytest.MonkeyPatch) -
         results.append(runner.result(counts=[(3, min(piece, len(A) - done))]))
     assert (results[-1].tokens is not None) and all(result.tokens is None for result in results[:-1])
     results += [runner.result(), runner.result()]
-    told = gather(results)
-    assert list(told) == [3]
-    check(model_of(runner), told[3], A, 4)
+    reported = gather(results)
+    assert list(reported) == [3]
+    check(model_of(runner), reported[3], A, 4)
     assert results[-1].prompt_logprobs is None and results[-2].prompt_logprobs is None
 
 
@@ -96,10 +96,10 @@ def test_requests_with_different_numbers_of_prompt_logprobs() -> None:
     ]
     results.append(runner.result(counts=[(0, 4), (2, 3)]))
     results.append(runner.result())
-    told = gather(results)
-    assert sorted(told) == [0, 2]
-    check(model_of(runner), told[0], A, 2)
-    check(model_of(runner), told[2], B, 0)
+    reported = gather(results)
+    assert sorted(reported) == [0, 2]
+    check(model_of(runner), reported[0], A, 2)
+    check(model_of(runner), reported[2], B, 0)
 
 
 def test_output_of_a_resumed_request_is_not_reported() -> None:
@@ -108,8 +108,8 @@ def test_output_of_a_resumed_request_is_not_reported() -> None:
     results = [runner.result(**starting((0, B + answer, len(B), 1), counts={0: 4}))]
     results.append(runner.result(counts=[(0, 4)]))
     results.append(runner.result())
-    told = gather(results)
-    check(model_of(runner), told[0], B, 1)
+    reported = gather(results)
+    check(model_of(runner), reported[0], B, 1)
     assert results[1].tokens is not None
 
 

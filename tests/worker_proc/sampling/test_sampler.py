@@ -1,4 +1,4 @@
-"""The sampler against distributions worked out by hand, and its promise that a row depends on nobody else."""
+"""The sampler against known distributions, and the independence of its rows."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_parameters_that_keep_one_token_equal_greedy(sampling: dict[str, Any]) -
 
 
 def test_forbidden_token_is_never_drawn() -> None:
-    """Also where rounding could put the target behind the last token that has any mass."""
+    """Rounding could put the target past the last token with mass."""
     logits = torch.full((500, VOCAB), -torch.inf)
     logits[:, [3, 7]] = 0.0
     for cut in ({}, {"top_p": 0.999999}, {"top_k": 9}):
@@ -60,7 +60,7 @@ MIXED: list[dict[str, Any]] = [
 
 
 def test_row_draws_the_same_token_in_any_batch_and_order() -> None:
-    """With logits in 16 bits, where many are equal: also then nobody's tokens depend on who else asks for what."""
+    """Logits have 16 bits, so that many are equal; other rows' parameters must not change the order of equal ones."""
     count, rng = 60, np.random.default_rng(1)
     logits = some_logits(count, vocab=512).bfloat16().float()
     rows = [(1000 + i, 1 + i % 5, MIXED[i % len(MIXED)]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""The sampler step after step, with processors: what comes before what, and what a row's tokens depend on."""
+"""The sampler over several steps with processors: the order of operations, and the dependencies of a row's tokens."""
 
 from typing import Any
 
@@ -41,13 +41,13 @@ def some_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: list[dict[str, Any]], **settings: Any) -> Sampled:
-    """Rows with seeds 0, 1, ... that know three tokens 0 each; the logits stay as they are."""
+    """Sample rows with seeds 0, 1, ... and three known tokens 0 each, without changing ``logits``."""
     _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB, **settings)
     return sample_each(sampler, logits.clone())
 
 
 def fresh(seed: int, prompt: list[int], answer: list[int], params: dict[str, Any]) -> tuple[InputBatch, Sampler]:
-    """A row that came with all of these tokens, as after a resumption."""
+    """Return a row that is added with all of these tokens, as after a resumption."""
     batch, sampler = make_sampler(VOCAB, 2, 64)
     known = np.array(prompt + answer, np.int32)
     new = [NewRequestData(9, "r", len(prompt), len(known), 0, [1], SamplingParams(**params), seed)]
@@ -123,7 +123,7 @@ def test_only_the_request_without_an_allowed_token_fails() -> None:
 def test_bitmasks_apply_to_greedy_and_random_rows_only_with_a_mask() -> None:
     logits = some_logits(3)
     _, sampler = batch_of([(i, 3, {"temperature": float(i)}) for i in range(3)], VOCAB)
-    words = np.zeros((2, 1), np.int32)  # tokens from 32 on have no bit: they are not allowed
+    words = np.zeros((2, 1), np.int32)  # tokens from 32 on have no bit, so they are forbidden
     words[:, 0] = 1 << 7 | 1 << 9
     words.flags.writeable = False
     masks = TokenMasks(np.array([0, 1]), words)
@@ -151,7 +151,7 @@ def test_is_plain_with_parameters_that_a_graph_can_sample() -> None:
 
 
 def test_argmax_invariant_plugin_runs_between_temperature_and_cuts() -> None:
-    """Halving the scaled logits is twice the temperature; before the cuts, as min-p tells."""
+    """Halving the scaled logits doubles the temperature; min-p shows that it happens before the cuts."""
     asked = {"extra_args": {"halve": 1}, "temperature": 0.4, "min_p": 0.2}
     logits = some_logits(200).repeat(2, 1)
     rows = [asked | {"temperature": 0.0}, {"temperature": 0.4}] + [asked] * 398

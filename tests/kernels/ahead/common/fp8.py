@@ -1,4 +1,4 @@
-"""The kernels' 8-bit floats, compiled ahead by way of one kernel that reads some and writes others."""
+"""A kernel that converts between 8-bit floats, to compile the conversions ahead of time."""
 
 from collections.abc import Iterator
 

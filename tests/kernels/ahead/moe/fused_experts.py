@@ -1,4 +1,4 @@
-"""Variants of the expert kernels to compile ahead."""
+"""Variants of the expert kernels to compile ahead of time."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from quire.kernels.moe import fused_experts, fused_experts_triton
 
 
 def variants() -> Iterator[Variant]:
-    # Few pairs of an expert, and many: what may not fit is the products' accumulators.
+    # Few and many pairs per expert: with many, the products' accumulators may not fit in registers.
     for dtype, tile_pairs, activation in [
         (torch.bfloat16, 16, "silu"),
         (torch.bfloat16, 128, "swiglu_oai"),

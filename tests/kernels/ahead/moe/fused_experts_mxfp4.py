@@ -1,4 +1,4 @@
-"""Variants of the MXFP4 expert kernels to compile ahead: gpt-oss's sizes."""
+"""Variants of the MXFP4 expert kernels to compile ahead of time, in gpt-oss's sizes."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "bias13", "bias2", "gated", "results"), "*bf16")
     types |= dict.fromkeys(("blocks", "scales"), "*u8") | dict.fromkeys(("pairs", "tile_experts"), "*i32")
     types |= {"weights": "*fp32"}
-    # Small tiles alone: MOST_TILE_PAIRS takes as long to compile as all the others together.
+    # Only small tiles: MAX_TILE_PAIRS takes as long to compile as all other variants together.
     tile_pairs = 16
     constants = fused_experts_mxfp4.launch_constants(torch.bfloat16, tile_pairs, 2880, 2880) | {"HAS_BIAS": 1}
     options = fused_experts_mxfp4.launch_options()

@@ -1,4 +1,4 @@
-"""Variants of the routing kernels to compile ahead."""
+"""Variants of the routing kernels to compile ahead of time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Variants of the penalties kernel to compile ahead."""
+"""Variants of the penalties kernel to compile ahead of time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Variants of the sampling kernels to compile ahead."""
+"""Variants of the sampling kernels to compile ahead of time."""
 
 from collections.abc import Iterator
 from typing import Any

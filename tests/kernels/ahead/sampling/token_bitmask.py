@@ -1,4 +1,4 @@
-"""Variants of the bitmask kernel to compile ahead."""
+"""Variants of the bitmask kernel to compile ahead of time."""
 
 from collections.abc import Iterator
 

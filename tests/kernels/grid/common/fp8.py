@@ -1,4 +1,4 @@
-"""The kernels' 8-bit floats against torch's; run by test_triton.py."""
+"""Conversion of 8-bit floats in kernels against torch; run by test_triton.py."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_decoding_of_every_pattern_equals_torch(dtype: torch.dtype, device: torc
 
 
 def hard_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of the format, every middle of two, and their float32 neighbours; and what lies outside."""
+    """Return all values of the format, all midpoints, their float32 neighbours, and values out of range."""
     values = all_patterns(dtype).float()
     values = values[values.isfinite()].unique()
     middles = (values[1:] + values[:-1]) / 2

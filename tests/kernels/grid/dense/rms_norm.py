@@ -50,7 +50,7 @@ def test_sum_and_norm(width: int, residual_dtype: torch.dtype | None, dtype: tor
     expected = add_rms_norm_reference(x, expected_residual, weight, EPS)
     result = add_rms_norm(x, residual, weight, EPS)
     close(result, expected)
-    # Had the sum not been rounded before its norm, a quarter of the elements would be off by one in the last place.
+    # Without rounding the sum before the norm, a quarter of the elements would differ by one in the last place.
     assert float((result == expected).double().mean()) > 0.98 or residual.dtype == torch.float32
     assert torch.equal(residual, expected_residual)
 

@@ -10,7 +10,7 @@ from quire.kernels.moe.moe_routing import route
 def experts_of(
     num_experts: int, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """w13, w2 and their biases, scaled so that outputs are around 1."""
+    """Return w13, w2 and their biases, scaled so that outputs are around 1."""
     rng = torch.Generator().manual_seed(3)
     w13 = torch.randn(num_experts, 2 * width, hidden_size, generator=rng) * 2 / hidden_size**0.5
     w2 = torch.randn(num_experts, hidden_size, width, generator=rng) / width**0.5

@@ -20,7 +20,7 @@ def test_route_equals_reference(
 ) -> None:
     rng = torch.Generator().manual_seed(0)
     logits = (torch.randn(num_tokens, num_experts + 3, generator=rng) * 2).to(dtype).to(device)[:, :num_experts]
-    logits[0] = logits[0].round()  # equals
+    logits[0] = logits[0].round()  # equal logits
     ids, weights = route(logits, top_k, renormalise=renormalise)
     expected_ids, expected = route_reference(logits, top_k, renormalise=renormalise)
     assert torch.equal(ids, expected_ids)
@@ -45,7 +45,7 @@ def test_sort_equals_reference(
     num_tokens: int, top_k: int, num_experts: int, tile_pairs: int, device: torch.device
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    # Ids of other ranks, below and above, and an expert that no one chose.
+    # Ids of other ranks, below and above the range, and an expert without pairs.
     ids = torch.randint(-1, num_experts + 2, (num_tokens, top_k), generator=rng, dtype=torch.int32).to(device)
     ids[ids == 1] = 0
     result, expected = sort_pairs(ids, num_experts, tile_pairs), sort_pairs_reference(ids, num_experts, tile_pairs)

@@ -52,7 +52,7 @@ def test_equals_reference(
 def test_noise_over_the_whole_interval(case: tuple[float, int, float, float], device: torch.device) -> None:
     rows = 64 if device.type == "cuda" else 3
     rng = torch.Generator().manual_seed(0)
-    # Equals, and tokens that a grammar forbids.
+    # Equal logits, and tokens that a grammar forbids.
     logits = (torch.randn(1, 40, generator=rng) * 2).round()
     logits[0, ::5] = -torch.inf
     noise = torch.linspace(0, 1 - 2**-53, rows, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_bad_rows_do_not_affect_others(device: torch.device) -> None:
 
 
 def test_tokens_are_drawn_in_proportion_to_their_weights(device: torch.device) -> None:
-    """A stratified noise draws each token in proportion to its weight."""
+    """Stratified noise draws each token in proportion to its weight."""
     logits = torch.tensor([[1.0, 4.0, 2.0, 1.0]]).log().expand(8, 4).to(device)
     noise = torch.from_numpy((np.arange(8) + 0.5) / 8).to(device)
     cases = parameters([(1.0, 0, 1.0, 0.0)] * 8, device)

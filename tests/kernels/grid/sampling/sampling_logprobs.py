@@ -11,7 +11,7 @@ from quire.kernels.sampling.sampling_stats import CHUNK
 def test_equals_reference(vocab: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
     rng = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(2, vocab + 8, generator=rng) * 3).to(dtype).to(device)[:, :vocab]
-    logits[1] = logits[1].round()  # many equals
+    logits[1] = logits[1].round()  # many equal logits
     tokens = torch.tensor([vocab - 1, 1], device=device)
     result, expected = top_logprobs(logits, tokens, n), top_logprobs_reference(logits, tokens, n)
     assert torch.equal(result.token_ids, expected.token_ids)

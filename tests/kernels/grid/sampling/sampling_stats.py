@@ -14,7 +14,7 @@ def test_statistics_equal_reference(vocab: int, dtype: torch.dtype, device: torc
     rng = torch.Generator().manual_seed(vocab)
     memory = (torch.randn(3, vocab + 8, generator=rng) * 9).to(dtype).to(device)
     logits = memory[:, :vocab]
-    logits[1] = logits[1].round()  # many equals
+    logits[1] = logits[1].round()  # many equal logits
     result, expected = row_statistics(logits), row_statistics_reference(logits)
     assert torch.equal(result.tokens, expected.tokens)
     assert torch.equal(result.best, expected.best)
