@@ -1,4 +1,4 @@
-"""Block hashes: equal exactly for equal prefixes under equal salts, and the same on every machine for ever."""
+"""Block hashes: equal exactly for equal prefixes with equal salts, and stable across machines and releases."""
 
 import sys
 from hashlib import sha256
@@ -29,7 +29,7 @@ def hashes(tokens: list[int], block_size: int = 4, salt: str = "", **more: Any) 
 
 
 def test_golden_values() -> None:
-    """Built by hand from the description: a change of it would make old traces and other engines unreadable."""
+    """Computed by hand from the specification: changing it would make old traces and other engines unreadable."""
     data = bytes([1, 0, 0, 0, 0, 1, 0, 0, 255, 255, 0, 0, 2, 0, 0, 0])
     plain = [sha256(b"quire block chain 2\0" + data[:end]).digest() for end in (8, 16)]
     assert hashes([1, 256, 65535, 2, 9], block_size=2) == plain
@@ -87,12 +87,12 @@ def test_groups_have_different_keys() -> None:
 
 
 BLOCK, LONG = 2, 2 * CHUNK_BLOCKS * 2 + 7
-"""Tokens of a block, and of a prompt of two whole chunks and more."""
+"""Tokens per block, and of a prompt of more than two whole chunks."""
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
 def test_the_memo_does_not_change_hashes(algorithm: str) -> None:
-    """A conversation that grows, one that leaves it in the middle, and one that has nothing of it."""
+    """A growing conversation, one that diverges in the middle, and one with another start."""
     first = list(range(LONG))
     longer, other, left = first + list(range(500)), [7, *first], [*first[:200], 1, *first[201:]]
     shared = BlockHasher(algorithm, BLOCK)
@@ -100,7 +100,7 @@ def test_the_memo_does_not_change_hashes(algorithm: str) -> None:
         data = np.array(tokens, "<i4").tobytes()
         known, alone = shared.chain(), BlockHasher(algorithm, BLOCK, HashMemo(0)).chain()
         known.extend(data)
-        for end in range(0, len(data) + 1, 4 * BLOCK):  # block by block, which no memo can help
+        for end in range(0, len(data) + 1, 4 * BLOCK):  # block by block, which bypasses the memo
             alone.extend(data[:end])
         assert known.hashes == alone.hashes and len(known.hashes) == len(tokens) // BLOCK
 
@@ -113,7 +113,9 @@ def test_a_long_prefix_is_hashed_once() -> None:
     assert len(hasher.memo) == 2
     again.extend(data)
     chunk = CHUNK_BLOCKS * 2
-    assert all(a is b for a, b in zip(first.hashes[:chunk], again.hashes[:chunk], strict=True)), "found, not made"
+    assert all(a is b for a, b in zip(first.hashes[:chunk], again.hashes[:chunk], strict=True)), (
+        "hashes come from the memo"
+    )
     assert first.hashes == again.hashes and len(hasher.memo) == 2
 
 

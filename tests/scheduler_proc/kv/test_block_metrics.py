@@ -1,4 +1,4 @@
-"""How long sampled contents live, lie idle and come back; the pool tells, by the time that its owner sets."""
+"""Lifetime, idle time and reuse gaps of sampled blocks, by the time that the pool's owner sets."""
 
 import pytest
 
@@ -10,13 +10,13 @@ SAMPLED = 64
 
 
 def seen(histogram: Histogram) -> tuple[int, float]:
-    """Number of observations, and their sum."""
+    """Return the number of observations and their sum."""
     assert histogram.bounds == list(BOUNDS) and len(histogram.counts) == len(BOUNDS) + 1
     return sum(histogram.counts), histogram.total
 
 
 def pool_of_one_sampled_block() -> BlockPool:
-    """Blocks 1 to 63 are held: only block 64, which is sampled, comes and goes."""
+    """Return a pool of which only block 64, which is sampled, is free: blocks 1 to 63 are held."""
     pool = BlockPool(SAMPLED + 1, enable_caching=True)
     pool.get_new_blocks(SAMPLED - 1)
     return pool

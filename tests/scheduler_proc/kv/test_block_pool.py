@@ -1,4 +1,4 @@
-"""The pool: who holds what, in which order blocks are reused, and how long contents can be found."""
+"""The block pool: reference counts, order of reuse, and how long cached contents can be found."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
     pool.cache_full_blocks([blocks[0]], [b"a"])
     pool.cache_full_blocks([blocks[1]], [b"b"])
     pool.free_blocks(reversed(blocks))
-    # Plain 4 and 3, then what was never used, then the cached ones: the end of a prefix before its start.
+    # Uncached 4 and 3, then the never used ones, then the cached ones: the end of a prefix before its start.
     assert ids(pool.get_new_blocks(6)) == [4, 3, 5, 6, 2, 1]
 
 
@@ -150,7 +150,7 @@ def test_cached_and_evicted_blocks_are_counted() -> None:
         pool.cache_full_blocks([block], [key])
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (3, 0)
     pool.free_blocks(blocks)
-    pool.get_new_blocks(2)  # the one that was never used, and one of the two with "a"
+    pool.get_new_blocks(2)  # the never used one, and one of the two with "a"
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (2, 1)
     pool.invalidate(b"a")
     assert (pool.num_cached_blocks, pool.num_evicted_blocks) == (1, 1)
@@ -177,7 +177,7 @@ def test_touch_and_free_skip_the_null_block() -> None:
     assert pool.null_block.ref_cnt == 0 and blocks[0].ref_cnt == 2
     for _ in range(2):
         pool.free_blocks(mixed)
-    pool.touch(mixed)  # now out of the free queue
+    pool.touch(mixed)  # no longer in the free queue
     assert pool.num_free_blocks == 0
     pool.free_blocks(mixed)
     pool.check([])
@@ -285,7 +285,7 @@ def test_check_of_the_map_detects_violations(damage: str) -> None:
     if damage == "id":
         a.block_id = 3
     else:
-        entry = found._found[b"k"]  # a state that no method leads to
+        entry = found._found[b"k"]  # a state that no method produces
         assert isinstance(entry, dict)
         del entry[2]
         found.num_blocks = 1

@@ -1,4 +1,4 @@
-"""The free queue is a list that loses its middle in O(1): the same as a plain list, whatever is done to it."""
+"""The free queue: behaves like a list, and removes from its middle in O(1)."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a tenant may learn of another's prompts, and lose to another: nothing, and no more than its share."""
+"""Isolation of tenants in the prefix cache: a tenant learns nothing of another's prompts, and keeps its share."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NUM_HIT_TOKENS = 28
 
 
 def found(driver: Driver, request_id: str, prompt: list[int] = PROMPT, **extra: Any) -> int:
-    """Tokens that a request finds in the cache; the worker is told what it must not share."""
+    """Return the tokens that a request finds in the cache; also tells the fake worker what must not be shared."""
     owner = extra.get("tenant", 0) if driver.config.isolate_prefix_cache_by_key else 0
     driver.salts[request_id] = f"{extra.get('cache_salt', '')}/{owner}"
     driver.answers[request_id] = Answer()
@@ -34,7 +34,7 @@ def isolated(**settings: Any) -> Driver:
     return Driver(isolate_prefix_cache_by_key=True, num_tenants=3, **settings)
 
 
-# ---- who finds what
+# ---- sharing
 
 
 @pytest.mark.parametrize("salt", ["", "s"])
@@ -55,7 +55,7 @@ def test_tenants_share_the_cache_by_default() -> None:
 
 
 def test_roots_of_salts_adapters_and_tenants_differ() -> None:
-    """Roots of all tenants, salts and adapters differ: a salt cannot pretend to be another tenant's, or none's."""
+    """All roots differ: a salt cannot imitate a tenant or the absence of one."""
     hasher = BlockHasher("sha256", 4)
     salts = ["", "a", "\x01", "\x01\x00\x00\x00", "quire tenant's block chain 2\0", "a\0", "1", "é"]
     names = set()
@@ -76,12 +76,12 @@ def test_replay_isolates_tenants() -> None:
     assert driver.replay_lines() is None
 
 
-# ---- A39: what a probe of another's cache sees
+# ---- A39: probes of another tenant's cache
 
 
 @pytest.mark.parametrize("seed", thinned(range(20), keep=3))
 def test_a_probe_of_another_tenants_prompt_looks_like_a_miss(seed: int) -> None:
-    """Whether the victim's prompt is cached or not: as many steps, tokens computed and blocks for the prober."""
+    """Whether or not the victim's prompt is cached, the prober sees equal steps, computed tokens and blocks."""
     rng = random.Random(seed)
     length = rng.randrange(5, 60)
     prompt = [rng.randrange(1000) for _ in range(length)]
@@ -97,13 +97,13 @@ def test_a_probe_of_another_tenants_prompt_looks_like_a_miss(seed: int) -> None:
         assert seen[0] == seen[1] and seen[0][2] == 0
 
 
-# ---- A40: what a flood evicts
+# ---- A40: evictions by a flood
 
 
 def hit_rate(
     *, flood: int, fair: bool = True, seed: int = 7, prompts: int = 5, size: int = 24, **settings: Any
 ) -> float:
-    """Of a tenant that comes back to ``prompts`` prompts again and again, while another floods with new ones."""
+    """Return the hit rate of a tenant that repeats ``prompts`` prompts while another tenant sends new ones."""
     driver = Driver(num_blocks=101, max_num_seqs=4, num_tenants=2, fair_admission=fair, **settings)
     rng = random.Random(seed)
     asked = got = 0
@@ -130,12 +130,12 @@ def test_a_flood_leaves_another_tenant_four_fifths_of_its_hits(seed: int, flood:
 
 
 def test_without_fair_admission_a_flood_evicts_other_tenants() -> None:
-    """Else it would show nothing that it does not with them."""
+    """Shows that the previous test depends on fair admission."""
     assert hit_rate(flood=5, fair=False) < 0.8 * hit_rate(flood=0)
 
 
 def test_a_single_tenant_can_use_the_whole_cache() -> None:
-    """Nobody else is there: nothing is kept back."""
+    """No blocks are reserved for other tenants."""
     assert hit_rate(flood=0, prompts=15) == hit_rate(flood=0, prompts=15, fair=False) > 0.8
 
 
@@ -143,11 +143,11 @@ def test_inactive_tenants_are_evicted_first() -> None:
     queue = FairFreeQueue(blocks(9))
     leave(queue, 1, queue.popleft_n(6))
     leave(queue, 2, queue.popleft_n(3))
-    assert {b.block_id for b in queue.popleft_n(2)} == {0, 1}, "the tenant with the most, what it left first"
+    assert {b.block_id for b in queue.popleft_n(2)} == {0, 1}, "the oldest content of the tenant with the most blocks"
     queue.count_held = lambda: {2: 9}
     for _ in range(40 * 9):
         leave(queue, 2, queue.popleft_n(1))
-    assert queue.tenants()[0][0] == 2 and len(queue.tenants()) == 1, "one that does nothing loses all in the end"
+    assert queue.tenants()[0][0] == 2 and len(queue.tenants()) == 1, "an inactive tenant loses all its contents"
 
 
 # ---- the queue itself

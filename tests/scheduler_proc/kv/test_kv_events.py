@@ -1,4 +1,4 @@
-"""The recorder of cache events: whoever applies what it gives has exactly the keys of the pool's map."""
+"""The recorder of cache events: a consumer that applies its events has exactly the keys of the pool's map."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ def test_applied_events_equal_the_keys_of_the_map(actions: list[tuple[int, int]]
 
 @given(ACTIONS)
 def test_batched_events_have_the_same_effect(actions: list[tuple[int, int]]) -> None:
-    """Order counts within a batch: a content may be stored, removed and stored again in one step."""
+    """The order within a batch matters: one step may store, remove and store the same content again."""
     recorder, mirror = KVEventRecorder(layout_of(4), 32), Mirror()
     pool = BlockPool(5, enable_caching=True, events=recorder)
     holder = Holder(pool, HASHES)

@@ -1,4 +1,4 @@
-"""Several groups that must agree on a hit, and scenarios of faults that came back elsewhere."""
+"""Several KV groups that must agree on a hit, with scenarios of bugs of other engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ def manager_of(*groups: KVGroup, usable: int = 40, **options: bool) -> KVCacheMa
 
 
 def filled(*groups: KVGroup, num_tokens: int = 33, usable: int = 40, **options: bool) -> KVCacheManager:
-    """One request has computed and left so many tokens, in chunks of 8."""
+    """Return a manager after one request computed ``num_tokens`` tokens in chunks of 8 and ended."""
     kv = manager_of(*groups, usable=usable, **options)
     first = case(1, num_tokens, kv.block_size)
     first.skip_reading_prefix_cache = True
@@ -29,7 +29,7 @@ def filled(*groups: KVGroup, num_tokens: int = 33, usable: int = 40, **options: 
 
 
 def forget(kv: KVCacheManager, group: int, block: int) -> None:
-    """Evict one block, counted in blocks of its group."""
+    """Evict one block, given by its index in its group."""
     granules = kv.coordinator.managers[group].granules
     hashes = case(0, 100, kv.block_size).block_hashes
     kv.pool.invalidate(group_key(hashes[(block + 1) * granules - 1], group))
@@ -52,7 +52,7 @@ def test_full_attention_and_windows_agree_on_one_hit() -> None:
 
 def test_each_group_shortens_the_hit_until_all_agree() -> None:
     kv = filled(full(), sliding(6), sliding(2))
-    # The wide window loses its hits at 24, 28 and 32, the narrow one those at 20 and 16, and the wide one that at 12.
+    # The wide window rejects 24, 28 and 32, the narrow one 20 and 16, and the wide one 12.
     forget(kv, 1, 6)
     forget(kv, 1, 5)
     assert hit(kv)[0] == 20
@@ -75,7 +75,7 @@ def test_hit_lengths_are_multiples_of_all_block_sizes() -> None:
     assert hit(kv) == (24, ["############", "...#"])
     kv = filled(full(6), sliding(5, 2))
     forget(kv, 1, 13)
-    assert hit(kv)[0] == 24, "block 12 of the window is there, and 26 tokens are no multiple of 6"
+    assert hit(kv)[0] == 24, "block 12 of the window is cached, but 26 tokens are not a multiple of 6"
 
 
 def test_a_block_has_the_hash_of_its_last_granule() -> None:

@@ -1,4 +1,4 @@
-"""KVCacheManager and what is below it: all blocks or none, and hits that always leave the last token."""
+"""KVCacheManager: allocation of all blocks or none, and hits that never include the last token."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def request_of(handle: int, tokens: list[int], salt: str = "") -> CacheCase:
 
 
 def run(kv: KVCacheManager, request: CacheCase) -> tuple[int, Any]:
-    """Admit a request as the scheduler does: hits, then the rest in one piece. Returns hit tokens and new blocks."""
+    """Admit a request like the scheduler: hits, then the rest in one chunk. Returns hit tokens and new blocks."""
     hits, num_hits = kv.get_computed_blocks(request)
     new = kv.allocate_slots(request, request.num_tokens - num_hits, hits, num_hits)
     if new is not None:
@@ -61,7 +61,7 @@ def test_failed_allocation_changes_nothing() -> None:
     before = picture(kv)
     hits, num_hits = kv.get_computed_blocks(second)
     assert num_hits == 8
-    assert kv.allocate_slots(second, 10, hits, num_hits) is None  # needs 3 more, 2 are free
+    assert kv.allocate_slots(second, 10, hits, num_hits) is None  # needs 3 more blocks, 2 are free
     assert picture(kv) == before
 
 
@@ -73,7 +73,7 @@ def test_free_hit_blocks_count_as_needed() -> None:
     second = request_of(2, [*range(8), *range(50, 55)])
     before = picture(kv)
     hits, num_hits = kv.get_computed_blocks(second)
-    # Three blocks are free, but two of them are the hits: 5 tokens more need 2 blocks.
+    # Three blocks are free, but two of them are the hits; 5 more tokens need 2 blocks.
     assert num_hits == 8 and kv.allocate_slots(second, 5, hits, num_hits) is None
     assert picture(kv) == before
     assert kv.allocate_slots(second, 4, hits, num_hits) is not None
@@ -182,7 +182,9 @@ def test_can_fit_full_sequence_counts_shared_blocks() -> None:
     first = request_of(1, list(range(13)))
     run(kv, first)
     late = case(2, 13)
-    assert kv.can_fit_full_sequence(late, 20) and not kv.can_fit_full_sequence(late, 21)  # 3 of 5 are held already
+    assert kv.can_fit_full_sequence(late, 20) and not kv.can_fit_full_sequence(
+        late, 21
+    )  # 3 of 5 blocks are already held
     assert kv.can_fit_full_sequence(late, 8, kv.coordinator.no_blocks)
     assert not kv.can_fit_full_sequence(late, 9, kv.coordinator.no_blocks)
     kv.free(first)

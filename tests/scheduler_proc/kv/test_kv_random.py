@@ -1,5 +1,8 @@
-"""Random runs over random layouts against a worker that remembers what it wrote: each read finds the right content,
-each cached hash tells the truth, each hit is the longest there is, and nothing is left at the end."""
+"""Random runs over random layouts, against a worker that remembers its writes.
+
+Each read finds the right content, each cached hash matches its content, each hit is the longest possible, and no state
+is left at the end.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ DEPTH = 2
 
 
 def reads(group: KVGroup, position: int) -> range:
-    """Positions before ``position`` whose content its token needs."""
+    """Return the earlier positions that the token at ``position`` reads."""
     if group.kind == "sliding_window":
         return range(max(0, position - group.window + 1), position)
     return range(position)
@@ -32,7 +35,7 @@ def reads(group: KVGroup, position: int) -> range:
 
 @dataclass(eq=False)
 class Running:
-    """One request of the simulation; ``script`` is all that it will ever say."""
+    """One request of the simulation; ``script`` has all tokens that it will ever have."""
 
     handle: int
     script: Prefix
@@ -54,7 +57,7 @@ class Running:
 
 
 class Simulation:
-    """Scheduler and worker in one: plans at random, and writes tags instead of keys and values."""
+    """Scheduler and worker in one: schedules at random, and writes tags instead of keys and values."""
 
     def __init__(self, draw: Draw, groups: list[KVGroup], num_blocks: int, caching: bool) -> None:
         self.draw, self.groups, self.caching = draw, groups, caching
@@ -75,7 +78,7 @@ class Simulation:
     # ---- the worker
 
     def execute(self, request: Running, start: int, end: int) -> None:
-        """Read what each token of the chunk reads, write what it writes; tokens of ``script`` are what they are."""
+        """Check the reads of each token of the chunk, and write its tag; tokens are those of ``script``."""
         tables = self.kv.block_ids(request)
         for gid, group in enumerate(self.groups):
             table, size = tables[gid], group.block_size
@@ -98,7 +101,7 @@ class Simulation:
                 self.names[group_key(block_hash, gid)] = (gid, request.script[: (index + 1) * request.size])
 
     def contents(self) -> set[tuple[int, Prefix]]:
-        """All that can be found; checks that each is where its hash leads."""
+        """Return all cached contents, after checking that each is the content that its hash names."""
         found: set[tuple[int, Prefix]] = set()
         for key, block in self.kv.pool.cached_block_hash_to_block.blocks():
             gid, prefix = self.names[key]
@@ -117,7 +120,7 @@ class Simulation:
         return all((gid, script[: (index + 1) * size]) in found for index in self.needed(gid, length))
 
     def longest_hit(self, request: Running) -> int:
-        """By trying every length."""
+        """Return the longest hit by trying every length."""
         if not self.caching or request.skip_reading_prefix_cache:
             return 0
         found = self.contents()
@@ -136,7 +139,7 @@ class Simulation:
                 assert {i for i, b in enumerate(blocks) if not b.is_null} == self.needed(gid, num_hits)
         return hits, num_hits
 
-    # ---- what can happen
+    # ---- actions
 
     def admit(self) -> None:
         length = self.draw(2, 40)
@@ -154,14 +157,16 @@ class Simulation:
         if new is None:
             assert picture(self.kv) == before and not (fits and keep_free == 0)
             return
-        assert self.kv.pool.num_free_blocks >= keep_free or not any(new), "who takes nothing may always come"
+        assert self.kv.pool.num_free_blocks >= keep_free or not any(new), (
+            "a request that takes no block is always admitted"
+        )
         request.num_computed_tokens = request.num_acknowledged_tokens = num_hits
         request.num_hits = num_hits
         self.running.append(request)
         self.send(request, num_tokens)
 
     def send(self, request: Running, num_tokens: int) -> None:
-        """A step whose blocks are there: written at once, answered later."""
+        """Execute a step whose blocks are allocated; its result arrives later."""
         start = request.num_computed_tokens
         self.execute(request, start, start + num_tokens)
         self.kv.cache_blocks(request, min(start + num_tokens, request.num_tokens))
@@ -170,21 +175,23 @@ class Simulation:
 
     def advance(self, request: Running) -> None:
         start = request.num_computed_tokens
-        most = max(request.num_tokens - start, 1)  # a decode may be one step ahead of its token
+        most = max(request.num_tokens - start, 1)  # a decode step may be one ahead of its token
         if len(request.in_flight) == DEPTH or start + 1 >= len(request.script):
             return
         num_tokens = min(self.draw(1, STEP_TOKENS), most)
         before = picture(self.kv)
         new = self.kv.allocate_slots(request, num_tokens)
         if num_tokens == 1 and start % self.kv.block_size:
-            assert new is not None and not any(new) and picture(self.kv) == before, "the step could not be skipped"
+            assert new is not None and not any(new) and picture(self.kv) == before, (
+                "a step within a block must change nothing"
+            )
         if new is None:
             self.preempt(request)
         else:
             self.send(request, num_tokens)
 
     def draft(self, request: Running) -> None:
-        """One known token and drafts, of which the last ones are wrong; only with nothing in flight."""
+        """Execute one known token and drafts, the last of them rejected; only with nothing in flight."""
         num_drafts = self.draw(0, 3)
         start = request.num_computed_tokens
         ready = not request.in_flight and request.num_tokens == start + 1

@@ -1,4 +1,4 @@
-"""Sliding windows: what is held, what is let go of, and what a hit needs."""
+"""Sliding windows: held blocks, freed blocks, and the blocks that a hit needs."""
 
 import pytest
 from kv_cases import case, layout_of, shape, sliding, step
@@ -13,7 +13,7 @@ def manager_of(group: KVGroup, usable: int = 20, **options: int | bool) -> KVCac
 
 
 def filled(group: KVGroup, num_tokens: int = 17, **options: int | bool) -> KVCacheManager:
-    """One request has computed and left so many tokens."""
+    """Return a manager after one request computed ``num_tokens`` tokens and ended."""
     kv = manager_of(group, **options)
     first = case(1, num_tokens)
     first.skip_reading_prefix_cache = True
@@ -28,7 +28,7 @@ def forget(kv: KVCacheManager, *blocks: int) -> None:
 
 
 def hit(kv: KVCacheManager, num_tokens: int = 17) -> tuple[int, str]:
-    """Tokens and entries that a request of this length finds."""
+    """Return the tokens and entries that a request of this length finds."""
     request = case(9, num_tokens)
     hits, num_tokens = kv.get_computed_blocks(request)
     return num_tokens, "".join(".#"[not b.is_null] for b in hits[0])
@@ -40,7 +40,7 @@ def test_blocks_left_of_the_window_are_freed() -> None:
     for _ in range(4):
         step(kv, request, 4)
         seen.append(shape(kv, request))
-    # With 8 computed, position 8 reads 4 to 8: block 0 is not read any more.
+    # With 8 computed, position 8 reads 4 to 8, so block 0 is not read any more.
     assert seen == ["#", "##", ".##", "..##"]
     assert kv.block_ids(request) == [[0, 0, 3, 4]] and kv.pool.num_free_blocks == 18
 
@@ -49,7 +49,7 @@ def test_partially_read_blocks_are_kept() -> None:
     kv, request = manager_of(sliding(6)), case(1, 40)
     for _ in range(3):
         step(kv, request, 4)
-    assert shape(kv, request) == "###", "position 8 reads from 3 on"
+    assert shape(kv, request) == "###", "position 8 reads from position 3 on"
 
 
 def test_blocks_are_freed_by_acknowledged_positions() -> None:
@@ -110,10 +110,10 @@ def test_a_window_of_one_needs_no_cached_blocks() -> None:
 
 def test_a_window_bounds_the_held_blocks() -> None:
     kv = manager_of(sliding(9), usable=7, max_step_tokens=8, pipeline_depth=2)
-    # 8 positions before the first one in flight and 16 in flight, begun and ended within a block.
+    # 8 positions before the first one in flight and 16 in flight, starting and ending within a block.
     assert [kv.num_blocks_for(n) for n in (1, 12, 24, 1000)] == [1, 3, 6, 7]
     assert kv.max_tokens == 2**31 - 1
-    assert manager_of(sliding(9), usable=7).max_tokens == 28, "no bound is known of what is in flight"
+    assert manager_of(sliding(9), usable=7).max_tokens == 28, "unbounded positions in flight"
     request = case(1, 2000)
     for _ in range(100):
         previous = request.num_computed_tokens

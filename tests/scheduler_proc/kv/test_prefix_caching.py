@@ -1,4 +1,4 @@
-"""Prefixes are found, shared in the same step, kept apart by salts, and never wrong."""
+"""Prefix caching end to end: hits, sharing within a step, separation by salts, and correctness."""
 
 from scheduler_driver import Driver, expected_tokens
 
@@ -39,7 +39,7 @@ def test_output_of_one_turn_is_a_hit_of_the_next() -> None:
     answer = driver.run()["a"].tokens
     driver.add("b", [*PREFIX, *answer, 5], max_tokens=1)
     driver.run()
-    # The last answered token was never computed, so its block (position 20) is not full.
+    # The last output token was never computed, so its block (position 20) is not full.
     assert cached(driver, "b") == 20
 
 
@@ -106,7 +106,7 @@ def test_blocks_written_by_a_bad_row_are_not_reused() -> None:
 
 
 def test_blocks_of_a_bad_row_are_not_reused_after_its_preemption() -> None:
-    """Its blocks are free by the time the result arrives, but still cached."""
+    """Its blocks are free but still cached when the result arrives."""
     driver = Driver(num_blocks=8, async_scheduling=True)
     driver.add("old", [1, 2, 3, 4, 5, 6, 7], max_tokens=20)
     driver.add("bad", [*PREFIX[:8], 9, 9, 9], max_tokens=20)
@@ -124,7 +124,7 @@ def test_blocks_of_a_bad_row_are_not_reused_after_its_preemption() -> None:
 
 
 def test_blocks_of_a_bad_row_are_not_reused_after_its_resumption() -> None:
-    """It began with blocks of others; those were lost while it waited, and it wrote them again itself."""
+    """It started with blocks of others, which were evicted while it waited, and then wrote them itself."""
     driver = Driver(num_blocks=9)
     driver.add("first", [*PREFIX[:8], 1], max_tokens=1)
     driver.run()
@@ -146,7 +146,7 @@ def test_blocks_of_a_bad_row_are_not_reused_after_its_resumption() -> None:
 
 
 def test_hashes_always_match_block_contents() -> None:
-    """Many prompts over few blocks: the fake worker compares every slot that is read with what was meant."""
+    """Many prompts over few blocks: the fake worker compares every slot read with its expected content."""
     driver = Driver(num_blocks=7, block_size=2, max_model_len=12, async_scheduling=True)
     for index in range(120):
         prompt = [*[1] * (1 + index % 7), index % 3]

@@ -1,4 +1,4 @@
-"""Who is connected, and as which client: over a hub that is two lists."""
+"""FrontEnds over a hub of two lists: connected front ends and their client numbers."""
 
 from collections import deque
 from typing import Any
@@ -23,18 +23,18 @@ class Lists:
     """Implements ``transport.Hub``.
 
     Attributes:
-        sent: (peer, message) of everything that was taken.
-        deaf: peers that take nothing.
+        sent: (peer, message) of each successful send.
+        not_reading: peers to which sends fail.
     """
 
     def __init__(self) -> None:
         self.inbox: deque[PeerMessage] = deque()
         self.sent: list[tuple[bytes, Any]] = []
-        self.deaf: set[bytes] = set()
+        self.not_reading: set[bytes] = set()
         self.forgotten: list[bytes] = []
 
     def send(self, peer: bytes, message: Any) -> Frames | None:
-        if peer in self.deaf:
+        if peer in self.not_reading:
             return None
         self.sent.append((peer, message))
         return []
@@ -46,27 +46,27 @@ class Lists:
         self.forgotten.append(peer)
 
 
-class House:
-    """FrontEnds, and all that they were heard and told."""
+class Case:
+    """FrontEnds with a hub of lists, and the disconnected clients."""
 
     def __init__(self) -> None:
         self.hub = Lists()
-        self.gone: list[int] = []
-        self.front_ends = FrontEnds(self.hub, CONFIG, self.gone.append)
+        self.disconnected: list[int] = []
+        self.front_ends = FrontEnds(self.hub, CONFIG, self.disconnected.append)
 
-    def hear(self, peer: bytes, *messages: Any) -> list[tuple[int, Any]]:
-        """(client, message) of what of it is for the engine."""
+    def deliver(self, peer: bytes, *messages: Any) -> list[tuple[int, Any]]:
+        """Deliver messages from a peer. Returns (client, message) of those passed on to the engine."""
         self.hub.inbox.extend(PeerMessage(peer, message, []) for message in messages)
-        heard = []
-        while (come := self.front_ends.receive()) is not None:
-            heard.append((come[0], come[1].message))
-        return heard
+        passed_on = []
+        while (received := self.front_ends.receive()) is not None:
+            passed_on.append((received[0], received[1].message))
+        return passed_on
 
-    def told(self, peer: bytes) -> list[Any]:
-        """Since the last call."""
-        told = [message for to, message in self.hub.sent if to == peer]
+    def sent_to(self, peer: bytes) -> list[Any]:
+        """Return the messages sent to a peer since the last call."""
+        found = [message for to, message in self.hub.sent if to == peer]
         self.hub.sent = [(to, message) for to, message in self.hub.sent if to != peer]
-        return told
+        return found
 
 
 def hello(pid: int = 7, index: int = 0, *, version: int = PROTOCOL_VERSION) -> Hello:
@@ -74,105 +74,105 @@ def hello(pid: int = 7, index: int = 0, *, version: int = PROTOCOL_VERSION) -> H
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def case() -> Case:
+    return Case()
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "expected"),
     [
         (None, ["loading"]),
         ("loading", ["loading"]),
         ("ready", ["ready"]),
-        ("recovering", ["ready", "recovering"]),  # requests are taken, and wait
+        ("recovering", ["ready", "recovering"]),  # requests are accepted, and wait
     ],
 )
-def test_a_new_front_end_receives_the_engine_state(house: House, state: str | None, told: list[str]) -> None:
+def test_a_new_front_end_receives_the_engine_state(case: Case, state: str | None, expected: list[str]) -> None:
     if state is not None:
-        house.front_ends.announce(EngineState(state))
-    assert house.hear(b"a", hello()) == []
-    assert house.told(b"a") == [WELCOME, *map(EngineState, told)]
+        case.front_ends.announce(EngineState(state))
+    assert case.deliver(b"a", hello()) == []
+    assert case.sent_to(b"a") == [WELCOME, *map(EngineState, expected)]
 
 
-def test_client_numbers_are_never_reused(house: House) -> None:
-    assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
-    assert house.hear(b"b", hello(8), Abort(["x"])) == [(1, Abort(["x"]))]
-    house.front_ends.on_process_exit(7)
-    assert house.gone == [0] and house.hub.forgotten == [b"a"]
-    assert house.hear(b"a", hello(), Abort(["y"])) == [(2, Abort(["y"]))]
+def test_client_numbers_are_never_reused(case: Case) -> None:
+    assert case.deliver(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
+    assert case.deliver(b"b", hello(8), Abort(["x"])) == [(1, Abort(["x"]))]
+    case.front_ends.on_process_exit(7)
+    assert case.disconnected == [0] and case.hub.forgotten == [b"a"]
+    assert case.deliver(b"a", hello(), Abort(["y"])) == [(2, Abort(["y"]))]
 
 
-def test_process_exit_disconnects_all_its_clients(house: House) -> None:
+def test_process_exit_disconnects_all_its_clients(case: Case) -> None:
     for index, (peer, pid) in enumerate(((b"a", 7), (b"b", 8), (b"c", 7))):
-        house.hear(peer, hello(pid, index))
-    house.front_ends.on_process_exit(7)
-    house.front_ends.on_process_exit(7)
-    assert house.gone == [0, 2]
+        case.deliver(peer, hello(pid, index))
+    case.front_ends.on_process_exit(7)
+    case.front_ends.on_process_exit(7)
+    assert case.disconnected == [0, 2]
 
 
-def test_heartbeats_are_answered_and_not_passed_on(house: House) -> None:
-    house.hear(b"a", hello())
-    house.told(b"a")
-    assert house.hear(b"a", Heartbeat(1.5)) == []
-    assert house.told(b"a") == [Heartbeat(1.5)]
+def test_heartbeats_are_answered_and_not_passed_on(case: Case) -> None:
+    case.deliver(b"a", hello())
+    case.sent_to(b"a")
+    assert case.deliver(b"a", Heartbeat(1.5)) == []
+    assert case.sent_to(b"a") == [Heartbeat(1.5)]
 
 
 @pytest.mark.parametrize(
     "first",
     [hello(version=PROTOCOL_VERSION + 1), hello(version=0), Abort(["x"]), Heartbeat(0.0), DAMAGED],
-    ids=["a later version", "an earlier one", "a request", "a heartbeat", "damaged"],
+    ids=["newer version", "older version", "request", "heartbeat", "corrupt"],
 )
-def test_an_invalid_first_message_is_refused(house: House, first: Any) -> None:
-    assert house.hear(b"a", first) == []
-    (refused,) = house.told(b"a")
-    assert isinstance(refused, Refused) and house.hub.forgotten == [b"a"] and house.gone == []
-    assert house.hear(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
+def test_an_invalid_first_message_is_refused(case: Case, first: Any) -> None:
+    assert case.deliver(b"a", first) == []
+    (refused,) = case.sent_to(b"a")
+    assert isinstance(refused, Refused) and case.hub.forgotten == [b"a"] and case.disconnected == []
+    assert case.deliver(b"a", hello(), Abort(["x"])) == [(0, Abort(["x"]))]
 
 
-def test_the_refusal_names_both_versions(house: House) -> None:
-    house.hear(b"a", hello(version=41))
-    (refused,) = house.told(b"a")
+def test_the_refusal_names_both_versions(case: Case) -> None:
+    case.deliver(b"a", hello(version=41))
+    (refused,) = case.sent_to(b"a")
     assert "41" in refused.reason and str(PROTOCOL_VERSION) in refused.reason
 
 
-def test_a_corrupt_message_disconnects_only_its_front_end(house: House) -> None:
-    house.hear(b"a", hello(7))
-    house.hear(b"b", hello(8))
-    assert house.hear(b"a", DAMAGED) == [] and house.gone == [0]
-    assert isinstance(house.told(b"a")[-1], Refused)
-    assert house.hear(b"b", Abort(["x"])) == [(1, Abort(["x"]))]
+def test_a_corrupt_message_disconnects_only_its_front_end(case: Case) -> None:
+    case.deliver(b"a", hello(7))
+    case.deliver(b"b", hello(8))
+    assert case.deliver(b"a", DAMAGED) == [] and case.disconnected == [0]
+    assert isinstance(case.sent_to(b"a")[-1], Refused)
+    assert case.deliver(b"b", Abort(["x"])) == [(1, Abort(["x"]))]
 
 
-def test_a_front_end_that_does_not_read_is_disconnected_once(house: House) -> None:
-    house.hear(b"a", hello(7))
-    house.hear(b"b", hello(8))
-    house.told(b"b")
-    house.hub.deaf.add(b"a")
+def test_a_front_end_that_does_not_read_is_disconnected_once(case: Case) -> None:
+    case.deliver(b"a", hello(7))
+    case.deliver(b"b", hello(8))
+    case.sent_to(b"b")
+    case.hub.not_reading.add(b"a")
     refusal = Rejected("x", "code", "", "why")
-    house.front_ends.send(0, refusal)
-    house.front_ends.send(0, refusal)
-    assert house.gone == [0] and house.hub.forgotten == [b"a"]
-    house.front_ends.announce(EngineState("ready"))
-    assert house.gone == [0] and house.told(b"b") == [EngineState("ready")]
+    case.front_ends.send(0, refusal)
+    case.front_ends.send(0, refusal)
+    assert case.disconnected == [0] and case.hub.forgotten == [b"a"]
+    case.front_ends.announce(EngineState("ready"))
+    assert case.disconnected == [0] and case.sent_to(b"b") == [EngineState("ready")]
 
 
-def test_an_announcement_continues_after_failed_sends(house: House) -> None:
+def test_an_announcement_continues_after_failed_sends(case: Case) -> None:
     for pid, peer in enumerate((b"a", b"b", b"c")):
-        house.hear(peer, hello(pid))
-        house.told(peer)
-    house.hub.deaf |= {b"a", b"c"}
-    house.front_ends.announce(EngineState("recovering"))
-    assert house.gone == [0, 2] and house.told(b"b") == [EngineState("recovering")]
+        case.deliver(peer, hello(pid))
+        case.sent_to(peer)
+    case.hub.not_reading |= {b"a", b"c"}
+    case.front_ends.announce(EngineState("recovering"))
+    assert case.disconnected == [0, 2] and case.sent_to(b"b") == [EngineState("recovering")]
 
 
-def test_other_messages_are_passed_to_the_engine(house: House) -> None:
-    house.hear(b"a", hello())
-    assert house.hear(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
+def test_other_messages_are_passed_to_the_engine(case: Case) -> None:
+    case.deliver(b"a", hello())
+    assert case.deliver(b"a", hello(), Shutdown()) == [(0, hello()), (0, Shutdown())]
 
 
-def test_a_reconnecting_front_end_replaces_its_old_client(house: House) -> None:
-    """Its first connection was lost on its side, and nobody has said so."""
-    house.hear(b"a", hello(1))
-    house.hear(b"b", hello(1))
-    assert house.gone == [0] and house.hub.forgotten == [b"a"]
-    assert house.hear(b"b", Abort(["1"])) == [(1, Abort(["1"]))]
+def test_a_reconnecting_front_end_replaces_its_old_client(case: Case) -> None:
+    """Its first connection was lost unnoticed."""
+    case.deliver(b"a", hello(1))
+    case.deliver(b"b", hello(1))
+    assert case.disconnected == [0] and case.hub.forgotten == [b"a"]
+    assert case.deliver(b"b", Abort(["1"])) == [(1, Abort(["1"]))]

@@ -1,4 +1,4 @@
-"""Garbage is collected when the loop says so, and at no other time."""
+"""Garbage is collected only when the loop calls for it."""
 
 import gc
 import weakref
@@ -13,11 +13,11 @@ from quire.scheduler_proc.process.garbage_collection import IDLE_SECONDS, YOUNG_
 pytestmark = pytest.mark.full
 
 
-class Knot:
-    """Refers to itself: only a collection frees it."""
+class Cycle:
+    """Refers to itself, so that only a collection frees it."""
 
     def __init__(self) -> None:
-        self.me = self
+        self.itself = self
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def collected() -> Iterator[list[int]]:
-    """Generations of the collections so far. The process' collector is as before afterwards."""
+    """Yield the generations of the collections so far, and restore the garbage collector."""
     generations: list[int] = []
 
     def note(phase: str, info: dict[str, Any]) -> None:
@@ -50,8 +50,8 @@ def collected() -> Iterator[list[int]]:
             gc.enable()
 
 
-def knot() -> "weakref.ref[Knot]":
-    return weakref.ref(Knot())
+def make_cycle() -> "weakref.ref[Cycle]":
+    return weakref.ref(Cycle())
 
 
 def test_automatic_collection_is_disabled_after_start(collected: list[int]) -> None:
@@ -60,15 +60,15 @@ def test_automatic_collection_is_disabled_after_start(collected: list[int]) -> N
     collector.start()
     assert not gc.isenabled() and gc.get_freeze_count() > 0
     del collected[:]
-    left = knot()
+    left = make_cycle()
     many = [[i] for i in range(200_000)]
     assert collected == [] and left() is not None and len(many) == 200_000
     collector.stop()
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def fill(collector: Collector, collected: list[int]) -> None:
-    """Messages until the young ones are walked."""
+def send_until_collection(collector: Collector, collected: list[int]) -> None:
+    """Send messages until the youngest generation is collected."""
     before = len(collected)
     for _ in range(YOUNG_EVERY):
         assert len(collected) == before
@@ -76,20 +76,20 @@ def fill(collector: Collector, collected: list[int]) -> None:
 
 
 def test_young_objects_are_collected_every_few_messages(collected: list[int]) -> None:
-    collector, left = Collector(Clock()), knot()
-    fill(collector, collected)
+    collector, left = Collector(Clock()), make_cycle()
+    send_until_collection(collector, collected)
     assert collected == [0] and left() is None
     collector.after_step()
-    assert collected == [0], "nothing new came"
+    assert collected == [0], "no further message arrived"
 
 
 def test_older_objects_are_collected_when_idle(collected: list[int]) -> None:
-    collector, alive = Collector(Clock()), Knot()
+    collector, alive = Collector(Clock()), Cycle()
     left = weakref.ref(alive)
-    fill(collector, collected)
+    send_until_collection(collector, collected)
     del alive
     for _ in range(20):
-        fill(collector, collected)
+        send_until_collection(collector, collected)
     collector.after_step()
     assert set(collected) == {0} and left() is not None
     collector.idle()
@@ -97,7 +97,7 @@ def test_older_objects_are_collected_when_idle(collected: list[int]) -> None:
 
 
 def test_the_scheduler_makes_no_reference_cycles(collected: list[int]) -> None:
-    """Else a busy engine, which is never idle, would keep them."""
+    """A busy engine, which is never idle, would keep them."""
     driver = Driver(num_blocks=12, async_scheduling=True)
     gc.collect()
     for index in range(30):

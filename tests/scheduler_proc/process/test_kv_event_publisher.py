@@ -1,4 +1,4 @@
-"""Cache events over real sockets: who misses messages asks, and ends with the keys of the pool's map all the same."""
+"""KV cache events over real sockets: a subscriber that misses messages still ends with the keys of the pool's map."""
 
 import socket
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def subscriber(context: "zmq.Context[Any]", engine: Engine) -> Iterator[Subscrib
 
 @pytest.mark.full
 def test_a_subscriber_that_loses_messages_ends_with_the_pools_keys(engine: Engine, subscriber: Subscriber) -> None:
-    """Late at first (nothing waits for it to connect), then every third message is lost."""
+    """It subscribes late, and then every third message is lost."""
     while not subscriber.sub.poll(20):
         engine.step()
     filled = 0
@@ -64,7 +64,7 @@ def test_a_late_subscriber_receives_everything_in_parts(engine: Engine, subscrib
 def test_a_step_without_events_sends_nothing(engine: Engine) -> None:
     engine.publisher.publish(0.0)
     engine.publisher.publish(1.0)
-    assert engine.publisher.next_sequence == 1  # the one with "cleared"
+    assert engine.publisher.next_sequence == 1  # the one with AllBlocksCleared
 
 
 def test_large_batches_are_sent_in_small_answers(engine: Engine, subscriber: Subscriber) -> None:
@@ -82,7 +82,7 @@ def test_dropped_batches_are_reported_as_gone(context: "zmq.Context[Any]", tmp_p
     engine.run(30)
     subscriber.ask()
     assert subscriber.num_gone == 1 and subscriber.next == engine.publisher.next_sequence
-    assert subscriber.mirror.keys <= keys_of(engine.pool)  # never a promise that is not kept
+    assert subscriber.mirror.keys <= keys_of(engine.pool)  # never reports content that is not cached
     subscriber.next -= 9
     subscriber.ask()
     assert subscriber.num_gone == 1
@@ -124,7 +124,7 @@ def test_a_request_beyond_the_newest_batch_returns_the_end(engine: Engine, subsc
 
 
 def test_a_restarted_engine_is_detected(context: "zmq.Context[Any]", tmp_path: Path) -> None:
-    """Also when the new one has counted further than the old one had."""
+    """Also when the sequence number of the new engine is higher."""
     for steps in (2, 90):
         first = Engine(context, tmp_path, incarnation=1)
         subscriber = Subscriber(context, first)
@@ -151,7 +151,7 @@ def test_subscribers_that_do_not_read_do_not_block_the_engine(
     engine.run(100)
     for _ in range(200):
         lazy.dealer.send(bytes(8))
-        engine.answer()  # 32 batches each: far more than a socket holds
+        engine.answer()  # 32 batches each, far more than a socket buffers
     engine.run(3000)
     lazy.close()
     engine.step()

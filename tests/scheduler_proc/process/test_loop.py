@@ -1,4 +1,4 @@
-"""The scheduler's loop: several front ends, and results that cannot be right."""
+"""The scheduler's loop with several front ends, invalid results and dying workers."""
 
 import logging
 from collections.abc import Iterator
@@ -32,49 +32,51 @@ def loop(tmp_path: Path) -> Iterator[LoopUnderTest]:
             loop.close()
 
 
-def answer(loop: LoopUnderTest, client: ZmqChannel, n: int) -> tuple[list[int], list[int]]:
-    """Ask for ``n`` tokens under an id that others use too; returns the tokens, and the reasons of all endings."""
+def generate(loop: LoopUnderTest, client: ZmqChannel, n: int) -> tuple[list[int], list[int]]:
+    """Request ``n`` tokens under an id that other clients use too. Returns the tokens and all finish reasons."""
     client.send(make_request("same", PROMPT, max_tokens=n, ignore_eos=True))
     tokens: list[int] = []
     ended: list[int] = []
 
-    def heard(message: Any) -> bool:
+    def is_done(message: Any) -> bool:
         if isinstance(message, StepOutputs):
             tokens.extend([] if message.tokens is None else message.tokens.tolist())
             ended.extend(end.reason for end in message.ended)
         return bool(ended)
 
-    loop.until(heard, client)
+    loop.until(is_done, client)
     return tokens, ended
 
 
 def test_each_front_end_receives_only_its_own_outputs(loop: LoopUnderTest) -> None:
     clients = [loop.client, loop.another_client(), loop.another_client()]
     for client in clients[1:]:
-        loop.until(lambda heard: isinstance(heard, Welcome), client)
+        loop.until(lambda message: isinstance(message, Welcome), client)
     for client in clients:
         client.send(make_request("same", PROMPT, max_tokens=30, ignore_eos=True))
     for client in clients:
         ended: list[int] = []
         loop.until(
-            lambda heard, ended=ended: isinstance(heard, StepOutputs) and bool(ended.extend(heard.ended) or ended),
+            lambda message, ended=ended: (
+                isinstance(message, StepOutputs) and bool(ended.extend(message.ended) or ended)
+            ),
             client,
         )
         assert [end.reason for end in ended] == [EndReason.LENGTH]
 
 
 def test_a_new_front_end_never_takes_the_number_of_another(loop: LoopUnderTest) -> None:
-    """Numbers of front ends were once counted by how many there are, so a new one got the number of a living one."""
+    """Client numbers were once the number of front ends, so that a new one could get the number of a connected one."""
     first, second = loop.client, loop.another_client()
-    loop.until(lambda heard: isinstance(heard, Welcome), second)
+    loop.until(lambda message: isinstance(message, Welcome), second)
     second.send(make_request("same", PROMPT, max_tokens=100, ignore_eos=True))
-    first.send(Welcome(1, ""))  # what no front end may say: it is cut off
-    loop.until(lambda heard: isinstance(heard, Refused), first)
+    first.send(Welcome(1, ""))  # a message that front ends must not send: it is disconnected
+    loop.until(lambda message: isinstance(message, Refused), first)
     third = loop.another_client()
-    loop.until(lambda heard: isinstance(heard, Welcome), third)
-    assert answer(loop, third, 3) == (expected_tokens(PROMPT, 3), [EndReason.LENGTH])
+    loop.until(lambda message: isinstance(message, Welcome), third)
+    assert generate(loop, third, 3) == (expected_tokens(PROMPT, 3), [EndReason.LENGTH])
     second.send(Stop("same", 1))
-    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended), second)
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended), second)
 
 
 @pytest.mark.parametrize("fault", thinned(["token", "handle", "missing"], keep=1))
@@ -93,7 +95,7 @@ def test_an_invalid_result_loses_no_token(loop: LoopUnderTest, fault: str, caplo
 
     loop.spoil = spoil
     with caplog.at_level(logging.ERROR):
-        assert answer(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
+        assert generate(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
     assert not left[0] and "running requests will be recomputed by new workers" in caplog.text
 
 
@@ -109,13 +111,13 @@ def test_a_step_out_of_memory_halves_the_token_budget(loop: LoopUnderTest, caplo
 
     loop.spoil = spoil
     with caplog.at_level(logging.ERROR):
-        assert answer(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
+        assert generate(loop, loop.client, 12) == (expected_tokens(PROMPT, 12), [EndReason.LENGTH])
     assert 'running requests will be recomputed reason="out of memory in a step of 1 requests"' in caplog.text
     assert "max_num_batched_tokens=" in caplog.text
 
 
 def test_a_request_that_always_breaks_its_workers_fails_alone(loop: LoopUnderTest) -> None:
-    """Whatever computes it gives nonsense: it is run alone, and then it is the one that ends."""
+    """Every worker returns invalid results for it, until it has run alone and failed."""
 
     def spoil(result: ModelRunnerOutput) -> ModelRunnerOutput:
         rows = [row for row in loop.fake.rows.values() if row.request_id == "poison"]
@@ -128,7 +130,7 @@ def test_a_request_that_always_breaks_its_workers_fails_alone(loop: LoopUnderTes
     ended: dict[str, tuple[int, str]] = {}
     tokens: dict[str, list[int]] = {"good": [], "poison": []}
 
-    def heard(message: Any) -> bool:
+    def is_done(message: Any) -> bool:
         if isinstance(message, StepOutputs):
             introduced.update({i.handle: i.request_id for i in message.introduced})
             if message.handles is not None and message.tokens is not None:
@@ -137,7 +139,7 @@ def test_a_request_that_always_breaks_its_workers_fails_alone(loop: LoopUnderTes
             ended.update({introduced[end.handle]: (end.reason, end.detail) for end in message.ended})
         return len(ended) == 2
 
-    loop.until(heard)
+    loop.until(is_done)
     assert ended["good"] == (EndReason.LENGTH, "") and tokens["good"] == expected_tokens(PROMPT, 9)
     assert ended["poison"][0] == EndReason.ERROR and ended["poison"][1].startswith("engine_fault: ")
     assert loop.worker_epoch == 4, "three deaths"
@@ -147,37 +149,37 @@ def test_a_dying_worker_loses_no_token(loop: LoopUnderTest) -> None:
     loop.client.send(make_request("a", PROMPT, max_tokens=30, ignore_eos=True))
     tokens: list[int] = []
 
-    def heard_of(count: int) -> Any:
-        def heard(message: Any) -> bool:
+    def has_tokens(count: int) -> Any:
+        def is_done(message: Any) -> bool:
             if isinstance(message, StepOutputs) and message.tokens is not None:
                 tokens.extend(message.tokens.tolist())
             return len(tokens) >= count
 
-        return heard
+        return is_done
 
     for count in (1, 7, 8, 29):
-        loop.until(heard_of(count))
+        loop.until(has_tokens(count))
         loop.renew_worker()
-    loop.until(heard_of(30))
+    loop.until(has_tokens(30))
     assert tokens == expected_tokens(PROMPT, 30)
 
 
 @pytest.mark.full
 def test_an_unsent_step_is_computed_by_the_next_worker(loop: LoopUnderTest) -> None:
-    """Its socket is gone before anybody has said that it is: the loop finds that out, or that the step is overdue."""
+    """Its socket is closed, without a report to the loop, which notices the failed send, or the overdue step."""
     tokens: list[int] = []
 
-    def heard(message: Any) -> bool:
+    def is_done(message: Any) -> bool:
         if isinstance(message, StepOutputs) and message.tokens is not None:
             tokens.extend(message.tokens.tolist())
         return len(tokens) == 5
 
     loop.client.send(make_request("before", PROMPT[::-1], max_tokens=5, ignore_eos=True))
-    loop.until(heard)  # from here on it is known how long such steps take
+    loop.until(is_done)  # then the usual duration of such steps is known
     loop.worker.close()
     loop.client.send(make_request("a", PROMPT, max_tokens=5, ignore_eos=True))
     loop.wait_for_report("group_failed")
     loop.renew_worker()
     tokens.clear()
-    loop.until(heard)
+    loop.until(is_done)
     assert tokens == expected_tokens(PROMPT, 5)

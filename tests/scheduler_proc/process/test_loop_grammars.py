@@ -1,4 +1,4 @@
-"""The scheduler's loop and grammars: requests wait for theirs, steps for their masks, and drafts come before those."""
+"""The scheduler's loop with grammars: requests wait for grammars, steps for masks, and masks for draft tokens."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
 
 
 def ask(loop: LoopUnderTest, request_id: str, **wanted: Any) -> None:
-    """A request whose tokens the worker pretends to be those of WORD."""
+    """Send a request whose sampled tokens are those of WORD."""
     for index, token in enumerate(ANSWER):
         loop.fake.forced[request_id, index] = token
     sampling = {"structured_outputs": StructuredOutputs(**wanted)} if wanted else {}
@@ -50,11 +50,11 @@ def ask(loop: LoopUnderTest, request_id: str, **wanted: Any) -> None:
 
 
 def end_of(loop: LoopUnderTest, count: int = 1) -> tuple[list[int], list[Any]]:
-    """Tokens, and the first ``count`` endings, refusals among them."""
+    """Return the tokens and the first ``count`` endings, refusals included."""
     tokens: list[int] = []
     ended: list[Any] = []
 
-    def heard(message: Any) -> bool:
+    def is_done(message: Any) -> bool:
         if isinstance(message, StepOutputs):
             tokens.extend([] if message.tokens is None else message.tokens.tolist())
             ended.extend(message.ended)
@@ -62,12 +62,12 @@ def end_of(loop: LoopUnderTest, count: int = 1) -> tuple[list[int], list[Any]]:
             ended.append(message)
         return len(ended) >= count
 
-    loop.until(heard)
+    loop.until(is_done)
     return tokens, ended
 
 
 def allowed_by(inputs: SampleInputs | None) -> list[set[int]]:
-    """Allowed tokens of each position of the one request in it."""
+    """Return the allowed tokens of each position of the single request."""
     assert inputs is not None and inputs.bitmask is not None
     rows = inputs.bitmask.reshape(sum(inputs.counts), -1).view(np.uint8)
     return [set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()) for row in rows]
@@ -167,7 +167,7 @@ def test_a_run_with_grammars_replays(make_loop: MakeLoop) -> None:
 
 class TestDrafts:
     def proposing(self, make_loop: MakeLoop, propose: Callable[[SchedulerOutput, int], Proposed]) -> LoopUnderTest:
-        """``propose`` is told how many tokens the answer has."""
+        """``propose``: called with the step and the number of output tokens."""
         loop = make_loop(num_speculative_tokens=2, async_scheduling=False, max_num_batched_tokens=64)
 
         def drafts(step: SchedulerOutput) -> Proposed:

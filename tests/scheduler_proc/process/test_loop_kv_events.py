@@ -1,4 +1,4 @@
-"""The scheduler's loop publishes what each step changed in the cache, and answers who missed it."""
+"""The scheduler's loop publishes the cache changes of each step and answers replay requests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,13 +42,13 @@ def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[An
             found += msgspec.msgpack.decode(payload, type=KVEventBatch).events
 
     loop.client.send(make_request("a", list(range(10)), max_tokens=8, temperature=0.0))
-    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended))
-    told = kept()
-    assert told[0] == AllBlocksCleared()
-    stored = [h for event in told[1:] if isinstance(event, BlocksStored) for h in event.hashes]
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+    events_so_far = kept()
+    assert events_so_far[0] == AllBlocksCleared()
+    stored = [h for event in events_so_far[1:] if isinstance(event, BlocksStored) for h in event.hashes]
     assert len(stored) == len(set(stored)) == 4  # 10 + 8 tokens in blocks of 4, the last token never computed
     loop.client.send(Control("reset_prefix_cache"))
-    loop.until(lambda heard: isinstance(heard, Statistics) and heard.done)
+    loop.until(lambda message: isinstance(message, Statistics) and message.done)
     mirror = Mirror()
     mirror.apply(kept())
     assert mirror.keys == set()

@@ -1,4 +1,4 @@
-"""When a step is overdue."""
+"""Deadlines of steps."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_a_queued_step_counts_from_the_end_of_the_previous_one() -> None:
     assert deadline.remaining(15.0) == TIMES_USUAL * 5.0
     deadline.result_received(3, 16.0)
     deadline.sent(4, 8, 16.0)
-    assert deadline.remaining(16.0) == TIMES_USUAL * 5.0, "the third took a second, not six"
+    assert deadline.remaining(16.0) == TIMES_USUAL * 5.0, "the third step took one second, not six"
 
 
 def test_old_durations_are_forgotten() -> None:
@@ -65,7 +65,7 @@ def test_slow_steps_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     now = one_step(deadline, 3, 8, now, 2.0)
     assert deadline.num_slow == 0 and not caplog.text
     now = one_step(deadline, 4, 4096, now, 30.0)
-    assert deadline.num_slow == 0, "nobody knows what is usual"
+    assert deadline.num_slow == 0, "no usual duration is known"
     now = one_step(deadline, 5, 8, now, 11.0)
     assert deadline.num_slow == 1 and "slow step step=5 seconds=11 longest_before=2" in caplog.text
 
@@ -81,7 +81,7 @@ def test_new_workers_reset_the_deadline() -> None:
 
 
 def test_steps_of_zero_duration_are_handled() -> None:
-    """Two answers that lay in the socket together may be taken at one reading of the clock."""
+    """Two results may be received at the same clock reading."""
     deadline = StepDeadline()
     now = one_step(deadline, 1, 8, 0.0, 0.0)
     one_step(deadline, 2, 8, now, 1.0)

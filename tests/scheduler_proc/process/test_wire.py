@@ -1,4 +1,4 @@
-"""What a step costs on the wire: a diff carries changes, so that a steady batch is almost free."""
+"""The size of step messages: a diff has only changes, so a steady batch costs almost nothing."""
 
 import random
 from statistics import mean
@@ -10,7 +10,7 @@ LIMIT = 1024
 
 
 def steady(prompt_lengths: list[int], steps: int) -> list[int]:
-    """Bytes of each step message while all requests decode."""
+    """Return the bytes of each step message while all requests decode."""
     driver = Driver(
         num_blocks=1 + REQUESTS * 12,
         block_size=16,
@@ -40,6 +40,6 @@ def test_a_decode_step_of_256_requests_fits_in_a_kibibyte() -> None:
 def test_a_decode_step_without_new_blocks_is_a_few_bytes() -> None:
     sizes = steady([8] * REQUESTS, steps=48)
     assert sorted(sizes)[len(sizes) // 2] <= 32
-    # The worst case: all fill their blocks in the same step.
+    # The worst case: all requests fill their blocks in the same step.
     assert max(sizes) <= LIMIT, f"largest step message: {max(sizes)} bytes"
     assert mean(sizes) <= LIMIT / 4

@@ -1,4 +1,4 @@
-"""Several ranks seen as one worker: nothing is committed on which they do not agree."""
+"""Several ranks behind the interface of one worker: results are released only when all ranks agree."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_disagreeing_ranks_raise() -> None:
 
 
 def test_drafts_do_not_wait_for_digests() -> None:
-    """The masks that every rank waits for depend on them."""
+    """The masks that every rank awaits depend on them."""
     group, ranks = _group(2)
     ranks[0].send(_result(1))
     one = np.array([1], np.int32)
