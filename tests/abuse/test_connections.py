@@ -104,9 +104,9 @@ class TestSlowSenders:
         connections = [impatient.connect(data) for _, data in UNFINISHED]
         answers = [wait_closed(connection) for connection in connections]
         for (status, data), answer in zip(UNFINISHED, answers, strict=True):
-            told = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-            assert status_of(told) == status, (short(data), answer)
-            check_error_message(told)
+            response = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+            assert status_of(response) == status, (short(data), answer)
+            check_error_message(response)
         impatient.until(lambda: impatient.num_connections == 0)
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Folders and files that were there before us: what others made, or can reach, is not used."""
+"""Folders and files that exist already: those of other users, or accessible to them, are not used."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if what is ours were not."""
+    """Make files of this user appear to belong to another user."""
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
 
@@ -72,7 +72,7 @@ def test_socket_directory_of_another_type(folder: Path, tmp_path: Path, make: Ca
 
 
 def test_supervisor_creates_its_own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Under a name that nobody can foretell, with mode 0700 whatever the umask."""
+    """With an unpredictable name, and mode 0700 under any umask."""
     from scheduler_driver import make_config
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -86,7 +86,7 @@ def test_supervisor_creates_its_own_directory(monkeypatch: pytest.MonkeyPatch, t
         assert stat.S_IMODE(supervisor.directory.lstat().st_mode) == 0o700
         check_socket_directory(supervisor.directory)
         supervisor.stop()
-    assert not list(tmp_path.iterdir()), "and takes it away"
+    assert not list(tmp_path.iterdir()), "the directory is removed at exit"
 
 
 def test_planted_link_is_not_followed(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Constraints that mean it ill: refused with a reason, or kept; and nobody else's grammar waits for them."""
+"""Malicious constraints: refused with a reason, or enforced, without delaying the grammars of others."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -198,7 +198,7 @@ def test_two_constraint_fields(app: AbusedApp) -> None:
             assert_refused(refused, 400, "response_format", "combined")
 
 
-# ---- through a server: what is compiled is also matched
+# ---- on a running server, which also matches compiled grammars
 
 
 @pytest.mark.parametrize("outputs", [{"regex": "["}, {"json": {"$ref": "#"}}, {"grammar": "::="}], ids=short)
@@ -228,7 +228,7 @@ ENDS = [
 
 @pytest.mark.parametrize("text", thinned(ENDS, keep=3), ids=ascii)
 def test_complete_output_stops(text: str, server: AbusedServer) -> None:
-    """Nothing may follow: the model ends there, whatever it would rather write."""
+    """The grammar allows nothing more, so the output ends, regardless of the model's logits."""
     body = {"structured_outputs": {"choice": [text]}, "max_tokens": 100, "ignore_eos": False}
     choice = answered(server.complete(**body))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
@@ -247,7 +247,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("outputs", thinned(IMPOSSIBLE, keep=3), ids=short)
 def test_unsatisfiable_constraints_are_reported(outputs: Any, server: AbusedServer) -> None:
     response = server.complete(structured_outputs=outputs, max_tokens=20, temperature=1.0, seed=3)
-    if response.status_code == 200:  # an array may still be empty, and so on
+    if response.status_code == 200:  # an empty array is still valid, for example
         assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
         return
     assert response.status_code in (400, 422), response.text
@@ -260,7 +260,7 @@ def test_unsatisfiable_constraints_are_reported(outputs: Any, server: AbusedServ
     ids=short,
 )
 def test_unsatisfiable_combination_fails_alone(stuck: Any, server: AbusedServer) -> None:
-    """No token is both allowed by the grammar and among those asked for."""
+    """No token is allowed by both the grammar and allowed_token_ids."""
     for ids in ([5], [7, 9], [300], [1000], [20, 21, 22, 23]):
         response = server.complete(structured_outputs=stuck, allowed_token_ids=ids)
         assert response.status_code in (200, 400, 422), response.text
@@ -274,7 +274,7 @@ NUM_DISTINCT = 60
 
 @pytest.mark.full
 def test_distinct_schemas_do_not_accumulate(server: AbusedServer) -> None:
-    """How many the cache holds, and that it forgets: test_manager.py."""
+    """Size and eviction of the grammar cache are tested in test_manager.py."""
     with ThreadPoolExecutor(8) as pool:
         bodies = [{"structured_outputs": {"regex": f"[ab]{{{i + 1}}}"}, "max_tokens": 1} for i in range(NUM_DISTINCT)]
         statuses = list(pool.map(lambda body: _status(server, body), bodies))
@@ -288,7 +288,7 @@ def test_hard_schemas_time_out_without_delaying_others(server: AbusedServer) -> 
         hostile = [pool.submit(_status, server, {"structured_outputs": {"json": schema}}) for schema in hard]
         easy = [_status(server, {"structured_outputs": {"regex": f"easy{i}"}, "max_tokens": 2}) for i in range(10)]
         still_hostile = sum(not future.done() for future in hostile)
-        assert easy == [200] * 10 and still_hostile, "the easy ones were answered while the hard ones were tried"
+        assert easy == [200] * 10 and still_hostile, "easy grammars were served while hard ones compiled"
         assert {future.result() for future in hostile} <= {400, 503}
 
 

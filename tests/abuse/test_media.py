@@ -1,4 +1,4 @@
-"""What this server does not have (images, sound, files, embeddings, adapters): refused by name, and never fetched."""
+"""Unsupported inputs (images, audio, files, embeddings, adapters): refused by field name, and never fetched."""
 
 import base64
 import socket
@@ -11,7 +11,7 @@ from abused_app import AbusedApp
 
 
 def png(width: int, height: int, data: bytes = b"") -> str:
-    """A PNG that says it has so many pixels, as a data URL."""
+    """Return a data URL of a PNG whose header has this size in pixels."""
     head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
     whole = b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -72,7 +72,7 @@ KINDS = ("image_url", "video_url", "audio_url")
 
 
 def test_nothing_is_fetched(app: AbusedApp) -> None:
-    """Not even looked up: no connection comes to the address that is named."""
+    """The server makes no connection to the named address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         for form in FORMS:

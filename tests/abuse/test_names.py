@@ -1,4 +1,4 @@
-"""Names of models, requests, caches and users; and what becomes of strange ones in metrics and in the log."""
+"""Names of models, requests, cache salts and users; odd names in metrics and in the log."""
 
 import asyncio
 import re
@@ -45,7 +45,7 @@ def test_cache_salts(server: AbusedServer) -> None:
         prompt = [*range(100, 140)]
         first, again = (server.complete(prompt=prompt, cache_salt=salt).json()["usage"] for _ in range(2))
         cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, again)]
-        assert cached == [0, 32], "nobody else's cache, and one's own"
+        assert cached == [0, 32], "only the cache of its own salt is hit"
 
 
 IDS: tuple[Any, ...] = ("", "x", "a\nb", "x" * 10**6, "\x1b[31m", "../x", "cmpl-1", 5, None, True, [], {}, "😀", "\x00")
@@ -75,7 +75,7 @@ WAYS_TO_NAME = (
 
 
 def test_requests_cannot_be_addressed_by_id(app: AbusedApp) -> None:
-    """There is no route that takes the id of a request: what a client may end is what it holds a connection to."""
+    """No route takes a request id: a client can only abort the requests of its own connections."""
     made = app.complete().json()["id"]
     for path in WAYS_TO_NAME:
         for method in ("POST", "DELETE", "GET", "PUT"):
@@ -91,7 +91,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_model_name_is_one_label(name: str) -> None:
-    """The page of metrics has a line per sample whatever the model is called."""
+    """The metrics have one line per sample for any model name."""
     metrics = Metrics(name)
     metrics.rejected("invalid_value")
     page = asyncio.run(metrics.render(EndlessEngine())).decode()

@@ -1,4 +1,4 @@
-"""Numbers that are none, too large, too small, of another type; and lists and objects of them."""
+"""Numbers that are invalid, too large, too small, or of another type; and lists and objects of them."""
 
 import random
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from abused_app import AbusedApp
 
 VOCAB = 1024
 CONTEXT = 2048
-# What is no number of any kind, or none that JSON has, as it stands in the body.
+# JSON text of another type, or not valid JSON.
 NO_NUMBERS = (
     *('""', '"2"', '"1e3"', '"hot"', '"NaN"', '"null"', "true", "false", "[]", "[1]", "[[]]", "{}", '{"a": 1}'),
     *('"\\u0000"', '"\\u0661"', "NaN", "Infinity", "-Infinity", "1e999", "-1e999"),
 )
 NO_INTEGERS = ("1.5", "0.1", "1e-7", "5e-324", "1e400", "-2.5")
 HUGE = (2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**65, 2**70, 2**128, 10**40)
-HUGE += (10**308, 2**1024, 10**309, 10**400, 10**4000)  # beyond 2**1024 there is no float
+HUGE += (10**308, 2**1024, 10**309, 10**400, 10**4000)  # larger than any float
 
 
 @dataclass(frozen=True)
 class Range:
-    """A field whose value is a number ``low`` to ``high``; ``open_low``: low itself is refused.
+    """A field whose value is a number from ``low`` to ``high``; ``open_low``: low itself is refused.
 
     Attributes:
-        says: what the refusal says; the whole message, where it has no more.
-        beside: other fields that it needs.
+        says: the expected error message, or its beginning.
+        beside: other fields that the request needs.
     """
 
     path: str
@@ -39,12 +39,12 @@ class Range:
     beside: str = ""
 
     def body(self, value: str) -> bytes:
-        what = '"prompt": [5, 6]' if self.path == COMPLETIONS else '"messages": [{"role": "user", "content": "a"}]'
+        prompt = '"prompt": [5, 6]' if self.path == COMPLETIONS else '"messages": [{"role": "user", "content": "a"}]'
         length = "" if self.name.startswith("max_") else ', "max_tokens": 1'
-        return f'{{{what}{length}{self.beside}, "{self.name}": {value}}}'.encode()
+        return f'{{{prompt}{length}{self.beside}, "{self.name}": {value}}}'.encode()
 
     def outside(self) -> list[str]:
-        """What must be refused, as it stands in the body."""
+        """Return JSON texts of values that must be refused."""
         found = [*NO_NUMBERS, *(NO_INTEGERS if self.integer else ())]
         for value in (*HUGE, *(-value for value in HUGE), -1, 0):
             if not self.low <= value <= self.high:
@@ -149,7 +149,7 @@ VOLUMES: list[tuple[dict[str, Any], str]] = [
 
 
 def test_products_out_of_range(app: AbusedApp) -> None:
-    """Refused before a single sequence is submitted."""
+    """Refused before any sequence is submitted."""
     for fields, param in VOLUMES:
         refused = app.post(COMPLETIONS, {"prompt": [5] * 2000, "max_tokens": 1, **fields})
         assert_refused(refused, 400, param, "must be at most")
@@ -160,7 +160,7 @@ IDS_RANGE = f"integers from 0 to {VOCAB - 1}"
 
 
 def invalid_id_lists() -> list[Any]:
-    """Lists one of whose elements is no id, wherever it stands."""
+    """Return lists with one invalid token id, at each position."""
     wrong: list[Any] = [VOCAB, VOCAB + 1, -1, -(2**31), 2**31 - 1, 2**31, 2**32 + 5, 2**63, 2**64, 2**70]
     wrong += [1.0, 1.5, 1e300, True, False, None, "5", "", [], [5], {}, {"a": 5}]
     chance = random.Random(0)
@@ -234,7 +234,7 @@ TINY = ("5e-324", "1e-300", "1e-45", "1e-40", "1.2e-38", "1e-30", "1e-10", "1e-6
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"])
 def test_tiny_numbers(server: AbusedServer, name: str) -> None:
-    """They are taken, and nothing is divided by what has become zero, not even where logits are made large."""
+    """Accepted without a division by a number that underflowed to zero, also with large logits."""
     for value in TINY:
         for beside in ("", ', "logit_bias": {"5": 100, "6": -100}', ', "repetition_penalty": 0.01, "top_k": 3'):
             fields = f'"seed": 3, "logprobs": 2, "max_tokens": 3, "{name}": {value}{beside}'

@@ -1,4 +1,4 @@
-"""Prompts and messages that are empty, too long, of the wrong form, or made of what tokenizers find hard."""
+"""Prompts and messages that are empty, too long, malformed, or hard for tokenizers."""
 
 import codecs
 import json
@@ -87,7 +87,7 @@ def test_longest_prompt_and_one_more_token(app: AbusedApp) -> None:
     assert_refused(app.complete(prompt=[5] * CONTEXT, max_tokens=1), 400, "prompt", TOO_LONG)
 
 
-# Each of these is a megabyte or more, and hard in its own way for a tokenizer.
+# Units of texts of a megabyte, each hard for a tokenizer in another way.
 MEGABYTE = 2**20
 UNITS = (
     *("a", " ", "\n", "\t", "\x00", "0", ".", "é", "ß", "ﷺ", "￿", "😀", "\u200d", "\u0301", "\u202e", "\ufeff"),
@@ -99,7 +99,7 @@ UNITS = (
 
 @pytest.mark.parametrize("unit", thinned(UNITS, keep=4), ids=short)
 def test_megabyte_texts(app: AbusedApp, unit: str) -> None:
-    """Refused in time by every way in; a piece of it that fits is taken, and comes back as it was."""
+    """Refused in time on every route. A part that fits is accepted, and detokenizes to the same text."""
     text = unit * (MEGABYTE // len(unit.encode()))
     content = json.dumps(text, ensure_ascii=False).encode()
     for path, body, param in (
@@ -130,7 +130,7 @@ def test_streams_of_odd_prompts_are_valid_text(app: AbusedApp, unit: str) -> Non
 
 
 def test_template_markers_in_messages_stay_text(app: AbusedApp) -> None:
-    """What a message spells like a special token stays text: no turn is ended or begun by it."""
+    """Text that looks like a special token does not start or end a turn."""
     plain = app.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     special = {token for token in plain if token < 3}
     for word in (

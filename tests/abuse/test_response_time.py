@@ -1,4 +1,4 @@
-"""The clock by which answers are late: it counts what a server did or slept, and not what its machine did to it."""
+"""The clock for response times: it counts work and sleep of the server, and not waiting for a busy processor."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ while True: pass
 
 @contextmanager
 def running(*code: str) -> Iterator[list[int]]:
-    """Processes that have begun with what is to be watched."""
+    """Start a process per code; yield their ids when they run."""
     processes = [subprocess.Popen([sys.executable, "-S", "-c", text], stdout=subprocess.PIPE) for text in code]
     try:
         for process in processes:
@@ -45,7 +45,7 @@ def test_sleep_counts() -> None:
 
 @pytest.mark.parametrize("of_parent", [False, True])
 def test_waiting_for_a_processor_does_not_count(of_parent: bool) -> None:
-    """Two that want the same processor: each has half of it at most, and the other half is not its own."""
+    """Two processes share one processor: each runs at most half of the time, and the other half does not count."""
     with running(SPINS, SPINS) as (pid, _), Watch(os.getpid() if of_parent else pid) as watch:
         time.sleep(0.6)
     assert watch.own_seconds < 0.8 * watch.wall_seconds

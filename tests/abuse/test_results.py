@@ -1,6 +1,6 @@
-"""Results that are well-formed and wrong: the scheduler refuses them whole, and what is right afterwards is taken.
+"""Well-formed but wrong results: the scheduler refuses each of them whole, and accepts the correct one afterwards.
 
-The clients' tokens are those of the undisturbed run, whatever came between.
+The clients receive the same tokens as in an undisturbed run.
 """
 
 import math
@@ -32,7 +32,7 @@ def floats(*values: float) -> np.ndarray[Any, Any]:
 
 
 def running(asynchronous: bool = True) -> Driver:
-    """Four requests that have tokens already, the first of which wants log probabilities; d has ended."""
+    """Return a driver with four requests that have tokens. The first one has log probabilities; d has ended."""
     driver = Driver(async_scheduling=asynchronous)
     for name, prompt in PROMPTS.items():
         wanted = {"logprobs": 1} if name == "a" else {"prompt_logprobs": 1} if name == "b" else {}
@@ -44,18 +44,18 @@ def running(asynchronous: bool = True) -> Driver:
 
 
 def with_logprobs(result: ModelRunnerOutput, *rows: int, **fields: Any) -> ModelRunnerOutput:
-    """As a right one would be for the first row, but for the ``rows`` named and the ``fields`` of the arrays."""
+    """Add log probabilities of the first row, changed by ``rows`` and by the ``fields`` of the arrays."""
     assert result.tokens is not None
     arrays = LogprobArrays(ints(int(result.tokens[0]), 5), floats(-1.5, -0.5), ints(2), 2)
     return change(result, logprobs=Logprobs(list(rows or (0,)), msgspec.structs.replace(arrays, **fields)))
 
 
 def with_prompts(result: ModelRunnerOutput, *parts: tuple[int, int, int], **fields: Any) -> ModelRunnerOutput:
-    """As a right one would be, but for the ``parts`` (handle, start, count) and the ``fields`` of the arrays."""
+    """Add prompt log probabilities, changed by ``parts`` (handle, start, count) and by the ``fields`` of the arrays."""
     arrays = LogprobArrays(ints(8, 5, 9, 6), floats(-1, -2, -1, -2), ints(1, 1), 2)
     handles, starts, counts = (list(column) for column in zip(*(parts or ((1, 1, 2),)), strict=True))
-    told = PromptLogprobs(handles, starts, counts, msgspec.structs.replace(arrays, **fields))
-    return change(result, prompt_logprobs=told)
+    changed = PromptLogprobs(handles, starts, counts, msgspec.structs.replace(arrays, **fields))
+    return change(result, prompt_logprobs=changed)
 
 
 def tokens_of(result: ModelRunnerOutput) -> Any:
@@ -77,13 +77,13 @@ DAMAGE: dict[str, Damage] = {
     "a token short": lambda r: change(r, tokens=tokens_of(r)[:-1]),
     "a token too many": lambda r: change(r, tokens=np.append(tokens_of(r), np.int32(1))),
     "no tokens": lambda r: change(r, tokens=None),
-    "tokens of nobody": lambda r: change(r, handles=ints()),
+    "tokens without handles": lambda r: change(r, handles=ints()),
     "an unknown handle": lambda r: change(r, handles=ints(0, 1, 77)),
     "a negative handle": lambda r: change(r, handles=ints(0, 1, -1)),
     "a handle twice": lambda r: change(r, handles=ints(0, 1, 1)),
     "a handle less": lambda r: change(r, handles=ints(0, 1), tokens=tokens_of(r)[:2]),
-    "who has ended, too": lambda r: change(r, handles=ints(0, 1, 2, 3), tokens=ints(1, 1, 1, 1)),
-    "who has ended, instead": lambda r: change(r, handles=ints(0, 1, 3)),
+    "an ended request in addition": lambda r: change(r, handles=ints(0, 1, 2, 3), tokens=ints(1, 1, 1, 1)),
+    "an ended request instead": lambda r: change(r, handles=ints(0, 1, 3)),
     "the step before": lambda r: change(r, step=r.step - 1),
     "the step after": lambda r: change(r, step=r.step + 1),
     "a step that was never sent": lambda r: change(r, step=2**40),
@@ -93,23 +93,23 @@ DAMAGE: dict[str, Damage] = {
     "counts that wrap around": lambda r: change(r, counts=ints(2**31 - 1, 2**31 - 1, 5)),
     "too few counts": lambda r: change(r, counts=ints(1, 2)),
     "no counts": lambda r: change(r, counts=ints()),
-    "drafts that nobody had": lambda r: change(r, drafts=ints(1, 0, 0)),
+    "drafts that were not sent": lambda r: change(r, drafts=ints(1, 0, 0)),
     "negative drafts": lambda r: change(r, drafts=ints(-1, 0, 0)),
     "too few drafts": lambda r: change(r, drafts=ints(0)),
-    "a bad row of nobody": lambda r: change(r, bad=[77]),
-    "a bad row of who has ended": lambda r: change(r, bad=[3]),
-    "a failed row of nobody": lambda r: change(r, failed=[(77, "why")]),
-    "time that is none": lambda r: change(r, seconds=math.nan),
-    "endless time": lambda r: change(r, seconds=math.inf),
+    "a bad row of an unknown handle": lambda r: change(r, bad=[77]),
+    "a bad row of an ended request": lambda r: change(r, bad=[3]),
+    "a failed row of an unknown handle": lambda r: change(r, failed=[(77, "why")]),
+    "a time of NaN": lambda r: change(r, seconds=math.nan),
+    "infinite time": lambda r: change(r, seconds=math.inf),
     "negative time": lambda r: change(r, seconds=-0.5),
-    "a log probability that is none": lambda r: with_logprobs(r, values=floats(math.nan, -0.5)),
-    "another that is none": lambda r: with_logprobs(r, values=floats(-1.5, math.nan)),
-    "an endless one": lambda r: with_logprobs(r, values=floats(math.inf, -0.5)),
-    "one above certainty": lambda r: with_logprobs(r, values=floats(0.5, -0.5)),
-    "a rank of nothing": lambda r: with_logprobs(r, ranks=ints(0)),
+    "a log probability of NaN": lambda r: with_logprobs(r, values=floats(math.nan, -0.5)),
+    "another log probability of NaN": lambda r: with_logprobs(r, values=floats(-1.5, math.nan)),
+    "an infinite log probability": lambda r: with_logprobs(r, values=floats(math.inf, -0.5)),
+    "a log probability above 0": lambda r: with_logprobs(r, values=floats(0.5, -0.5)),
+    "a rank of 0": lambda r: with_logprobs(r, ranks=ints(0)),
     "a negative rank": lambda r: with_logprobs(r, ranks=ints(-5)),
     "a rank past the vocabulary": lambda r: with_logprobs(r, ranks=ints(VOCAB_SIZE + 1)),
-    "ranks of nobody": lambda r: with_logprobs(r, ranks=ints(1, 1)),
+    "too many ranks": lambda r: with_logprobs(r, ranks=ints(1, 1)),
     "no ranks": lambda r: with_logprobs(r, ranks=ints()),
     "no values": lambda r: with_logprobs(r, values=floats()),
     "a value short": lambda r: with_logprobs(r, values=floats(-1.5)),
@@ -117,13 +117,13 @@ DAMAGE: dict[str, Damage] = {
     "no ids": lambda r: with_logprobs(r, token_ids=ints()),
     "an id past the vocabulary": lambda r: with_logprobs(r, token_ids=ints(1, VOCAB_SIZE)),
     "a negative id": lambda r: with_logprobs(r, token_ids=ints(-1, 1)),
-    "a row that is not there": lambda r: with_logprobs(r, 3),
+    "a row past the end": lambda r: with_logprobs(r, 3),
     "a negative row": lambda r: with_logprobs(r, -1),
-    "a row of who did not ask": lambda r: with_logprobs(r, 1),
-    "a width of nothing": lambda r: with_logprobs(r, width=0),
+    "a row without logprobs": lambda r: with_logprobs(r, 1),
+    "a width of 0": lambda r: with_logprobs(r, width=0),
     "a negative width": lambda r: with_logprobs(r, width=-2),
     "a huge width": lambda r: with_logprobs(r, width=2**40),
-    "a width that nobody can ask for": lambda r: with_logprobs(
+    "a width above the allowed maximum": lambda r: with_logprobs(
         r, width=22, token_ids=ints(*[1] * 22), values=floats(*[-1.0] * 22)
     ),
     "a row twice": lambda r: with_logprobs(
@@ -134,8 +134,8 @@ DAMAGE: dict[str, Damage] = {
         values=floats(-1, -1, -1, -1),
         ranks=ints(1, 1),
     ),
-    "a prompt of who did not ask": lambda r: with_prompts(r, (0, 1, 2)),
-    "a prompt of nobody": lambda r: with_prompts(r, (77, 1, 2)),
+    "a prompt without prompt_logprobs": lambda r: with_prompts(r, (0, 1, 2)),
+    "a prompt of an unknown handle": lambda r: with_prompts(r, (77, 1, 2)),
     "beyond a prompt": lambda r: with_prompts(r, (1, 2, 2)),
     "before a prompt": lambda r: with_prompts(r, (1, 0, 2)),
     "a prompt counted negatively": lambda r: with_prompts(r, (1, 1, -2)),
@@ -147,7 +147,7 @@ DAMAGE: dict[str, Damage] = {
 
 
 def go_on(driver: Driver) -> None:
-    """To the end; and every client has what it would have had."""
+    """Run to the end, and check that every client received the expected tokens."""
     driver.run()
     driver.check_drained()
     for name, prompt in PROMPTS.items():
@@ -156,7 +156,7 @@ def go_on(driver: Driver) -> None:
 
 
 def damaged(driver: Driver, damage: Damage) -> None:
-    """The next result is damaged, which is refused; nothing of it is applied."""
+    """Damage the next result and check that it is refused without any effect."""
     while driver.schedule() is not None:
         pass
     driver.execute()
@@ -195,7 +195,7 @@ def test_unexpected_result() -> None:
 
 @pytest.mark.parametrize("step", [-1, -(2**40)])
 def test_result_before_the_first_step_is_ignored(step: int) -> None:
-    """As one of an epoch that has ended is."""
+    """Ignored like a result of an earlier worker epoch."""
     driver = running()
     stray = driver.scheduler.statistics().num_stray_messages
     driver.scheduler.consume(ModelRunnerOutput(step, ints(1), ints(0)))
@@ -222,7 +222,7 @@ NUMBERS = [-(2**31), -1, 0, 1, 2, 3, 77, VOCAB_SIZE - 1, VOCAB_SIZE, 2**31 - 1]
 
 
 def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
-    """One field is other than it was."""
+    """Return the result with one field changed."""
 
     def array(old: Any) -> Any:
         kind = np.float32 if old is not None and old.dtype == np.float32 else np.int32
@@ -240,7 +240,7 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
         return np.array(values, kind)
 
     def arrays(old: Logprobs | PromptLogprobs | None) -> LogprobArrays:
-        """One of the arrays, or the width, is other than it was."""
+        """Return the arrays with one of them, or the width, changed."""
         right = LogprobArrays(ints(5), floats(-0.5), ints(1), 1) if old is None else old.arrays
         name = rng.choice(right.__struct_fields__)
         if name == "width":

@@ -1,7 +1,6 @@
-"""Steps that are well-formed and wrong: a worker refuses the whole step, says why, and has changed nothing.
+"""Well-formed but wrong steps: a worker refuses the whole step with a reason, and its state is unchanged.
 
-That nothing has changed is seen by looking, and by the right step afterwards, which gives the tokens that it would
-have given.
+The state is compared, and the valid step afterwards must return the same tokens.
 """
 
 import random
@@ -31,9 +30,9 @@ def ints(*values: int) -> np.ndarray[Any, Any]:
 
 
 class Held:
-    """A worker that holds three requests: 0 at a block's end, 1 within one, 2 parked; blocks 1 to 6 are theirs.
+    """A worker with three requests: 0 at the end of a block, 1 within a block, 2 parked. They hold blocks 1 to 6.
 
-    The first block of 1 is of the prefix cache: it only reads it.
+    The first block of request 1 is a prefix cache hit, which is only read.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Held:
         )
 
     def good(self) -> SchedulerOutput:
-        """One that brings something of everything, to be spoilt: 3 comes, 2 runs again, 1 leaves."""
+        """Return a valid step to damage: request 3 is new, 2 is unparked, 1 is removed."""
         return SchedulerOutput(
             3,
             removed=[1],
@@ -75,7 +74,7 @@ class Held:
         ]
 
     def run(self, step: SchedulerOutput) -> dict[int, int]:
-        """Handle → token."""
+        """Execute a step; return tokens by handle."""
         result = self.runner.execute(step).result()
         self.runner.check()
         assert result.tokens is not None
@@ -83,11 +82,11 @@ class Held:
         return dict(zip(handles.tolist(), result.tokens.tolist(), strict=True))
 
     def refuses(self, step: SchedulerOutput) -> str:
-        """Why; and nothing has changed."""
+        """Check that the step is refused and the state unchanged; return the reason."""
         before = self.state()
         with pytest.raises(StepRefused) as caught:
             self.runner.launch(step)
-        assert all(np.array_equal(a, b) for a, b in zip(before, self.state(), strict=True)), "something has changed"
+        assert all(np.array_equal(a, b) for a, b in zip(before, self.state(), strict=True)), "state has changed"
         return str(caught.value)
 
 
@@ -107,7 +106,7 @@ def more(handles: list[int], ids: list[int], groups: list[int] | None = None) ->
     }
 
 
-SPOILT: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_STEPS: dict[str, tuple[dict[str, Any], str]] = {
     # blocks
     "a block at the pool's end": (more([0], [NUM_BLOCKS]), "block id"),
     "a block far beyond the pool": (more([0], [2**31 - 1]), "block id"),
@@ -119,54 +118,54 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     "a new request on the null block": ({"block_ids": ints(5, 0)}, "block id"),
     "another's block": (more([0], [2]), "slot overlap"),
     "another's block for a new request": ({"block_ids": ints(3, 6)}, "slot overlap"),
-    "a block that somebody reads": ({"removed": [], "block_ids": ints(1, 6)}, "slot overlap"),
+    "a block that another request reads": ({"removed": [], "block_ids": ints(1, 6)}, "slot overlap"),
     "one's own block again": (more([0], [3]), "slot overlap"),
     "a block for two": (more([0, 2], [7, 7]), "slot overlap"),
     "a block twice for one": (more([0, 0], [7, 7]), "slot overlap"),
     "a block twice for a new request": ({"block_ids": ints(5, 5)}, "slot overlap"),
     "a block for a new request and an old one": (more([0], [5]), "slot overlap"),
     "more blocks than a table has room for": (more([0] * 7, list(range(7, 14))), "more than the maximum of 8"),
-    "blocks for nobody": (more([9], [7]), "not held"),
-    "blocks for who leaves": (more([1], [7]), "not held"),
+    "blocks for an unknown handle": (more([9], [7]), "not held"),
+    "blocks for a removed request": (more([1], [7]), "not held"),
     "blocks for a negative handle": (more([-1], [7]), "not held"),
-    "blocks of a group that is not there": (more([0], [7], [1]), "got 1"),
+    "blocks of an unknown group": (more([0], [7], [1]), "got 1"),
     "blocks of a negative group": (more([0], [7], [-1]), "got -1"),
     "more handles than blocks": (more([0, 2], [7]), "different lengths"),
     "more blocks than handles": (more([0], [7, 8]), "different lengths"),
     "more groups than blocks": (more([0], [7], [0, 0]), "different lengths"),
     "blocks without handles": ({"appended_block_ids": ints(7)}, "different lengths"),
     "handles without blocks": ({"appended_handles": ints(0)}, "different lengths"),
-    "groups of nothing": ({"appended_groups": ints(0)}, "different lengths"),
+    "groups without blocks": ({"appended_groups": ints(0)}, "different lengths"),
     "too few blocks for a new request": ({"new_requests": [new(num_blocks=[1])], "block_ids": ints(5)}, "no block"),
     "no blocks for a new request": ({"new_requests": [new(num_blocks=[0])], "block_ids": None}, "no block"),
-    "blocks that are not there": ({"block_ids": ints(5)}, "number of block ids"),
-    "blocks of nobody": ({"block_ids": ints(5, 6, 7)}, "number of block ids"),
+    "fewer blocks than counted": ({"block_ids": ints(5)}, "number of block ids"),
+    "more blocks than counted": ({"block_ids": ints(5, 6, 7)}, "number of block ids"),
     "blocks for no group": ({"new_requests": [new(num_blocks=[])]}, "0 KV groups"),
     "blocks for two groups": ({"new_requests": [new(num_blocks=[1, 1])]}, "2 KV groups"),
     "a negative number of blocks": ({"new_requests": [new(num_blocks=[-2])]}, "KV groups"),
     "a huge number of blocks": ({"new_requests": [new(num_blocks=[BIG])]}, "number of block ids"),
     # handles
-    "an unknown handle leaves": ({"removed": [9]}, "not held"),
-    "one leaves twice": ({"removed": [1, 1]}, "duplicate handle"),
-    "a negative handle leaves": ({"removed": [-1]}, "not held"),
-    "a huge handle leaves": ({"removed": [2**63]}, "not held"),
+    "an unknown handle is removed": ({"removed": [9]}, "not held"),
+    "a request is removed twice": ({"removed": [1, 1]}, "duplicate handle"),
+    "a negative handle is removed": ({"removed": [-1]}, "not held"),
+    "a huge handle is removed": ({"removed": [2**63]}, "not held"),
     "an unknown handle is parked": ({"parked": [9]}, "not held"),
-    "a parked one is parked": ({"parked": [2], "unparked": []}, "already parked"),
-    "one is parked twice": ({"parked": [0, 0]}, "already parked"),
-    "who leaves is parked": ({"parked": [1]}, "or removed"),
-    "an unknown handle runs again": ({"unparked": [9]}, "not held"),
-    "a running one runs again": ({"unparked": [0]}, "not parked"),
-    "one runs again twice": ({"unparked": [2, 2]}, "not parked"),
-    "who leaves runs again": ({"unparked": [1]}, "not held"),
-    "a new one runs again": ({"unparked": [3]}, "not parked"),
-    "a held one comes": ({"new_requests": [new(handle=0)], "counts": []}, "in use or invalid"),
-    "a negative one comes": ({"new_requests": [new(handle=-3)], "counts": [(-3, 5)]}, "in use or invalid"),
-    "a huge one comes": ({"new_requests": [new(handle=BIG)], "counts": [(BIG, 5)]}, "in use or invalid"),
-    "one comes twice": (
+    "a parked request is parked": ({"parked": [2], "unparked": []}, "already parked"),
+    "a request is parked twice": ({"parked": [0, 0]}, "already parked"),
+    "a removed request is parked": ({"parked": [1]}, "or removed"),
+    "an unknown handle is unparked": ({"unparked": [9]}, "not held"),
+    "a running request is unparked": ({"unparked": [0]}, "not parked"),
+    "a request is unparked twice": ({"unparked": [2, 2]}, "not parked"),
+    "a removed request is unparked": ({"unparked": [1]}, "not held"),
+    "a new request is unparked": ({"unparked": [3]}, "not parked"),
+    "a new held handle": ({"new_requests": [new(handle=0)], "counts": []}, "in use or invalid"),
+    "a new negative handle": ({"new_requests": [new(handle=-3)], "counts": [(-3, 5)]}, "in use or invalid"),
+    "a new huge handle": ({"new_requests": [new(handle=BIG)], "counts": [(BIG, 5)]}, "in use or invalid"),
+    "a new request twice": (
         {"new_requests": [new(), new()], "token_ids": ints(*[1] * 10), "block_ids": ints(5, 6, 7, 8)},
         "duplicate handle",
     ),
-    "more than there are rows": (
+    "more requests than rows": (
         {
             "removed": [],
             "new_requests": [new(), new(handle=4)],
@@ -179,17 +178,17 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"token_ids": None}, "number of token ids"),
     "too few tokens": ({"token_ids": ints(8, 6, 4, 1)}, "number of token ids"),
     "too many tokens": ({"token_ids": ints(8, 6, 4, 1, 2, 2)}, "number of token ids"),
-    "tokens of nobody": ({"new_requests": [], "block_ids": None, "counts": []}, "number of token ids"),
+    "tokens without a request": ({"new_requests": [], "block_ids": None, "counts": []}, "number of token ids"),
     "a token past the vocabulary": ({"token_ids": ints(8, 6, 4, 1, MODEL.vocab_size)}, "vocabulary"),
     "a negative token": ({"token_ids": ints(-1, 6, 4, 1, 2)}, "vocabulary"),
     "a request of no tokens": ({"new_requests": [new(num_tokens=0)], "token_ids": None}, "length is not between"),
-    "a request of minus five": ({"new_requests": [new(num_tokens=-5)]}, "length is not between"),
+    "a request of -5 tokens": ({"new_requests": [new(num_tokens=-5)]}, "length is not between"),
     "a request of a huge length": ({"new_requests": [new(num_tokens=BIG)]}, "length is not between"),
-    "a prompt of nothing": ({"new_requests": [new(num_prompt_tokens=0)]}, "0 prompt tokens"),
-    "a prompt of minus one": ({"new_requests": [new(num_prompt_tokens=-1)]}, "-1 prompt tokens"),
-    "a prompt longer than all": ({"new_requests": [new(num_prompt_tokens=6)]}, "6 prompt tokens"),
+    "a prompt of 0 tokens": ({"new_requests": [new(num_prompt_tokens=0)]}, "0 prompt tokens"),
+    "a prompt of -1 tokens": ({"new_requests": [new(num_prompt_tokens=-1)]}, "-1 prompt tokens"),
+    "a prompt longer than the request": ({"new_requests": [new(num_prompt_tokens=6)]}, "6 prompt tokens"),
     "all computed": ({"new_requests": [new(num_computed_tokens=5)]}, "5 computed tokens"),
-    "less than nothing computed": ({"new_requests": [new(num_computed_tokens=-1)]}, "-1 computed tokens"),
+    "-1 computed tokens": ({"new_requests": [new(num_computed_tokens=-1)]}, "-1 computed tokens"),
     "computed beyond its blocks": (
         {"new_requests": [new(num_computed_tokens=4, num_blocks=[1])], "block_ids": ints(5), "counts": []},
         "no block",
@@ -214,23 +213,23 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # counts
     "a count for an unknown handle": ({"counts": [(3, 5), (9, 2)]}, "not held"),
-    "a count for who leaves": ({"counts": [(3, 5), (1, 1)]}, "not held"),
-    "a count of nothing": ({"counts": [(3, 0)]}, "count of 0"),
+    "a count for a removed request": ({"counts": [(3, 5), (1, 1)]}, "not held"),
+    "a count of 0": ({"counts": [(3, 0)]}, "count of 0"),
     "a negative count": ({"counts": [(3, -5)]}, "count of -5"),
     "a huge count": ({"counts": [(3, BIG)]}, f"count of {BIG}"),
-    "a count that no number holds": ({"counts": [(3, 2**63)]}, f"count of {2**63}"),
+    "a count of 2**63": ({"counts": [(3, 2**63)]}, f"count of {2**63}"),
     "a count twice": ({"counts": [(3, 5), (3, 1)]}, "duplicate handle"),
-    "more than is known": ({"counts": [(3, 6)]}, "not known"),
-    "more than is known of an old one": ({"counts": [(3, 5), (0, 2)]}, "not known"),
-    "a count for a parked one": ({"unparked": [], "counts": [(3, 5), (2, 1)]}, "is parked"),
-    "drafts beyond counts": ({"drafts": [(3, 5)]}, "draft tokens among 5"),
-    "drafts of who has no count": ({"drafts": [(0, 1)]}, "draft tokens among 1"),
+    "more than the known tokens": ({"counts": [(3, 6)]}, "not known"),
+    "more than the known tokens of a running request": ({"counts": [(3, 5), (0, 2)]}, "not known"),
+    "a count for a parked request": ({"unparked": [], "counts": [(3, 5), (2, 1)]}, "is parked"),
+    "more drafts than tokens": ({"drafts": [(3, 5)]}, "draft tokens among 5"),
+    "drafts of a request without a count": ({"drafts": [(0, 1)]}, "draft tokens among 1"),
     "no drafts": ({"drafts": [(3, 0)]}, "cannot have 0 draft tokens"),
     "negative drafts": ({"drafts": [(3, -1)]}, "cannot have -1 draft tokens"),
     "drafts before the end": ({"drafts": [(3, 2)]}, "cannot have 2 draft tokens"),
     "drafts for an unknown handle": ({"drafts": [(9, 1)]}, "not held"),
     "drafts twice": ({"drafts": [(3, 1), (3, 1)]}, "duplicate handle"),
-    "nothing runs": (
+    "no running request": (
         {"removed": [0, 1, 2], "unparked": [], "new_requests": [], "token_ids": None, "block_ids": None, "counts": []},
         "without running requests",
     ),
@@ -241,7 +240,7 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
     # numbers
     "a step left out": ({"step": 4}, "step 4 after step 2"),
     "a step again": ({"step": 2}, "step 2 after step 2"),
-    "a step of before": ({"step": 1}, "step 1 after step 2"),
+    "an earlier step": ({"step": 1}, "step 1 after step 2"),
     "a negative step": ({"step": -3}, "step -3 after step 2"),
     "a huge step": ({"step": 2**63}, "after step 2"),
 }
@@ -249,32 +248,32 @@ SPOILT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def right() -> dict[int, int]:
-    """What the good step gives where nothing was spoilt."""
+    """Return the tokens of the valid step on an undisturbed worker."""
     held = Held()
     return held.run(held.good())
 
 
 @pytest.fixture(scope="module")
 def held() -> Held:
-    """One worker for all that is refused: it changes nothing, so they do not see each other."""
+    """Return one worker for all refused steps, which do not change its state."""
     return Held()
 
 
-@pytest.mark.parametrize(("fields", "told"), thinned(SPOILT.values(), keep=20), ids=SPOILT)
-def test_invalid_step_is_refused_whole(held: Held, fields: dict[str, Any], told: str) -> None:
-    assert told in held.refuses(msgspec.structs.replace(held.good(), **fields))
+@pytest.mark.parametrize(("fields", "message"), thinned(INVALID_STEPS.values(), keep=20), ids=INVALID_STEPS)
+def test_invalid_step_is_refused_whole(held: Held, fields: dict[str, Any], message: str) -> None:
+    assert message in held.refuses(msgspec.structs.replace(held.good(), **fields))
 
 
 def test_valid_step_works_after_refusals(right: dict[int, int]) -> None:
     held = Held()
-    for fields, _ in SPOILT.values():
+    for fields, _ in INVALID_STEPS.values():
         held.refuses(msgspec.structs.replace(held.good(), **fields))
     assert held.run(held.good()) == right
     assert set(right) == {0, 2, 3}
 
 
 def test_too_many_tokens_for_one_step() -> None:
-    """Each request could have them; the memory plan has room for 48 positions in all."""
+    """Each request alone would fit; the memory plan has room for 48 tokens per step."""
     held = Held()
     rows = {"new_requests": [new(handle=3 + i, num_tokens=30, num_blocks=[8]) for i in range(2)]}
     step = SchedulerOutput(
@@ -284,7 +283,7 @@ def test_too_many_tokens_for_one_step() -> None:
 
 
 def test_row_without_a_slot_is_refused() -> None:
-    """Nothing in the diff says so: request 0 goes on by itself until it needs a block."""
+    """The diff does not name the row: request 0 keeps decoding without one until it needs a block."""
     held = Held()
     for step in (3, 4, 5):
         held.runner.execute(SchedulerOutput(step, removed=[1, 2] if step == 3 else [])).result()
@@ -317,7 +316,7 @@ def test_null_blocks_only_before_the_window() -> None:
         ids[place] = 0
         in_window = (place < 4) == (kinds[0] == "sliding_window")
         if in_window and place % 4 < 3:
-            continue  # nobody writes there
+            continue  # not written
         with pytest.raises(StepRefused, match="block"):
             runner().launch(step(*ids))
 
@@ -326,7 +325,7 @@ NUMBERS = [-(2**31), -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, NUM_BLOCKS - 1, NUM_BLOCKS,
 
 
 def _mutate(step: SchedulerOutput, rng: random.Random) -> SchedulerOutput:
-    """Something of the step is another number, gone, doubled or moved."""
+    """Return the step with one value changed, deleted, duplicated or moved."""
 
     def other(value: Any) -> Any:
         match value:
@@ -369,7 +368,7 @@ def _everything(held: Held) -> SchedulerOutput:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_damage_is_refused_whole_or_runs(seed: int) -> None:
-    """No other exception, no half-applied step, and what runs leaves every invariant whole."""
+    """No other exception, no partially applied step; a step that runs keeps all invariants."""
     rng = random.Random(seed)
     held, num_refused, num_run = Held(), 0, 0
     for _ in range(150):
@@ -390,7 +389,7 @@ def test_random_damage_is_refused_whole_or_runs(seed: int) -> None:
 
 
 def test_steady_step_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law of cost: a steady step has no work here, whoever is held."""
+    """Cost follows change: a steady step has no checks, for any number of requests."""
     held = Held()
     held.run(held.good())
 
@@ -426,12 +425,12 @@ APPENDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "told"), thinned(APPENDS.values(), keep=5), ids=APPENDS)
-def test_step_with_only_new_blocks(held: Held, fields: dict[str, Any], told: str) -> None:
-    """The most frequent one has a shorter way, which must see the same."""
+@pytest.mark.parametrize(("fields", "message"), thinned(APPENDS.values(), keep=5), ids=APPENDS)
+def test_step_with_only_new_blocks(held: Held, fields: dict[str, Any], message: str) -> None:
+    """The most frequent kind of step has a short path, which must find the same errors."""
     step = SchedulerOutput(3, **fields)
-    if told:
-        assert told in held.refuses(step)
+    if message:
+        assert message in held.refuses(step)
     else:
         Held().runner.execute(step).result()
 

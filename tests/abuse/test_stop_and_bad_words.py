@@ -1,4 +1,4 @@
-"""Strings that end an answer or may not be in it: too many, too long, empty, of odd characters, or no strings."""
+"""Stop strings and bad words: too many, too long, empty, with odd characters, or of another type."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_invalid_bad_words(app: AbusedApp) -> None:
 
 
 def test_stop_strings_of_odd_characters(app: AbusedApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked for, and none of them is in this answer."""
+    """None of them occurs in this output."""
     monkeypatch.setattr(app.engine, "reply", "one two three four five")
     plain = app.complete().json()["choices"][0]["text"]
     for stop in (*ODD, [*ODD], ["\x00" * 1024], [f"{i:0100}" for i in range(64)], *([unit * 100] for unit in ODD)):
@@ -42,7 +42,7 @@ def test_stop_strings_of_odd_characters(app: AbusedApp, monkeypatch: pytest.Monk
 
 
 def test_largest_allowed_number_of_stop_strings(app: AbusedApp) -> None:
-    """All of them begin the answer, and one of them ends it."""
+    """All of them share a prefix with the output, and one of them ends it."""
     body = {"prompt": [40, 41, 42], "max_tokens": 12, "seed": 1, "ignore_eos": True}
     text = app.complete(**body).json()["choices"][0]["text"]
     stop = [text[:5] + "\x00" * i for i in range(1, 63)] + [text[:7]]
@@ -59,7 +59,7 @@ def test_bad_words_of_odd_characters(app: AbusedApp) -> None:
 
 
 def test_all_tokens_forbidden(server: AbusedServer) -> None:
-    """What cannot be is said, or what is left is sampled; nobody waits."""
+    """The request fails with an error or samples a remaining token, without delay."""
     words = [chr(code) for code in range(0x20, 0x7F)]
     for fields in (
         {"bad_words": words},

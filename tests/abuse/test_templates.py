@@ -1,4 +1,5 @@
-"""Templates that mean it ill, and requests that make a good one do so: one request fails, in time, and says nothing."""
+"""Malicious templates, and requests that misuse a good one: only that request fails, in time, without revealing
+internals."""
 
 import contextlib
 import json
@@ -65,7 +66,7 @@ WRONG = ["{% if %}", "{{ x", "{% for %}", "{{ x|nonsense }}", "{{ x is nonsense 
 
 
 def either(sources: dict[str, str]) -> str:
-    """A template that does what its first message names."""
+    """Return a template that runs the source named by its first message."""
     branches = "".join(f"{{% if messages[0].content == {case!r} %}}{sources[case]}{{% endif %}}" for case in sources)
     return branches + "{{ messages[0].content }}"
 
@@ -79,7 +80,7 @@ def evil() -> Iterator[TemplateHelper]:
 
 @pytest.fixture(scope="module")
 def one_helper() -> Iterator[TemplateHelper]:
-    """Renders the template that is its conversation's own: so that one process does for all."""
+    """A helper whose template is the text of the conversation, so that one process serves all cases."""
     source = "{{ messages[0].content }}"
     helper = TemplateHelper(source, {}, "test")
     yield helper
@@ -112,8 +113,8 @@ def test_output_is_limited(one_helper: TemplateHelper) -> None:
         render(one_helper, "x" * 1001)
 
 
-def mine(template: TemplateHelper) -> list[psutil.Process]:
-    """Its helper for short conversations, and that one's child."""
+def helper_processes(template: TemplateHelper) -> list[psutil.Process]:
+    """Return the helper for short conversations and its child."""
     render(template)
     before = {process.pid for process in engine_processes(HELPER)}
     template.close()
@@ -123,7 +124,7 @@ def mine(template: TemplateHelper) -> list[psutil.Process]:
 
 
 def kill(process: psutil.Process, number: int) -> None:
-    """Returns when it has died."""
+    """Send signal ``number`` and wait until the process has exited."""
     process.send_signal(number)
     with contextlib.suppress(psutil.NoSuchProcess):
         while process.status() != psutil.STATUS_ZOMBIE:
@@ -131,8 +132,8 @@ def kill(process: psutil.Process, number: int) -> None:
 
 
 def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper) -> None:
-    """A variable of the client's, or a long text, is rendered by another helper than what is plain."""
-    short_ones = mine(one_helper)
+    """Conversations with variables or long texts have another helper than plain short ones."""
+    short_ones = helper_processes(one_helper)
     short_ones[1].send_signal(signal.SIGSTOP)
     assert render(one_helper, variables={"x": 1}) == "hello"
     assert render(one_helper, "x" * 100_000, max_chars=100_000) == "x" * 100_000
@@ -143,24 +144,24 @@ def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_helper_fails_no_request(number: int, one_helper: TemplateHelper) -> None:
     for generation in (0, 1):
-        kill(mine(one_helper)[generation], number)
+        kill(helper_processes(one_helper)[generation], number)
         assert render(one_helper) == "hello"
 
 
 def test_starved_helper_is_not_a_client_error(one_helper: TemplateHelper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front end answers 503 to that, and not 400."""
-    mine(one_helper)[1].send_signal(signal.SIGSTOP)
+    """The status is 503, not 400."""
+    helper_processes(one_helper)[1].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as hurried, pytest.raises(EngineError):
         hurried.setattr("quire.launch.text.template_helper.WALL_SECONDS", 0.05)
         render(one_helper)
     assert render(one_helper) == "hello"
 
 
-# ---- the text of others in the places of a conversation
+# ---- client text in all parts of a conversation
 
 
 def placed(text: str) -> list[tuple[list[Any], ChatOptions]]:
-    """``text`` wherever a client can put it."""
+    """Return conversations with ``text`` in every place that a client can write to."""
     user = [{"role": "user", "content": "x"}]
     tool = {"name": text, "description": text, "parameters": {text: {"enum": [text]}}}
     return [
@@ -198,7 +199,7 @@ def test_special_tokens_in_text_stay_text(form: str, place: int, demo_text: Text
         assert [token for token in ids if token <= 2] == [1, 2]
 
 
-# ---- through the server
+# ---- on a running server
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
@@ -249,7 +250,7 @@ def test_odd_variables_are_harmless(app: AbusedApp) -> None:
 
 
 def helper_of(server: AbusedServer) -> Any:
-    """The one for short conversations, of the only front end."""
+    """Return the helper for short conversations of the only front end."""
     helpers = processes_of(server.served.process.pid, HELPER)
     fathers = [p for p in helpers if p.ppid() not in {helper.pid for helper in helpers}]
     return min(fathers, key=lambda process: process.create_time())
@@ -262,12 +263,12 @@ def test_killed_helper_is_replaced(number: int, generation: int, server: AbusedS
     helper = helper_of(server)
     kill([helper, *helper.children()][generation], number)
     first = server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2})
-    assert first.status_code in (200, 400), "at most the one that it was at"
+    assert first.status_code in (200, 400), "at most the current request fails"
     assert server.client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
 
 
 def test_checkpoint_with_a_malicious_template_is_served(tmp_path: Path) -> None:
-    """Reading it executes nothing."""
+    """Loading the checkpoint does not run the template."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ 9 ** 9 ** 9 }}{{ 'x' * 10 ** 13 }}")

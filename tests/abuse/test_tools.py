@@ -1,4 +1,4 @@
-"""Tools that mean it ill, and answers that would have their parser work for ever."""
+"""Malicious tools, and outputs that are slow to parse."""
 
 import json
 import time
@@ -81,18 +81,18 @@ def test_invalid_tools(path: str, app: AbusedApp) -> None:
         assert error["param"].startswith("tools")
 
 
-DEMANDS: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": "f"}})
+REQUIRED_CHOICES: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": "f"}})
 
 
-@pytest.mark.parametrize("choice", [None, "none", *DEMANDS], ids=["no choice", "none", "required", "named"])
+@pytest.mark.parametrize("choice", [None, "none", *REQUIRED_CHOICES], ids=["no choice", "none", "required", "named"])
 def test_invalid_parameters(choice: Any, app: AbusedApp) -> None:
-    """Also where none is demanded: a client learns of its mistake at once."""
+    """The error does not depend on whether a call is required."""
     for given in BAD_PARAMETERS:
         error = assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
         assert error["param"].startswith(("tools", "structured_outputs"))
 
 
-@pytest.mark.parametrize("choice", DEMANDS, ids=["required", "named"])
+@pytest.mark.parametrize("choice", REQUIRED_CHOICES, ids=["required", "named"])
 def test_unsatisfiable_parameters(choice: Any, app: AbusedApp) -> None:
     for given in ONLY_DEMANDED:
         assert_refused(app.chat(tools=[given], tool_choice=choice), 400)
@@ -104,12 +104,12 @@ def test_invalid_tool_choices(app: AbusedApp) -> None:
 
 
 def test_required_call_without_tools(app: AbusedApp) -> None:
-    for choice in DEMANDS:
+    for choice in REQUIRED_CHOICES:
         for tools in (None, []):
             assert_refused(app.chat(tools=tools, tool_choice=choice), 400, "tool_choice")
 
 
-# ---- answers
+# ---- outputs
 
 
 N = 50_000
@@ -144,22 +144,22 @@ TEXTS = {
 @pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.full), N])
 @pytest.mark.parametrize("case", TEXTS)
 def test_call_parsing_takes_linear_time(case: str, size: int) -> None:
-    """50 KB in well under a second, however it comes."""
+    """50 KB take much less than a second, in parts of any size."""
     text = TEXTS[case]
     for make in (lambda: CallsAfterReasoning(AnyCalls(), ""), lambda: CallsAfterReasoning(AnyCalls(), "</think>")):
-        scanner, told = make(), 0
+        scanner, num_chars = make(), 0
         began = time.process_time()
         for place in range(0, len(text), size):
             thought, deltas = scanner.push(text[place : place + size], last=place + size >= len(text))
-            told += len(thought) + sum(len(delta.arguments) for delta in deltas)
+            num_chars += len(thought) + sum(len(delta.arguments) for delta in deltas)
         assert time.process_time() - began < 1.0
-        assert told <= len(text)
+        assert num_chars <= len(text)
     named = NamedCall("f")
     assert sum(len(delta.arguments) for delta in named.push(text)) == len(text)
 
 
 class CountingText(str):
-    """Counts how many characters are taken out of it."""
+    """A str that counts the characters read from it."""
 
     def __iter__(self) -> Any:
         CountingText.taken += len(self)

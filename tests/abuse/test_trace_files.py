@@ -1,4 +1,4 @@
-"""Traces and crash dumps that somebody crafted: bounded memory, an error of one line, and nothing in them is run."""
+"""Malicious traces and crash dumps: bounded memory, an error of one line, and nothing in them is executed."""
 
 import bz2
 import gzip
@@ -43,7 +43,7 @@ def written(tmp_path: Path, data: bytes) -> Path:
 
 
 def refused(path: Path) -> str:
-    """In a line that names the file."""
+    """Check that the file is refused with one line that names it; return the message."""
     with pytest.raises(ConfigError) as caught:
         replay_lines(TraceReader(path))
     text = str(caught.value)
@@ -52,7 +52,7 @@ def refused(path: Path) -> str:
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """Bytes that Python held at most at once."""
+    """Return the peak of Python's memory in bytes during ``action``."""
     tracemalloc.start()
     try:
         action()
@@ -61,7 +61,7 @@ def peak_of(action: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-# ---- packed a thousand times smaller
+# ---- compressed to a thousandth
 
 
 def _zstd_bomb(content: bytes) -> bytes:
@@ -79,7 +79,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 def test_endless_line_is_not_read_completely(
     tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 MiB of one line, in some KiB; the limit is made smaller here, so that it shows soon."""
+    """12 MiB in one line, compressed to a few KiB, with a lowered limit."""
     monkeypatch.setattr(reader_module, "LONGEST_LINE", MIB // 2)
     header = raw_lines()[0]
     path = written(tmp_path, pack(header + b"\n" + b" " * (12 * MIB)))
@@ -99,7 +99,7 @@ def test_endless_header(tmp_path: Path, pack: Callable[[bytes], bytes], monkeypa
 
 
 def test_too_large_decompression_window(tmp_path: Path) -> None:
-    """The window is told in the head, and memory for it would be taken at once."""
+    """The head of the compressed data names the window, which the decompressor allocates at once."""
     parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
     path = written(tmp_path, zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"x" * MIB))
     assert str(path) in refused(path)
@@ -113,7 +113,7 @@ def test_many_empty_frames(tmp_path: Path) -> None:
         assert "is empty" in refused(written(tmp_path, empty * 2000))
 
 
-# ---- something else
+# ---- other files
 
 FILES: dict[str, bytes] = {
     "nothing": b"",
@@ -153,11 +153,11 @@ def test_file_that_is_not_a_trace(tmp_path: Path, content: bytes) -> None:
 def test_command_reports_one_line(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(written(tmp_path, content))])
-    told = capsys.readouterr().err.strip()
-    assert ended.value.code not in (0, None) and "Traceback" not in told and told.count("\n") < 3
+    error = capsys.readouterr().err.strip()
+    assert ended.value.code not in (0, None) and "Traceback" not in error and error.count("\n") < 3
 
 
-# ---- lines that lie
+# ---- wrong values
 
 LIES: list[tuple[str, Any]] = [
     *(("num_blocks", 2**40), ("num_blocks", 2**63), ("num_blocks", -1), ("num_blocks", 0), ("num_blocks", 1)),
@@ -176,13 +176,13 @@ CONFIG_LIES: list[tuple[str, Any]] = [
     ("field", "value"), thinned(LIES + [(f"config.{name}", value) for name, value in CONFIG_LIES], keep=6)
 )
 def test_invalid_header(tmp_path: Path, field: str, value: Any) -> None:
-    """It is refused, or makes no difference; memory goes by what the file holds, not by what it says."""
+    """The header is refused or has no effect. Memory depends on the size of the file, not on numbers in it."""
     header, *rest = raw_lines()
-    told = msgspec.json.decode(header)
-    told.pop("crc", None)
+    fields = msgspec.json.decode(header)
+    fields.pop("crc", None)
     place, _, name = field.rpartition(".")
-    (told[place] if place else told)[name] = value
-    path = written(tmp_path, b"\n".join([msgspec.json.encode(told), *rest]) + b"\n")
+    (fields[place] if place else fields)[name] = value
+    path = written(tmp_path, b"\n".join([msgspec.json.encode(fields), *rest]) + b"\n")
 
     def read() -> None:
         try:
@@ -222,7 +222,7 @@ def test_random_damage_to_lines(tmp_path: Path, seed: int) -> None:
 
 
 def test_dump_does_not_follow_links(tmp_path: Path) -> None:
-    """Its name can be foretold: in a folder that others can write to, a link could wait there."""
+    """The name of a dump is predictable: in a shared folder, another user could plant a link."""
     driver = Driver()
     driver.add("a", [1, 2, 3], max_tokens=3)
     driver.run()
@@ -231,7 +231,7 @@ def test_dump_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / f"quire-dump-{os.getpid()}-1.jsonl").symlink_to(precious)
     dump = Dump(driver.header, list(driver.log), True, 0.0, "why")
     paths = [write_dump(tmp_path, 1, dump) for _ in range(3)]
-    assert precious.read_text() == "keep" and len(set(paths)) == 3, "nor is an older dump overwritten"
+    assert precious.read_text() == "keep" and len(set(paths)) == 3, "older dumps are not overwritten"
     for path in paths:
         assert path is not None and path.stat().st_mode & 0o777 == 0o600 and not path.is_symlink()
         assert replay_lines(TraceReader(path)) is None

@@ -1,4 +1,4 @@
-"""Whatever comes over a socket: what is no right message is refused and counted, and changes nothing."""
+"""Data received on a socket: invalid messages are refused, counted, and have no effect."""
 
 import contextlib
 import random
@@ -41,7 +41,7 @@ HELLO = Hello(PROTOCOL_VERSION, "frontend", 0, 1)
 
 
 class Receiver:
-    """One end of a link that has taken two messages; the third is to come."""
+    """One end of a link that has received two messages and expects a third."""
 
     def __init__(self, direction: str, worker_epoch: int = 0) -> None:
         union, self.messages = DIRECTIONS[direction]
@@ -50,15 +50,15 @@ class Receiver:
             self.link.incoming(frames_of(self.messages[0], seq, worker_epoch))
 
     def refuses(self, frames: Frames) -> str:
-        """The kind that it counts it as."""
+        """Check that the frames are refused; return the kind of error that is counted."""
         before = sum(self.link.refused.values())
         with pytest.raises(ProtocolError) as caught:
             self.link.incoming(frames)
         assert sum(self.link.refused.values()) == before + 1 == before + (caught.value.kind in self.link.refused)
         return caught.value.kind
 
-    def goes_on(self, worker_epoch: int = 0) -> None:
-        """As if nothing had come: the third message is the next one."""
+    def accepts_next(self, worker_epoch: int = 0) -> None:
+        """Check that the third message is accepted next."""
         assert type(self.link.incoming(frames_of(self.messages[-1], 3, worker_epoch)).message) is type(
             self.messages[-1]
         )
@@ -69,7 +69,7 @@ class Receiver:
 def test_invalid_content_with_valid_checksums(direction: str, name: str) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(hostile(KNOWN_TAG[direction])[name]) in ("decode", "frames")
-    receiver.goes_on()
+    receiver.accepts_next()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -78,7 +78,7 @@ def test_wrong_number_or_size_of_frames(direction: str) -> None:
     for message in receiver.messages:
         for name, frames in miscut(frames_of(message, 3)).items():
             assert receiver.refuses(frames) in ("frames", "crc", "decode"), name
-    receiver.goes_on()
+    receiver.accepts_next()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -87,12 +87,12 @@ def test_flipped_bit_in_any_byte(direction: str) -> None:
     for message in receiver.messages:
         for frames in every_flip(frames_of(message, 3), rng):
             assert receiver.refuses(frames) == "crc"
-    receiver.goes_on()
+    receiver.accepts_next()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_random_damage_with_valid_checksums(direction: str) -> None:
-    """It may happen to be another message: then it is one, of the receiver's own kinds. Nothing else is raised."""
+    """The damage may result in another valid message of the receiver's types. No other exception is raised."""
     union, messages = DIRECTIONS[direction]
     rng, kinds = random.Random(2), set()
     for _ in range(1500):
@@ -113,7 +113,7 @@ def test_another_epoch(direction: str, worker_epoch: int) -> None:
     receiver = Receiver(direction, 3)
     for seq in (1, 2, 3, 4):
         assert receiver.refuses(frames_of(receiver.messages[-1], seq, worker_epoch)) == "epoch"
-    receiver.goes_on(3)
+    receiver.accepts_next(3)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -121,7 +121,7 @@ def test_another_epoch(direction: str, worker_epoch: int) -> None:
 def test_gap_replay_or_reordering(direction: str, seq: int) -> None:
     receiver = Receiver(direction)
     assert receiver.refuses(frames_of(receiver.messages[-1], seq)) == "gap"
-    receiver.goes_on()
+    receiver.accepts_next()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -132,12 +132,12 @@ def test_messages_of_the_other_directions(direction: str) -> None:
         for message in messages:
             if type(message) not in union.__args__:
                 assert receiver.refuses(frames_of(message, 3)) == "decode"
-    assert own and receiver.goes_on() is None
+    assert own and receiver.accepts_next() is None
 
 
 SAMPLING: dict[str, Any] = {
     "an unknown field": {"surprise": 1},
-    "another spelling": {"Temperature": 1.0},
+    "another case": {"Temperature": 1.0},
     "a field of another class": {"prompt": [1]},
     "an empty name": {"": 1},
     "a number for a name": {5: 1},
@@ -153,13 +153,13 @@ SAMPLING: dict[str, Any] = {
     "a negative seed of 65 bits": {"seed": -(2**63) - 0, "min_tokens": -1},
     "a negative bias id": {"logit_bias": {-1: 1.0}},
     "a bias by name": {"logit_bias": {"x": 1.0}},
-    "a bias that is none": {"logit_bias": {5: float("nan")}},
+    "a bias of NaN": {"logit_bias": {5: float("nan")}},
     "too many biases": {"logit_bias": dict.fromkeys(range(2000), 1.0)},
-    "stops without end": {"stop": ["x"] * 100_000},
-    "a stop of nothing": {"stop": [""]},
-    "ids without end": {"stop_token_ids": list(range(100_000))},
+    "too many stop strings": {"stop": ["x"] * 100_000},
+    "an empty stop string": {"stop": [""]},
+    "too many stop token ids": {"stop_token_ids": list(range(100_000))},
     "nested arguments": {"extra_args": {"x": [[1]]}},
-    "arguments without end": {"extra_args": {"x": "y" * 70_000}},
+    "too long arguments": {"extra_args": {"x": "y" * 70_000}},
     "a constraint and another": {"structured_outputs": {"json": "{}", "regex": "a"}},
     "a list for a struct": {"structured_outputs": []},
 }
@@ -170,11 +170,11 @@ def test_invalid_sampling_parameters(fields: dict[Any, Any]) -> None:
     receiver = Receiver("front end to scheduler")
     body = pack(0, 3, [10, "r", ["<i4", b"\x01\x00\x00\x00"], fields, 7])
     assert receiver.refuses(seal(body)) == "decode"
-    receiver.goes_on()
+    receiver.accepts_next()
 
 
 def test_duplicate_field_is_checked() -> None:
-    """Nothing between two processes reads the first of two: there is one decoder, and what it takes it checks."""
+    """The last of two equal fields is decoded, and its value is checked."""
 
     def twice(first: bytes, second: bytes) -> Frames:
         sampling = b"\x82\xabtemperature" + first + b"\xabtemperature" + second
@@ -187,7 +187,7 @@ def test_duplicate_field_is_checked() -> None:
 
 
 def test_memory_of_a_refusal_is_bounded_by_the_message() -> None:
-    """Every length that is told and not there is seen before anything is made for it."""
+    """A length that exceeds the message is detected before anything is allocated for it."""
     for name, frames in {**hostile(11), **miscut(frames_of(add_request(), 3))}.items():
         receiver, size = Receiver("front end to scheduler"), sum(map(len, frames))
         tracemalloc.start()
@@ -273,20 +273,20 @@ RAW = {
     "another mechanism": GREETING.replace(b"NULL\0", b"PLAIN") + READY,
     "no greeting": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64),
     "pickle for a greeting": b"\x80\x04\x95" + bytes(80),
-    "flags that are none": GREETING + READY + b"\xff\x01x",
+    "invalid flags": GREETING + READY + b"\xff\x01x",
 }
 
 
 @pytest.mark.parametrize("sent", RAW.values(), ids=RAW)
 def test_bytes_that_are_not_zmtp(context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path, sent: bytes) -> None:
-    """The connection is closed, and nothing of it is seen; whoever speaks the protocol is heard as before."""
+    """The connection is closed without any effect, and valid peers are still served."""
     with socket.socket(socket.AF_UNIX) as raw, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         raw.settimeout(WAIT_MS / 1000)
         raw.connect(frontend_address(tmp_path).removeprefix("ipc://"))
         raw.sendall(sent)
         raw.shutdown(socket.SHUT_WR)
         while raw.recv(4096):
-            pass  # our own greeting, and then the end
+            pass  # the greeting of the server, then the end of the connection
     good = connect(context, tmp_path)
     good.send(HELLO)
     assert next_of(hub).message == HELLO
@@ -298,9 +298,9 @@ def test_bytes_that_are_not_zmtp(context: "zmq.Context[Any]", hub: ZmqHub, tmp_p
 
 
 def test_front_end_that_sends_garbage_is_disconnected(tmp_path: Path) -> None:
-    """At once, not at the third time: what was damaged may have been anything, and what follows it may depend on it.
+    """Disconnected at the first invalid message, because following messages may depend on the damaged one.
 
-    Each attack comes from a front end of its own; one that has done nothing goes on, token by token.
+    Each attack comes from its own front end; another front end keeps receiving tokens.
     """
     with zmq.Context() as context:
         loop = LoopUnderTest(context, tmp_path, make_config())
@@ -312,26 +312,26 @@ def test_front_end_that_sends_garbage_is_disconnected(tmp_path: Path) -> None:
             assert len(chosen) > 20
             for frames in chosen:
                 evil = loop.another_client()
-                loop.until(lambda heard: isinstance(heard, Welcome), evil)
+                loop.until(lambda message: isinstance(message, Welcome), evil)
                 evil.send(make_request("evil", prompt, max_tokens=100))
                 evil.socket.send_multipart(frames)
-                loop.until(lambda heard: isinstance(heard, Refused), evil)
+                loop.until(lambda message: isinstance(message, Refused), evil)
             loop.client.send(make_request("canary", prompt, max_tokens=5))
             tokens: list[int] = []
 
-            def take(heard: Any) -> bool:
-                if not isinstance(heard, StepOutputs):
+            def take(message: Any) -> bool:
+                if not isinstance(message, StepOutputs):
                     return False
-                tokens.extend([] if heard.tokens is None else heard.tokens.tolist())
-                return bool(heard.ended)
+                tokens.extend([] if message.tokens is None else message.tokens.tolist())
+                return bool(message.ended)
 
             loop.until(take)
             assert tokens == expected_tokens(prompt, 5)
-            told: list[Statistics] = []
+            statistics: list[Statistics] = []
             loop.client.send(Control("statistics", 9))
-            loop.until(lambda heard: isinstance(heard, Statistics) and told.append(heard) is None)
-            assert (told[0].num_running, told[0].num_waiting) == (0, 0), "a cut front end's requests have ended"
-            assert told[0].num_free_blocks == told[0].num_usable_blocks
+            loop.until(lambda message: isinstance(message, Statistics) and statistics.append(message) is None)
+            assert (statistics[0].num_running, statistics[0].num_waiting) == (0, 0), "requests have not ended"
+            assert statistics[0].num_free_blocks == statistics[0].num_usable_blocks
             loop.stop()
         except BaseException:
             loop._loop.stop()

@@ -24,12 +24,12 @@ class Source(NamedTuple):
 
     Attributes:
         test: file below ``tests/abuse`` or ``tests``, and the test in it.
-        told: number of mutations in the page.
+        stated: number of mutations in the page.
         lists: what the test loops over: sums and products of names and numbers. Empty: its parameters.
     """
 
     test: str
-    told: int
+    stated: int
     lists: str = ""
 
     def num_mutations(self) -> int:
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 class Family(NamedTuple):
     title: str
-    told: int
+    stated: int
     sources: list[Source]
 
 
@@ -55,9 +55,9 @@ def families(page: str) -> dict[str, Family]:
     """Families by number, from the table."""
     return {
         number: Family(
-            title, int(told), [Source(test, int(each), lists) for test, each, lists in SOURCE.findall(tests)]
+            title, int(stated), [Source(test, int(each), lists) for test, each, lists in SOURCE.findall(tests)]
         )
-        for number, title, told, tests in ROW.findall(page)
+        for number, title, stated, tests in ROW.findall(page)
     }
 
 
