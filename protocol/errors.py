@@ -1,4 +1,4 @@
-"""Errors whose text a user may see: no internal paths, no traceback."""
+"""Errors with texts that users may see: no internal paths, no traceback."""
 
 import difflib
 from collections.abc import Iterable

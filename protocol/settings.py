@@ -1,6 +1,6 @@
 """The engine's user settings, each declared once with its documentation, as every process uses them.
 
-``quire.launch.config.options.EngineOptions`` adds the settings whose user form differs from the engine's;
+``quire.launch.config.options.EngineOptions`` adds the settings with a user form that differs from the engine's;
 ``quire.protocol.config.EngineConfig`` adds the values that they resolve to.
 """
 

@@ -207,7 +207,7 @@ def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
 
 
 def cache_sources(config: Fields, types: list[str]) -> list[int]:
-    """Return per layer the layer whose KV cache it reads: its own, or with ``num_kv_shared_layers`` an earlier one.
+    """Return per layer the layer that owns its KV cache: itself, or with ``num_kv_shared_layers`` an earlier one.
 
     The last ``num_kv_shared_layers`` layers read the cache of the last earlier layer of their type.
     """

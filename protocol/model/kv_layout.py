@@ -54,7 +54,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 GROUP_RATIO = 1.5
-"""Layer types whose layer counts differ by at most this factor make one group each."""
+"""Layer types with layer counts within this factor of each other make one group each."""
 
 
 def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:

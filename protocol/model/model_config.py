@@ -72,7 +72,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         logits_scaling: divisor of the logits.
         attention_sinks: each head has a learnt score without a value (gpt-oss).
         windows: per layer, the tokens that a token attends to, itself included; 0: all. Empty: all in every layer.
-        cache_sources: per layer, the layer whose KV cache it reads; it writes only its own. Empty: each reads its own.
+        cache_sources: per layer, the layer that owns the KV cache it reads. A layer writes only its own. Empty: each
+            reads its own.
     """
 
     architecture: str

@@ -1,6 +1,6 @@
 """A helper process, which answers one question at a time and which a question may kill.
 
-For code that cannot be interrupted, or whose input comes from a checkpoint or a client: a crash or a hang costs one
+For code that cannot be interrupted, or that processes input of a checkpoint or a client: a crash or a hang costs one
 answer. The helper prepares once, then forks a child that answers. A limit ends the child by a signal, which no Python
 lock can delay; the next child is forked at once, already prepared.
 
@@ -139,7 +139,7 @@ class Helper:
         number = -1
         try:
             _send(process.stdin.fileno(), head + question, deadline)
-            while number != self._number:  # an answer to an older question, whose child was killed right after it
+            while number != self._number:  # an answer to an older question: its child was killed right after it
                 head = _receive(process.stdout.fileno(), _ANSWER.size, deadline)
                 length, number, ended_by = _ANSWER.unpack(head)
                 answer = _receive(process.stdout.fileno(), length, deadline)

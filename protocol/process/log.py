@@ -17,7 +17,7 @@ LOGGING_KEYWORDS = {"exc_info", "stack_info", "stacklevel", "extra"}
 
 
 class EventLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose keyword arguments are the data of the event: ``log.warning("slow step", step=5, seconds=11.0)``.
+    """A logger with the data of the event as keyword arguments: ``log.warning("slow step", step=5, seconds=11.0)``.
 
     ``%`` in a message has no meaning, so that text of a client cannot be taken for a format.
     """

@@ -31,7 +31,7 @@ MAX_GRAMMAR_RULES = 2000
 MAX_GBNF = 16_384
 
 _DATA = ("const", "enum", "default", "examples")
-"""Keywords whose values are data, not schemas."""
+"""Keywords with values that are data, not schemas."""
 _RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
 _ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -141,7 +141,7 @@ def _check_object(node: dict[str, Any], references: set[str]) -> int:
 
 
 def _check_keywords(node: dict[str, Any]) -> None:
-    """Check keywords whose invalid values a library accepts, or rejects only when a tool call is required."""
+    """Check keywords with invalid values that a library accepts, or rejects only when a tool call is required."""
     kinds = node.get("type", "object")
     named = kinds if isinstance(kinds, list) else [kinds]
     if not isinstance(kinds, dict) and not all(isinstance(kind, str) for kind in named):

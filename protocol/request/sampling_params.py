@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         allowed_token_ids: the only tokens that may be sampled.
         bad_words: texts that must not occur in the answer, if tokenized in the usual way. The front end converts them
             to ``bad_words_token_ids``: the last token of each is banned after the others.
-        logprobs: number of most likely tokens (0 to 20) whose log probabilities are returned with that of the sampled
+        logprobs: number of most likely tokens (0 to 20) to return with log probabilities, besides the sampled
             token; None for no log probabilities. ``--logprobs-mode`` selects the distribution.
         prompt_logprobs: the same for prompt tokens except the first; such a request reuses no cached prefix.
         thinking_token_budget: maximum number of tokens between the engine's thinking markers; then the end marker is
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("repetition_detection must be a RepetitionDetection", "repetition_detection")
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos cannot be combined with structured_outputs, whose constraint ends the answer", "ignore_eos"
+                "ignore_eos cannot be combined with structured_outputs: the constraint ends the answer", "ignore_eos"
             )
         if self.extra_args == {}:
             return

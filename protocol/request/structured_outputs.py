@@ -73,7 +73,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ends an answer whose last tokens repeat one pattern, with vLLM's names.
+    """Ends an answer if its last tokens repeat one pattern, with vLLM's names.
 
     Attributes:
         max_pattern_size: longest pattern, in tokens.

@@ -93,7 +93,7 @@ class Codec(Generic[M]):
     def _put_array(self, array: Any) -> tuple[str, int | bytes]:
         """Encode an array field for msgpack: its dtype, and its bytes or the length of a separate frame.
 
-        int32 arrays whose values fit are sent as uint8 or uint16, which halves the size of ids for most vocabularies.
+        An int32 array is sent as uint8 or uint16 if its values fit, which halves the size of ids for most vocabularies.
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")

@@ -77,7 +77,7 @@ def _read_key(file: Path) -> tuple[bytes, bytes | None]:
 
 
 class CurveContext:
-    """A ZeroMQ context whose sockets accept connections with allowed keys only.
+    """A ZeroMQ context; its sockets accept connections with allowed keys only.
 
     Authentication applies to a whole context, so these sockets do not share one with others. Owns the authentication
     thread.

@@ -34,7 +34,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         num_tokens: number of known tokens, prompt and output, in the token array.
-        num_computed_tokens: number of positions whose KV is already in the given blocks.
+        num_computed_tokens: number of positions with KV already in the given blocks.
         num_blocks: number of ids per group in the block array.
     """
 

@@ -163,7 +163,7 @@ class ZmqHub:
 
 
 class ReplayRouter:
-    """A bound ROUTER for untrusted peers, whose messages are one number each. Stateless; never blocks."""
+    """A bound ROUTER for untrusted peers, which send one number per message. Stateless; never blocks."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""A real ``quire serve`` whose processes can be killed: its processes, its log, and what it leaves behind."""
+"""A real ``quire serve`` for killing its processes: finds its processes, its log lines and its leftovers."""
 
 import contextlib
 import os
@@ -110,7 +110,7 @@ class FaultServer:
         return self.members("worker")[self.num_ranks :]
 
     def victims(self, role: Role) -> list[psutil.Process]:
-        """Return the processes whose death affects clients."""
+        """Return the processes that affect clients when they die."""
         return self.members(role)[: self.num_ranks] if role == "worker" else self.members(role)
 
     def noticed(self, since: float) -> float | None:

@@ -30,12 +30,12 @@ class AnswerCounts:
         self.num_tokens = 0
         self.examples: list[str] = []
 
-    def check(self, number: int, answer: Answer, *, doomed: bool) -> None:
-        """Check the answer of request ``number``. ``doomed``: its front end was killed, so any ending is allowed."""
+    def check(self, number: int, answer: Answer, *, cut_off: bool) -> None:
+        """Check the answer of request ``number``. ``cut_off``: its front end was killed, so any ending is allowed."""
         reference = self._references[number]
         if answer.error:
-            self.num_lost += doomed
-            if not doomed:
+            self.num_lost += cut_off
+            if not cut_off:
                 self.num_failed += 1
                 self._example(f"request {number} failed: {answer.error}")
             return
@@ -73,13 +73,13 @@ class Slots:
         self._requests = requests
         self._seed = seed
         self._counts = counts
-        self._doomed: set[int] = set()
+        self._cut_ports: set[int] = set()
         self._open = True
         self._tasks = [asyncio.create_task(self._run(slot)) for slot in range(count)]
 
-    def doom(self, ports: set[int]) -> None:
+    def expect_cut(self, ports: set[int]) -> None:
         """The connections from these client ports are about to be cut."""
-        self._doomed |= ports
+        self._cut_ports |= ports
 
     async def wait_for_data(self, since: float, seconds: float) -> bool:
         """Wait until every slot has received data after ``since``; return False after ``seconds``."""
@@ -118,7 +118,7 @@ class Slots:
         draw = random.Random(f"{self._seed} {slot}")
 
         def on_piece(answer: Answer) -> None:
-            if answer.port in self._doomed:
+            if answer.port in self._cut_ports:
                 return  # data buffered before the front end died does not indicate recovery
             now = time.monotonic()
             self._last[slot] = now
@@ -128,7 +128,7 @@ class Slots:
             number = draw.randrange(len(self._requests))
             answer = await stream(self._port, self._requests[number], on_piece)
             if self._counts is not None:
-                self._counts.check(number, answer, doomed=answer.port in self._doomed)
+                self._counts.check(number, answer, cut_off=answer.port in self._cut_ports)
             if answer.error:
                 await asyncio.sleep(0.05)  # there may be no front end for a while
 

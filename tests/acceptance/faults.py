@@ -167,7 +167,7 @@ async def _kill_one(
     await asyncio.sleep(draw.uniform(*DELAY_S))
     victim = draw.choice(server.victims(ROLES[kind]))
     if kind == "frontend":
-        slots.doom(_client_ports(victim))
+        slots.expect_cut(_client_ports(victim))
     slots.arrivals.clear()
     record, began = FaultRecord(kind), time.monotonic()
     victim.send_signal(signal.SIGSTOP if kind == "worker-stop" else signal.SIGKILL)

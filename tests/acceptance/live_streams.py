@@ -1,4 +1,4 @@
-"""Streamed answers as a client receives them, over a plain socket whose port identifies the client."""
+"""Streamed answers as a client receives them, over plain sockets; the port of a socket identifies the client."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

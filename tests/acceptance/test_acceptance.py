@@ -48,7 +48,7 @@ WHOLE = [HEAD + chunk(event("a")), chunk(event("b", "length")), chunk(usage(2) +
 
 
 def answered(*parts: bytes, closed: bool = True) -> StreamedAnswer:
-    """Parse an answer whose parts arrive one second apart."""
+    """Parse an answer with parts that arrive one second apart."""
     stream = TimedStream(b"", 0.0, closed=closed)
     link = Link()
     link.expect(stream.reply)

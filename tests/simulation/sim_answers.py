@@ -24,7 +24,7 @@ LATE_S = 4.0
 
 
 def expected_answer(request: SimRequest, max_tokens: int) -> tuple[list[int], EndReason]:
-    """Return the answer of an undisturbed engine whose pool holds ``max_tokens``."""
+    """Return the answer of an undisturbed engine with room for ``max_tokens`` in its pool."""
     prompt = request.prompt
     context = 0
     for token in prompt:

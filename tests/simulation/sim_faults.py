@@ -34,7 +34,7 @@ class Faults:
         in_a_row: deadly faults since the last committed token.
         num_deadly: all deadly faults.
         losses: epoch → time at which its workers were lost.
-        bad_logits: requests whose logits were not finite.
+        bad_logits: requests with logits that were not finite.
     """
 
     def __init__(self, world: "World", seed: int) -> None:
@@ -188,12 +188,12 @@ class Faults:
 
     def is_not_reading(self, peer: bytes) -> bool:
         """Whether the front end ``peer`` does not read its messages now."""
-        deaf = next(
+        index = next(
             (i for i in self._not_reading if i in self._world.fronts and self._world.fronts[i]._peer == peer), None
         )
-        if deaf is None:
+        if index is None:
             return False
-        self._not_reading.discard(deaf)
+        self._not_reading.discard(index)
         self.count("not_reading")
         return True
 

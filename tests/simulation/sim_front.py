@@ -202,5 +202,5 @@ class SimFront(SimProcess):
             self.session.stop_at(client.stream, after)
 
     def drop_finished(self) -> None:
-        """Drop clients whose request ended."""
+        """Drop clients of ended requests."""
         self.clients = [client for client in self.clients if not client.is_over]

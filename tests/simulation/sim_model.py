@@ -43,22 +43,22 @@ class SlotModel(FakeWorker):
         if not chunk.samples:
             return []
         row, context = chunk.row, chunk.row.contexts[-1]
-        told = []
+        pairs = []
         for token in chunk.drafts[: chunk.num_accepted]:
-            told.append((context, token))
+            pairs.append((context, token))
             context = extend_context(context, token)
-        return [*told, (context, self._answer(row, len(row.tokens) + chunk.num_accepted, context))]
+        return [*pairs, (context, self._answer(row, len(row.tokens) + chunk.num_accepted, context))]
 
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
-        said = [(chunk, self.answers(chunk)) for chunk in chunks]
+        answered = [(chunk, self.answers(chunk)) for chunk in chunks]
         result = super().finish(chunks)
-        return msgspec.structs.replace(result, logprobs=self._logprobs(said))
+        return msgspec.structs.replace(result, logprobs=self._logprobs(answered))
 
-    def _logprobs(self, said: list[tuple[Chunk, list[tuple[int, int]]]]) -> Logprobs | None:
+    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> Logprobs | None:
         rows: list[int] = []
         entries: list[list[tuple[int, float]]] = []
         width, at = 0, 0
-        for chunk, answers in said:
+        for chunk, answers in answered:
             wanted = self.logprobs_of(chunk.row.request_id)
             for context, token in answers:
                 if wanted is not None:

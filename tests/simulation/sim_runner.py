@@ -139,7 +139,7 @@ class RealRunner:
     def finish(self, expected: ModelRunnerOutput | None, inputs: SampleInputs | None) -> ModelRunnerOutput:
         """Return the step's result after comparing it with ``expected``, the fake model's.
 
-        Log probabilities of prompts are replaced by the fake model's, whose values the clients know.
+        Log probabilities of prompts are replaced by the fake model's, which the clients expect.
         """
         launched, self._launched = self._launched, None
         assert launched is not None
@@ -191,24 +191,24 @@ class RealRunner:
                 assert int(runner.last_sampled[at]) == row.tokens[-1], f"{row.request_id}: last token differs"
 
 
-_Said = tuple[list[int], list[list[int]], list[list[float]]]
+_Sampled = tuple[list[int], list[list[int]], list[list[float]]]
 
 
-def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Said]:
+def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Sampled]:
     """Return handle → its tokens, and the ids and log probabilities of the most likely ones for each."""
     if result.tokens is None:
         return {}
     counts = [1] * len(handles) if result.counts is None else result.counts.tolist()
     owners = np.repeat(handles, counts).tolist()
-    said: dict[int, _Said] = {handle: ([], [], []) for handle in handles}
+    found: dict[int, _Sampled] = {handle: ([], [], []) for handle in handles}
     for owner, token in zip(owners, result.tokens.tolist(), strict=True):
-        said[owner][0].append(token)
+        found[owner][0].append(token)
     if result.logprobs is not None:
         ids, values, _ = (column.tolist() for column in result.logprobs.arrays.columns())
         for at, own_ids, own_values in zip(result.logprobs.rows, ids, values, strict=True):
-            said[owners[at]][1].append(own_ids)
-            said[owners[at]][2].append(own_values)
-    return said
+            found[owners[at]][1].append(own_ids)
+            found[owners[at]][2].append(own_values)
+    return found
 
 
 def _parts(result: ModelRunnerOutput) -> list[tuple[int, int, int]]:

@@ -38,7 +38,7 @@ WAIT_S = 1.0
 
 
 class _Launched(NamedTuple):
-    """A step whose sampling is pending. ``chunks``: None if the step is not computed."""
+    """A step with pending sampling. ``chunks``: None if the step is not computed."""
 
     step: SchedulerOutput
     frames: Frames
@@ -263,13 +263,13 @@ class SimWorker(SimProcess):
         model, world, step = self.model, self.world, launched.step.step
         assert model is not None
         seconds = world.shape.step_s * (10 if world.faults.take_worker_fault("slow", self.rank) else 1)
-        result, told = ModelRunnerOutput(step, failure=launched.failure), None
+        result, expected = ModelRunnerOutput(step, failure=launched.failure), None
         if launched.chunks is not None:
-            result = told = model.finish(launched.chunks)
+            result = expected = model.finish(launched.chunks)
         elif launched.failure:
-            told = result
+            expected = result
         if self.runner is not None:
-            result = self.runner.finish(told, inputs)
+            result = self.runner.finish(expected, inputs)
         if launched.chunks is not None:
             killer = next(
                 (row.request_id for row in model.rows.values() if row.active and world.faults.is_poison(row)), None

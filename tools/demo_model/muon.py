@@ -1,4 +1,4 @@
-"""The Muon optimizer in float32: momentum whose update is orthogonalized by Newton-Schulz iterations.
+"""The Muon optimizer in float32: momentum with an update orthogonalized by Newton-Schulz iterations.
 
 torch's own Muon iterates in bfloat16, which takes longer than the whole training step on a CPU without bfloat16
 instructions.

@@ -37,7 +37,7 @@ class Sample:
 
 
 def train_tokenizer(corpus: Iterable[Document]) -> Tokenizer:
-    """Train a byte-level BPE whose special tokens have the first ids."""
+    """Train a byte-level BPE; the special tokens get the first ids."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -106,7 +106,7 @@ def refused(frames: list[bytes], union: Any = FrontEndToScheduler) -> str:
 
 
 BIG = AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.arange(1500, dtype=np.int32))
-"""A request whose arrays have separate frames."""
+"""A request with arrays in separate frames."""
 
 REQUEST = AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
 
