@@ -147,10 +147,10 @@ def test_call_parsing_takes_linear_time(case: str, size: int) -> None:
     """50 KB take much less than a second, in parts of any size."""
     text = TEXTS[case]
     for make in (lambda: CallsAfterReasoning(AnyCalls(), ""), lambda: CallsAfterReasoning(AnyCalls(), "</think>")):
-        scanner, num_chars = make(), 0
+        parser, num_chars = make(), 0
         began = time.process_time()
         for place in range(0, len(text), size):
-            thought, deltas = scanner.push(text[place : place + size], last=place + size >= len(text))
+            thought, deltas = parser.push(text[place : place + size], last=place + size >= len(text))
             num_chars += len(thought) + sum(len(delta.arguments) for delta in deltas)
         assert time.process_time() - began < 1.0
         assert num_chars <= len(text)

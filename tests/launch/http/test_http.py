@@ -1,4 +1,4 @@
-"""The two endpoints that generate, through the whole application, with an engine that invents its tokens."""
+"""Completions and chat completions through the whole application, with an engine that invents tokens."""
 
 import asyncio
 import json
@@ -19,11 +19,11 @@ REPLY = "one two three four five"
 
 class TestCompletions:
     def test_plain(self, client: Any, engine: Any, tokenizer: Any) -> None:
-        answer = client.complete(max_tokens=50)
-        assert answer.status_code == 200
-        body = answer.json()
+        response = client.complete(max_tokens=50)
+        assert response.status_code == 200
+        body = response.json()
         assert body["id"].startswith("cmpl-")
-        assert body["id"] == answer.headers["x-request-id"]
+        assert body["id"] == response.headers["x-request-id"]
         assert (body["object"], body["model"]) == ("text_completion", "tiny")
         num_output = len(tokenizer.encode(REPLY).ids) + 1
         num_prompt = len(tokenizer.encode("hello").ids)
@@ -38,7 +38,7 @@ class TestCompletions:
         }
         assert not engine.added[0].aborted
 
-    def test_streamed_events_make_the_same_text(self, client: Any, events: Any) -> None:
+    def test_streamed_text_equals_plain_text(self, client: Any, events: Any) -> None:
         got = events(client.complete(max_tokens=50, stream=True))
         assert got.pop() == "[DONE]"
         assert "".join(event["choices"][0]["text"] for event in got) == REPLY
@@ -71,7 +71,7 @@ class TestCompletions:
         assert {name: getattr(params, name) for name in fields} == fields
         assert engine.priorities == [(-3, "mine")]
 
-    def test_several_prompts_and_answers(self, client: Any, engine: Any, tokenizer: Any) -> None:
+    def test_several_prompts_and_choices(self, client: Any, engine: Any, tokenizer: Any) -> None:
         engine.reply = None
         body = client.complete(prompt=["hello", "one two"], n=3, seed=11, max_tokens=4).json()
         assert [choice["index"] for choice in body["choices"]] == list(range(6))
@@ -84,7 +84,7 @@ class TestCompletions:
         assert client.complete(prompt=prompt).status_code == 200
         assert engine.added[0].prompt == [5, 6, 7]
 
-    def test_the_same_seed_gives_the_same_text_and_none_gives_another(self, client: Any, engine: Any) -> None:
+    def test_same_seed_repeats_text_and_no_seed_does_not(self, client: Any, engine: Any) -> None:
         engine.reply = None
         texts = [client.complete(seed=seed).json()["choices"][0]["text"] for seed in (1, 1, 2, None, None)]
         assert texts[0] == texts[1]
@@ -105,7 +105,7 @@ class TestCompletions:
         assert logprobs["text_offset"][-1] == len(REPLY)
         assert logprobs["top_logprobs"][0] == {logprobs["tokens"][0]: -0.5, "#": -2.0, "$": -9999.0}
 
-    def test_streamed_logprobs_are_the_same(self, client: Any, events: Any) -> None:
+    def test_streamed_logprobs_equal_plain_logprobs(self, client: Any, events: Any) -> None:
         whole = client.complete(logprobs=1, max_tokens=50).json()["choices"][0]["logprobs"]
         parts = [
             event["choices"][0]["logprobs"]
@@ -119,7 +119,7 @@ class TestStop:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("per_update", [1, 2, 100])
     @pytest.mark.parametrize(("include", "text"), [(False, "one two thr"), (True, "one two three fo")])
-    def test_a_stop_string_ends_the_answer_and_the_sequence(
+    def test_stop_string_ends_the_text_and_the_sequence(
         self, client: Any, engine: Any, events: Any, stream: bool, per_update: int, include: bool, text: str
     ) -> None:
         engine.per_update = per_update
@@ -136,11 +136,11 @@ class TestStop:
             assert len(choices[0]["logprobs"]["tokens"]) == num_tokens
         assert got == text
         assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "ee fo")
-        # Told to the engine, unless the engine had already ended it in the same update.
+        # Reported to the engine, unless the engine has ended the sequence in the same update.
         assert engine.added[0].stopped_at == (None if per_update == 100 else num_tokens)
         assert not engine.added[0].aborted
 
-    def test_one_stop_of_two_answers_leaves_the_other(self, client: Any, engine: Any) -> None:
+    def test_stop_of_one_choice_does_not_affect_the_other(self, client: Any, engine: Any) -> None:
         engine.reply = None
         body = client.complete(n=2, seed=4, max_tokens=30).json()
         first, second = (choice["text"] for choice in body["choices"])
@@ -149,7 +149,7 @@ class TestStop:
         assert [choice["finish_reason"] for choice in again] == ["stop", "length"]
         assert again[1]["text"] == second
 
-    def test_the_stop_token_has_no_text(self, client: Any, engine: Any, tokenizer: Any) -> None:
+    def test_stop_token_has_no_text(self, client: Any, engine: Any, tokenizer: Any) -> None:
         engine.reply = "hello"
         fields = {"max_tokens": 50, "skip_special_tokens": False}
         assert client.complete(**fields).json()["choices"][0]["text"] == "hello"
@@ -179,7 +179,7 @@ class TestChat:
         assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         assert "".join(delta["content"] for delta in deltas) == REPLY
 
-    def test_several_streamed_answers(self, client: Any, engine: Any, events: Any) -> None:
+    def test_several_streamed_choices(self, client: Any, engine: Any, events: Any) -> None:
         engine.reply = None
         whole = [choice["message"]["content"] for choice in client.chat(n=3, seed=5, max_tokens=20).json()["choices"]]
         texts, roles = ["", "", ""], [0, 0, 0]
@@ -197,11 +197,11 @@ class TestChat:
         assert client.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
     @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-    def test_both_names_of_the_limit(self, client: Any, engine: Any, name: str) -> None:
+    def test_both_names_of_max_tokens(self, client: Any, engine: Any, name: str) -> None:
         assert client.chat(**{name: 3}).json()["choices"][0]["finish_reason"] == "length"
         assert engine.added[0].params.max_tokens == 3
 
-    def test_text_parts_and_tool_turns(self, client: Any, engine: Any, tokenizer: Any) -> None:
+    def test_text_parts_and_tool_messages(self, client: Any, engine: Any, tokenizer: Any) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         messages = [
@@ -217,7 +217,7 @@ class TestChat:
         assert client.chat(messages=messages, continue_final_message=True).status_code == 200
         assert tokenizer.decode(engine.added[0].prompt).endswith("assistant\nwell")
 
-    def test_a_template_that_refuses(self, client: Any) -> None:
+    def test_template_that_raises(self, client: Any) -> None:
         error = client.chat(messages=[{"role": "tool", "content": "x"}]).json()["error"]
         assert error["message"] == "the model's chat template refuses these messages: a tool cannot begin"
         assert error["param"] == "messages"
@@ -225,8 +225,8 @@ class TestChat:
 
 class TestFailures:
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_refusal_by_the_scheduler_is_a_400(self, client: Any, engine: Any, stream: bool) -> None:
-        """Whether it comes at once or before the first token: no event may be out by then."""
+    def test_scheduler_refusal_is_a_400(self, client: Any, engine: Any, stream: bool) -> None:
+        """At submission or before the first token: no event may have been sent before the refusal."""
         refusal = InvalidRequest("prompt needs more blocks than there are", "prompt", "prompt_too_large")
         for engine.refuse, engine.ending in ((refusal, EndReason.STOPPED), (None, refusal)):
             response = client.complete(stream=stream, n=2)
@@ -239,14 +239,14 @@ class TestFailures:
             }
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_dead_engine_is_a_503(self, client: Any, engine: Any, stream: bool) -> None:
+    def test_failed_engine_is_a_503(self, client: Any, engine: Any, stream: bool) -> None:
         engine.refuse = EngineError("connection to /tmp/secret lost")
         response = client.complete(stream=stream)
         assert response.status_code == 503
         assert "secret" not in response.text
 
     @pytest.mark.parametrize("ending", [EngineError("at 0x7f00"), EndReason.ERROR, RuntimeError("at 0x7f00")])
-    def test_an_error_in_mid_stream_is_an_event(
+    def test_error_within_a_stream_is_an_event(
         self, client: Any, engine: Any, events: Any, ending: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine.ending = ending
@@ -257,13 +257,13 @@ class TestFailures:
         assert ("unexpected error" in caplog.text) == isinstance(ending, RuntimeError)
         assert any(sequence.aborted for sequence in engine.added)
 
-    def test_an_error_in_a_plain_answer(self, client: Any, engine: Any) -> None:
+    def test_error_in_a_plain_response(self, client: Any, engine: Any) -> None:
         engine.ending = EndReason.ERROR
         response = client.complete(max_tokens=50)
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "the worker failed twice on this request"
 
-    def test_an_unexpected_exception_tells_nothing_and_is_logged(
+    def test_unexpected_exception_is_logged_and_not_revealed(
         self, client: Any, engine: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine.ending = RuntimeError("secret at 0x7f00")
@@ -278,7 +278,7 @@ class TestFailures:
         assert "secret at 0x7f00" in caplog.text
 
     @pytest.mark.parametrize("state", ["loading", "draining", "failed"])
-    def test_nothing_is_taken_while_not_serving(self, client: Any, engine: Any, state: str) -> None:
+    def test_requests_are_refused_while_not_serving(self, client: Any, engine: Any, state: str) -> None:
         engine.state = state
         for response in (client.complete(), client.chat()):
             assert response.status_code == 503
@@ -290,7 +290,7 @@ class TestDisconnect:
     @pytest.mark.parametrize("hang_after", [0, 2])
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-    def test_the_sequences_of_a_client_that_left_are_aborted(
+    def test_disconnect_aborts_sequences(
         self, engine: Any, connect: Any, finish: Any, path: str, stream: bool, hang_after: int, n: int
     ) -> None:
         engine.hang_after = hang_after
@@ -312,12 +312,12 @@ class TestDisconnect:
         started = [message for message in connection.sent if message["type"] == "http.response.start"]
         assert len(started) == (1 if stream and hang_after else 0)
 
-    def test_a_client_that_left_before_its_body_was_whole(self, app: Starlette, engine: Any, finish: Any) -> None:
+    def test_disconnect_within_the_body(self, app: Starlette, engine: Any, finish: Any) -> None:
         async def receive() -> dict[str, Any]:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            raise AssertionError("nobody listens")
+            raise AssertionError("the client has disconnected")
 
         scope = {
             "type": "http",
@@ -332,7 +332,7 @@ class TestDisconnect:
         finish(app(scope, receive, send))
         assert engine.added == []
 
-    def test_one_write_for_each_step_however_many_answers(self, engine: Any, connect: Any, finish: Any) -> None:
+    def test_one_write_per_step_for_all_choices(self, engine: Any, connect: Any, finish: Any) -> None:
         engine.reply = None
         connection = connect("/v1/completions", {"prompt": "x", "stream": True, "n": 4, "max_tokens": 10, "seed": 1})
         finish(connection.run())
@@ -349,7 +349,7 @@ class TestWithoutTokenizer:
         engine.reply = None
         return type(client)(make_app(engine, ServerSettings(text_in=TextIn(), served_model_names=("ids",))))
 
-    def test_ids_in_and_no_text_out(self, client: Any, events: Any) -> None:
+    def test_token_ids_without_text(self, client: Any, events: Any) -> None:
         fields = {"model": "ids", "prompt": [1, 2, 3], "max_tokens": 5, "stop": "x"}
         body = client.complete(**fields, logprobs=0).json()
         assert body["choices"][0]["text"] == ""
@@ -373,7 +373,7 @@ class TestWithoutTokenizer:
         assert "no tokenizer" in response.json()["error"]["message"]
 
 
-def test_long_prompts_are_tokenized_off_the_loop(client: Any, engine: Any) -> None:
+def test_long_prompts_are_tokenized_in_threads(client: Any, engine: Any) -> None:
     engine.max_model_len = 40_000
     text = "one two three " * 2_000
     assert client.complete(prompt=text).status_code == 200
@@ -381,7 +381,7 @@ def test_long_prompts_are_tokenized_off_the_loop(client: Any, engine: Any) -> No
     assert len(engine.added) == 2
 
 
-def test_json_is_taken_whatever_the_content_type(client: Any) -> None:
+def test_content_type_is_ignored(client: Any) -> None:
     body = json.dumps({"prompt": "hello"}).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"):
         assert client.post("/v1/completions", content=body, headers={"content-type": kind}).status_code == 200

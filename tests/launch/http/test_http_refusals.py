@@ -1,4 +1,4 @@
-"""What is refused: bad fields, bodies, paths and keys; and that the next request is served as if nothing had been."""
+"""Refusals: invalid fields, bodies, paths and keys; and that the next valid request is served."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ TEMPERATURE_RANGE = "temperature must be a number from 0 to 2"
 IDS_RANGE = f"prompt must hold token ids, integers from 0 to {VOCAB - 1}"
 CONTEXT = "maximum context length"
 
-# field, value, what the message must say
+# (field, value, part of the error message)
 SHARED = [
-    # All values of the numbers: tests/abuse/test_numbers.py.
+    # tests/abuse/test_numbers.py has all invalid numbers.
     ("n", 129, "n must be an integer from 1 to 128"),
     ("temperature", 2.1, TEMPERATURE_RANGE),
     ("top_p", 0, "top_p must be a number above 0 and at most 1"),
@@ -181,7 +181,7 @@ def short(value: Any) -> str:
 
 
 def refused(response: Any, status: int, param: str | None, says: str) -> None:
-    """The response is OpenAI's error form and says so much."""
+    """Check that the response is an OpenAI error with this status, field and message."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(response.json()) == {"error"}
@@ -212,7 +212,7 @@ class TestFields:
         refused(client.chat(**fields), 400, param, says)
 
     @pytest.mark.parametrize("depth", [20, 3_000])
-    def test_schemas_that_are_nested_deeply(self, client: Any, engine: Any, depth: int) -> None:
+    def test_deeply_nested_schemas(self, client: Any, engine: Any, depth: int) -> None:
         engine.max_model_len = 10_000
         text = '{"items":' * depth + "{}" + "}" * depth
         for field in (
@@ -230,14 +230,14 @@ class TestFields:
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
-    def test_no_value_is_our_fault(self, engine: Any, fields: dict[str, Any]) -> None:
-        """Whatever stands in a field, it is refused or taken, and nothing else is raised."""
+    def test_any_value_is_accepted_or_refused(self, engine: Any, fields: dict[str, Any]) -> None:
+        """No other exception than InvalidRequest is raised."""
         parser = schema.Parser(served_names=("tiny",), limits=engine)
-        for parse, what in ((parser.completion, {"prompt": "x"}), (parser.chat, {"messages": MESSAGES})):
+        for parse, prompt in ((parser.completion, {"prompt": "x"}), (parser.chat, {"messages": MESSAGES})):
             with contextlib.suppress(InvalidRequest):
-                parse({**what, **fields})
+                parse({**prompt, **fields})
 
-    def test_the_nearest_field_is_suggested(self, client: Any) -> None:
+    def test_closest_field_is_suggested(self, client: Any) -> None:
         refused(client.chat(temprature=1), 400, "temprature", "did you mean temperature?")
 
     def test_unknown_stream_options(self, client: Any) -> None:
@@ -261,7 +261,7 @@ class TestFields:
         response = client.chat(continue_final_message=True, add_generation_prompt=True)
         refused(response, 400, "continue_final_message", "cannot both be true")
 
-    def test_everything_that_openai_defines_is_accepted(self, client: Any) -> None:
+    def test_all_openai_fields_are_accepted(self, client: Any) -> None:
         shared = {"presence_penalty": 1, "frequency_penalty": -1, "user": "me", "logit_bias": {"5": -100, "419": 1}}
         shared["response_format"] = {"type": "text"}
         assert client.complete(**shared, best_of=2, suffix="x", top_k=None, stop=None).status_code == 200
@@ -295,7 +295,7 @@ class TestBodies:
         ],
         ids=short,
     )
-    def test_what_is_not_a_json_object(self, client: Any, body: bytes, says: str) -> None:
+    def test_body_that_is_not_a_json_object(self, client: Any, body: bytes, says: str) -> None:
         response = client.post("/v1/completions", content=body)
         assert response.status_code == 400
         assert says in response.json()["error"]["message"]
@@ -310,12 +310,12 @@ class TestBodies:
         assert client.chat(messages=[message, {"role": "user", "content": "x"}]).status_code in (200, 400)
         assert client.chat().status_code == 200
 
-    def test_a_body_that_is_announced_too_large_is_not_read(self, app: Starlette, finish: Any) -> None:
+    def test_too_large_content_length_is_refused_unread(self, app: Starlette, finish: Any) -> None:
         sent = feed(app, finish, [], {"content-length": str(MAX_BODY_BYTES + 1)})
         assert sent[0]["status"] == 413
         assert feed(app, finish, [], {"content-length": "9" * 5_000})[0]["status"] == 413
 
-    def test_a_body_is_counted_while_it_comes(self, app: Starlette, finish: Any) -> None:
+    def test_body_without_length_is_counted_while_read(self, app: Starlette, finish: Any) -> None:
         chunks = [b"x" * 2**20] * 33
         sent = feed(app, finish, chunks, {})
         assert sent[0]["status"] == 413
@@ -325,15 +325,15 @@ class TestBodies:
     @pytest.mark.parametrize(
         "headers", [{"x": "y" * 70_000}, {f"x{i}": "y" for i in range(200)}], ids=["one large", "many"]
     )
-    def test_too_much_header(self, client: Any, headers: dict[str, str]) -> None:
+    def test_too_large_headers(self, client: Any, headers: dict[str, str]) -> None:
         refused(client.get("/v1/models", headers=headers), 431, None, "headers too large")
 
-    def test_too_long_a_path(self, client: Any) -> None:
+    def test_too_long_path(self, client: Any) -> None:
         refused(client.get("/v1/models/" + "x" * 10_000), 431, None, "too large")
 
 
 def feed(app: Starlette, finish: Any, chunks: list[bytes], headers: dict[str, str]) -> list[Any]:
-    """One POST of these chunks, each followed by others or by the end; what was answered."""
+    """POST the chunks to /v1/completions; return the messages that the application sends."""
     left = [*chunks]
     sent: list[Any] = []
 
@@ -381,7 +381,7 @@ class TestRoutes:
         assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_the_readme_lists_every_field() -> None:
+def test_readme_lists_every_field() -> None:
     text = Path(schema.__file__).with_name("README.md").read_text(encoding="utf-8")
     structs = (bodies.CompletionBody, bodies.ChatBody, bodies.StreamOptions)
     fields = {name for struct in structs for name in struct.__struct_fields__}

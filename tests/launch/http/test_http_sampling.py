@@ -1,4 +1,4 @@
-"""What a request's fields of sampling become on their way to the engine, and log probabilities of prompts."""
+"""Sampling fields as the engine receives them, and log probabilities of prompts."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ REPLY = "one two three four five"
 
 
 class TestFields:
-    def test_they_reach_the_engine(self, client: Any, engine: Any) -> None:
+    def test_sampling_fields_reach_the_engine(self, client: Any, engine: Any) -> None:
         fields = {
             "min_tokens": 2,
             "presence_penalty": 0.5,
@@ -33,12 +33,12 @@ class TestFields:
             params = engine.added[-1].params
             assert {name: getattr(params, name) for name in fields} == fields
 
-    def test_keys_of_a_bias_are_token_ids(self, client: Any, engine: Any) -> None:
+    def test_logit_bias_keys_are_token_ids(self, client: Any, engine: Any) -> None:
         assert client.complete(logit_bias={"0": -100, "419": 1.5}).status_code == 200
         assert engine.added[0].params.logit_bias == {0: -100.0, 419: 1.5}
 
     @pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
-    def test_extra_args_by_both_names(self, client: Any, engine: Any, name: str) -> None:
+    def test_both_names_of_extra_args(self, client: Any, engine: Any, name: str) -> None:
         assert client.chat(**{name: {"target": 5, "words": ["a"], "on": None}}).status_code == 200
         assert engine.added[0].params.extra_args == {"target": 5, "words": ["a"], "on": None}
 
@@ -70,20 +70,20 @@ class TestFields:
         for ask in (client.chat, client.complete):
             assert ask(response_format=wanted).status_code == 200
             text = engine.added[-1].params.structured_outputs.json
-            # The order of the properties is that of the answer.
+            # The order of the properties is kept: the output has the same order.
             assert text == msgspec.json.encode(SCHEMA).decode()
             assert ask(response_format={"type": "text"}).status_code == 200
             assert engine.added[-1].params.structured_outputs is None
         assert response_format({"type": "json_object"}) == StructuredOutputs(json_object=True)
 
-    def test_text_is_no_constraint_beside_another(self, client: Any, engine: Any) -> None:
+    def test_text_format_can_be_combined_with_a_constraint(self, client: Any, engine: Any) -> None:
         fields = {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}
         assert client.chat(**fields).status_code == 200
         assert engine.added[0].params.structured_outputs.regex == "a"
 
 
 class Picky(AdapterLogitsProcessor):
-    """Refuses in its own words, or fails."""
+    """A processor whose validation raises ValueError with a message, or an unexpected KeyError."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -106,7 +106,7 @@ class TestPlugins:
         return type(client)(make_app(engine, settings))
 
     @pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
-    def test_they_are_asked_about_each_request(self, client: Any, engine: Any, name: str) -> None:
+    def test_processors_validate_each_request(self, client: Any, engine: Any, name: str) -> None:
         for ask in (client.complete, client.chat):
             for given, says in (({"only": "x"}, "only must be a token id"), ({"fail": 1}, "Picky failed to validate")):
                 refused = ask(**{name: given})
@@ -119,7 +119,7 @@ class TestPlugins:
 
 
 class TestBadWords:
-    def test_each_word_counts_with_a_blank_before_it_too(self, client: Any, engine: Any, tokenizer: Any) -> None:
+    def test_each_word_is_also_forbidden_with_a_leading_space(self, client: Any, engine: Any, tokenizer: Any) -> None:
         assert client.complete(bad_words=["hello", " two"]).status_code == 200
         texts = ["hello", " hello", " two"]
         assert engine.added[0].params.bad_words_token_ids == [tokenizer.encode(text).ids for text in texts]
@@ -127,7 +127,7 @@ class TestBadWords:
 
 
 def prompt_entries(ids: list[int], best: int) -> list[Any]:
-    """What vLLM's form of the invented values is."""
+    """Return the expected entries in vLLM's format."""
     entries: list[Any] = [None]
     for i, token in enumerate(ids[1:], 1):
         top = {5: (-0.25, 1), 6: (-9999.0, 2)}
@@ -150,7 +150,7 @@ class TestPromptLogprobs:
             assert choice["logprobs"] is None
         assert "prompt_logprobs" not in client.complete(prompt=ids).json()["choices"][0]
 
-    def test_of_a_conversation(self, client: Any, engine: Any) -> None:
+    def test_chat_prompt(self, client: Any, engine: Any) -> None:
         body = client.chat(prompt_logprobs=1).json()
         assert plain(body["prompt_logprobs"]) == prompt_entries(engine.added[0].prompt, 1)
         assert "prompt_logprobs" not in client.chat().json()
@@ -159,14 +159,14 @@ class TestPromptLogprobs:
         entry = client.complete(prompt=[40, 41], prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"][1]
         assert entry == {"41": {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer.decode([41])}}
 
-    def test_one_token_has_none(self, client: Any) -> None:
+    def test_first_token_has_none(self, client: Any) -> None:
         body = client.complete(prompt=[40], prompt_logprobs=2, echo=True, logprobs=1, max_tokens=0).json()
         assert body["choices"][0]["prompt_logprobs"] == [None]
         assert body["choices"][0]["logprobs"]["token_logprobs"] == [None]
 
 
 class TestEcho:
-    """What lm-eval asks for: the likelihood of a text, token by token."""
+    """Requests as lm-eval sends them, for the likelihood of each token of a text."""
 
     @pytest.mark.parametrize("as_ids", [False, True])
     def test_prompt_alone(self, client: Any, engine: Any, tokenizer: Any, as_ids: bool) -> None:
@@ -186,7 +186,7 @@ class TestEcho:
         assert engine.added[0].params.max_tokens == 1
         assert "prompt_logprobs" not in first
 
-    def test_prompt_and_answer(self, client: Any, tokenizer: Any, events: Any) -> None:
+    def test_prompt_and_output(self, client: Any, tokenizer: Any, events: Any) -> None:
         fields = {"prompt": "hello", "echo": True, "logprobs": 2, "max_tokens": 50}
         choice = client.complete(**fields).json()["choices"][0]
         assert choice["text"] == "hello" + REPLY
@@ -206,8 +206,8 @@ class TestEcho:
             ("hello", "length")
         ] * 2
 
-    def test_no_more_of_the_best_than_asked_for(self, client: Any) -> None:
-        """Echo's count and the field's own may differ."""
+    def test_logprobs_and_prompt_logprobs_may_differ(self, client: Any) -> None:
+        """``logprobs`` of an echoed prompt and ``prompt_logprobs`` return different numbers of entries."""
         fields = {"echo": True, "max_tokens": 0, "prompt": [40, 41]}
         for logprobs, of_prompt in ((0, 2), (2, 0)):
             choice = client.complete(**fields, logprobs=logprobs, prompt_logprobs=of_prompt).json()["choices"][0]
@@ -225,7 +225,7 @@ class TestFailures:
             ("something else: x", 500, "engine_error", "something else: x"),
         ],
     )
-    def test_by_their_code(self, client: Any, engine: Any, detail: str, status: int, code: str, says: str) -> None:
+    def test_status_by_code(self, client: Any, engine: Any, detail: str, status: int, code: str, says: str) -> None:
         engine.ending, engine.detail = EndReason.ERROR, detail
         response = client.complete(max_tokens=50)
         assert response.status_code == status
@@ -233,13 +233,13 @@ class TestFailures:
         assert (error["message"], error["code"]) == (says, code)
         assert error["type"] == ("invalid_request_error" if status == 422 else "internal_error")
 
-    def test_in_mid_stream(self, client: Any, engine: Any, events: Any) -> None:
+    def test_failure_within_a_stream(self, client: Any, engine: Any, events: Any) -> None:
         engine.ending, engine.detail = EndReason.ERROR, "request_failed: no token is allowed"
         got = events(client.complete(max_tokens=50, stream=True))
         assert got[0]["choices"][0]["text"]
         assert got[-1]["error"]["code"] == "request_failed"
 
-    def test_before_the_first_event(self, client: Any, engine: Any) -> None:
+    def test_failure_before_the_first_event(self, client: Any, engine: Any) -> None:
         engine.ending, engine.detail = EndReason.ERROR, "request_failed: a processor failed"
         engine.per_update = 100
         assert client.complete(max_tokens=50, stream=True).status_code == 422

@@ -1,4 +1,4 @@
-"""The small routes: models, health, metrics, tokens. And the application on real sockets, with OpenAI's client."""
+"""The small routes (models, health, metrics, tokens), and the application on real sockets with OpenAI's client."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class TestModels:
         assert body["data"][0]["max_model_len"] == 256
         assert client.get("/v1/models/alias").json() == body["data"][1]
 
-    def test_a_name_may_have_slashes(self, client: Any, engine: Any, text_in: TextIn) -> None:
+    def test_model_name_with_a_slash(self, client: Any, engine: Any, text_in: TextIn) -> None:
         app = make_app(engine, ServerSettings(text_in=text_in, served_model_names=("org/name",)))
         assert type(client)(app).get("/v1/models/org/name").json()["id"] == "org/name"
 
@@ -57,7 +57,7 @@ def test_health_and_readiness(client: Any, engine: Any, state: str, health: int,
 
 
 @pytest.mark.parametrize("state", ["ready", "recovering", "draining"])
-def test_an_engine_without_progress_is_stuck(client: Any, engine: Any, state: str) -> None:
+def test_engine_without_progress_is_stuck(client: Any, engine: Any, state: str) -> None:
     engine.state, engine.seconds_without_progress = state, 59.0
     assert client.get("/health").status_code == 200
     engine.seconds_without_progress = 61.0
@@ -66,7 +66,7 @@ def test_an_engine_without_progress_is_stuck(client: Any, engine: Any, state: st
 
 
 class TestTokens:
-    def test_there_and_back(self, client: Any, tokenizer: Any) -> None:
+    def test_tokenize_and_detokenize(self, client: Any, tokenizer: Any) -> None:
         text = "hello 世界 <|im_end|>"
         body = client.post("/tokenize", {"model": "tiny", "prompt": text, "return_token_strs": True}).json()
         assert body["tokens"] == tokenizer.encode(text).ids
@@ -124,7 +124,7 @@ class TestMetrics:
         ):
             assert line in text.splitlines(), line
 
-    def test_what_the_scheduler_counts_by_reason_and_by_time(self, client: Any, engine: Any) -> None:
+    def test_metrics_of_the_scheduler(self, client: Any, engine: Any) -> None:
         engine.figures = Statistics(
             query=1,
             num_cached_blocks=12,
@@ -154,17 +154,17 @@ class TestMetrics:
             'quire:kv_block_lifetime_seconds_sum{model_name="tiny"} 4.5',
         ):
             assert line in lines, line
-        # A word that holds quotes and a line break stays a label's value; a histogram that is not kept is not shown.
+        # Quotes and line breaks in a label value are escaped; a histogram without data is left out.
         assert not [line for line in lines if line.startswith("quire:fake")]
         assert not [line for line in lines if "kv_block_reuse_gap" in line]
 
-    def test_a_dead_engine_leaves_the_front_ends_own(self, client: Any, engine: Any) -> None:
+    def test_failed_engine_leaves_the_front_ends_metrics(self, client: Any, engine: Any) -> None:
         engine.state = "failed"
         text = client.get("/metrics").text
         assert "quire:num_requests_running" not in text
         assert "quire:e2e_request_latency_seconds_count" in text
 
-    def test_a_models_name_cannot_write_metrics(self, client: Any, engine: Any, text_in: TextIn) -> None:
+    def test_model_name_cannot_forge_metrics(self, client: Any, engine: Any, text_in: TextIn) -> None:
         name = 'a"} 1\nquire:fake{x="'
         app = make_app(engine, ServerSettings(text_in=text_in, served_model_names=(name,)))
         lines = type(client)(app).get("/metrics").text.splitlines()
@@ -182,7 +182,7 @@ class TestMetrics:
         assert metrics.time_per_output_token._sum.get() == 0.5
         assert metrics.generation_tokens._sum.get() == 6
 
-    def test_an_aborted_answer_is_counted_as_such(self) -> None:
+    def test_aborted_sequence_is_counted(self) -> None:
         metrics = Metrics("tiny", lambda: 1.0)
         SequenceClock(metrics, 0.0, 3).end("abort")
         assert metrics._success.labels("tiny", "abort")._value.get() == 1
@@ -191,7 +191,7 @@ class TestMetrics:
 
 @pytest.fixture
 def served(app: Starlette) -> Iterator[str]:
-    """The application behind uvicorn, on a port of the system's choice."""
+    """Serve the application with uvicorn on a free port; yield its URL."""
     config = uvicorn.Config(
         app, http=BoundedHttpProtocol, log_level="error", lifespan="off", access_log=False, ws="none"
     )
@@ -210,7 +210,7 @@ def port_of(url: str) -> int:
 
 
 class TestOverSockets:
-    def test_openais_client(self, served: str, tokenizer: Any) -> None:
+    def test_openai_client(self, served: str, tokenizer: Any) -> None:
         reply = "one two three four five"
         with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["tiny", "alias"]
@@ -239,7 +239,7 @@ class TestOverSockets:
             with pytest.raises(openai.NotFoundError):
                 client.completions.create(model="other", prompt="x")
 
-    def test_an_error_in_mid_stream_reaches_openais_client(self, served: str, engine: Any) -> None:
+    def test_error_within_a_stream_reaches_the_openai_client(self, served: str, engine: Any) -> None:
         engine.ending = RuntimeError("inside")
         with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(model="tiny", prompt="x", max_tokens=50, stream=True)
@@ -247,7 +247,7 @@ class TestOverSockets:
                 list(stream)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_closed_connection_aborts(self, served: str, engine: Any, stream: bool) -> None:
+    def test_closed_connection_aborts(self, served: str, engine: Any, stream: bool) -> None:
         engine.hang_after = 2
         hung, aborted = threading.Event(), threading.Event()
         engine.on_hang, engine.on_abort = hung.set, aborted.set
@@ -259,8 +259,8 @@ class TestOverSockets:
             assert not aborted.is_set()
         assert aborted.wait(10)
 
-    def test_headers_without_end(self, served: str) -> None:
-        """A client that only ever sends headers is cut off, not collected."""
+    def test_endless_headers(self, served: str) -> None:
+        """The connection is closed instead of buffering headers forever."""
         with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
             received = b""
@@ -272,16 +272,16 @@ class TestOverSockets:
         assert not received or received.startswith(b"HTTP/1.1 431")
         assert httpx.get(f"{served}/health").status_code == 200
 
-    def test_a_large_body_behind_a_small_head(self, served: str) -> None:
+    def test_large_body_after_a_small_head(self, served: str) -> None:
         body = {"prompt": "x", "user": "y" * 2_000_000}
         with httpx.Client(base_url=served) as client:
             assert [client.post("/v1/completions", json=body).status_code for _ in range(2)] == [200, 200]
 
-    def test_many_at_once(self, served: str, engine: Any) -> None:
-        async def all_of_them() -> list[httpx.Response]:
+    def test_concurrent_requests(self, served: str, engine: Any) -> None:
+        async def send_all() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=served) as client:
                 bodies = [{"prompt": [3, i], "max_tokens": 9} for i in range(40)]
                 return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
 
-        assert {response.status_code for response in asyncio.run(all_of_them())} == {200}
+        assert {response.status_code for response in asyncio.run(send_all())} == {200}
         assert sorted(sequence.prompt[1] for sequence in engine.added) == list(range(40))

@@ -1,4 +1,4 @@
-"""Tools of a chat request: the constraint that a demanded call makes, and answers turned into calls."""
+"""Tools of a chat request: the constraint of a required call, and parsing of outputs to calls."""
 
 import json
 from typing import Any
@@ -50,7 +50,7 @@ def constraint(**fields: Any) -> Any:
 
 class TestConstraint:
     @pytest.mark.parametrize("choice", [None, "auto", "none"])
-    def test_a_free_choice_is_none(self, choice: Any) -> None:
+    def test_free_choice_has_no_constraint(self, choice: Any) -> None:
         tools, use = read_tools([WEATHER], choice)
         assert use is None
         assert tools == (None if choice == "none" else [WEATHER])
@@ -58,7 +58,7 @@ class TestConstraint:
     def test_no_tools(self) -> None:
         assert read_tools([], "auto") == (None, None)
 
-    def test_a_named_function(self) -> None:
+    def test_named_function(self) -> None:
         schema = constraint(tools=[CLOCK, WEATHER], tool_choice=NAMED)
         assert schema == WEATHER["function"]["parameters"]  # type: ignore[index]
 
@@ -69,14 +69,14 @@ class TestConstraint:
         first, second = schema["items"]["anyOf"]
         assert [s["properties"]["name"]["enum"] for s in (first, second)] == [["weather"], ["clock"]]
         assert list(first["properties"]) == first["required"] == ["name", "parameters"]
-        # References of a tool's schema to itself still find what they name.
+        # References of a tool's schema to itself are rewritten.
         place = schema["$defs"]["parameters_0"]
         assert first["properties"]["parameters"] == {"$ref": "#/$defs/parameters_0"}
         assert place["properties"]["place"] == {"$ref": "#/$defs/parameters_0/$defs/place"}
         assert place["properties"]["self"] == {"$ref": "#/$defs/parameters_0"}
         assert schema["$defs"]["parameters_1"]["additionalProperties"] is False
 
-    def test_one_call_at_most(self) -> None:
+    def test_single_call_without_parallel_calls(self) -> None:
         assert constraint(tools=[CLOCK], tool_choice="required", parallel_tool_calls=False)["maxItems"] == 1
 
 
@@ -93,15 +93,15 @@ ANY_CALLS = st.lists(
 )
 
 
-class TestScanner:
-    def test_a_named_call_begins_before_its_text(self) -> None:
+class TestParser:
+    def test_name_of_a_named_call_precedes_its_text(self) -> None:
         call = NamedCall("f")
         deltas = [delta for part in ("", "{", "}", "") for delta in call.push(part)]
         assert [(d.name, d.arguments) for d in deltas] == [("f", ""), (None, "{"), (None, "}")]
 
     @given(data=st.data())
     @settings(max_examples=60, deadline=None)
-    def test_any_calls_cut_anywhere(self, data: st.DataObject) -> None:
+    def test_calls_split_anywhere(self, data: st.DataObject) -> None:
         calls = data.draw(ANY_CALLS)
         swapped = [dict(reversed(call.items())) if data.draw(st.booleans()) else call for call in calls]
         text = json.dumps(
@@ -110,10 +110,10 @@ class TestScanner:
         sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
         names: list[str] = []
         arguments: list[str] = []
-        scanner, place, turn = AnyCalls(), 0, 0
+        parser, place, turn = AnyCalls(), 0, 0
         while place < len(text):
             size = sizes[turn % len(sizes)]
-            for delta in scanner.push(text[place : place + size]):
+            for delta in parser.push(text[place : place + size]):
                 if delta.name is not None:
                     names.append(delta.name)
                     arguments.append("")
@@ -123,24 +123,24 @@ class TestScanner:
         assert names == [call["name"] for call in calls]
         assert [json.loads(each) for each in arguments] == [call["parameters"] for call in calls]
 
-    def test_arguments_come_as_they_grow(self) -> None:
-        scanner = AnyCalls()
-        assert scanner.push('[{"name": "f"') == []
-        (begun,) = scanner.push(', "parameters": {"a"')
-        assert (begun.name, begun.arguments) == ("f", '{"a"')
-        (more,) = scanner.push(": 1")
+    def test_arguments_are_streamed(self) -> None:
+        parser = AnyCalls()
+        assert parser.push('[{"name": "f"') == []
+        (first,) = parser.push(', "parameters": {"a"')
+        assert (first.name, first.arguments) == ("f", '{"a"')
+        (more,) = parser.push(": 1")
         assert (more.name, more.arguments) == (None, ": 1")
 
-    def test_no_state_grows_with_what_was_told(self) -> None:
-        scanner = AnyCalls()
-        scanner.push('[{"name": "f", "parameters": {"a": "')
+    def test_state_does_not_grow_with_sent_arguments(self) -> None:
+        parser = AnyCalls()
+        parser.push('[{"name": "f", "parameters": {"a": "')
         for _ in range(1000):
-            assert scanner.push("x" * 100)[0].arguments == "x" * 100
-        assert not scanner._arguments
-        assert not scanner._token
+            assert parser.push("x" * 100)[0].arguments == "x" * 100
+        assert not parser._arguments
+        assert not parser._token
 
 
-class TestAnswers:
+class TestResponses:
     @pytest.fixture
     def ask(self, client: Any, engine: Any) -> Any:
         def ask(calls: Any, **fields: Any) -> Any:
@@ -150,7 +150,7 @@ class TestAnswers:
         engine.max_model_len = 2000
         return ask
 
-    def test_a_named_function(self, ask: Any) -> None:
+    def test_named_function(self, ask: Any) -> None:
         choice = ask(CALLS[0]["parameters"], tool_choice=NAMED).json()["choices"][0]
         message = choice["message"]
         assert (message["content"], choice["finish_reason"]) == (None, "stop")
@@ -167,7 +167,7 @@ class TestAnswers:
         assert [json.loads(call["function"]["arguments"]) for call in calls] == [c["parameters"] for c in CALLS]
         assert len({call["id"] for call in calls}) == 2
 
-    def test_an_answer_that_was_cut(self, ask: Any) -> None:
+    def test_output_cut_off_by_max_tokens(self, ask: Any) -> None:
         choice = ask(CALLS, tool_choice="required", max_tokens=25).json()["choices"][0]
         assert choice["finish_reason"] == "length"
         (call,) = choice["message"]["tool_calls"]
@@ -196,12 +196,12 @@ class TestAnswers:
             assert [call[2] for call in calls] == [call["name"] for call in expected]
             assert [json.loads(call[3]) for call in calls] == [call["parameters"] for call in expected]
 
-    def test_a_free_choice_stays_text(self, ask: Any) -> None:
+    def test_output_of_a_free_choice_stays_text(self, ask: Any) -> None:
         message = ask(CALLS, tool_choice="auto").json()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": json.dumps(CALLS), "refusal": None}
 
-    def test_earlier_calls_have_objects_for_arguments(self) -> None:
-        """As templates expect them; what is no object stays as it came."""
+    def test_arguments_of_earlier_calls_become_objects(self) -> None:
+        """Templates expect objects. Arguments that do not parse to an object stay text."""
         texts = ['{"a": [1]}', "", "[1]", "{", "7"]
         calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
         message = {"role": "assistant", "content": None, "tool_calls": [*calls, {"function": 7}, {}]}
@@ -215,18 +215,18 @@ class TestAnswers:
         messages = [{"role": "user", "content": "hello"}]
         for tools in (None, [CLOCK]):
             assert client.chat(messages=messages, tools=tools).status_code == 200
-            told = client.post("/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
-            assert told == engine.added[-1].prompt
+            tokens = client.post("/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
+            assert tokens == engine.added[-1].prompt
 
-    def test_the_template_is_told(self, ask: Any, engine: Any, tokenizer: Any) -> None:
+    def test_template_receives_the_tools(self, ask: Any, engine: Any, tokenizer: Any) -> None:
         for choice in ("auto", "none", "required"):
             ask([], tool_choice=choice)
-        told = ['"description": "of a place"' in tokenizer.decode(s.prompt) for s in engine.added]
-        assert told == [True, False, True]
+        has_tools = ['"description": "of a place"' in tokenizer.decode(s.prompt) for s in engine.added]
+        assert has_tools == [True, False, True]
 
 
 class TestThinkingBeforeACall:
-    """``<|im_start|>`` ends thinking here: a special token, and one that the chat template writes, unless ``bare``."""
+    """Here ``<|im_start|>`` ends thinking: a special token, which the chat template writes unless ``bare`` is set."""
 
     @pytest.fixture
     def client(self, engine: Any, text_in: Any, client: Any) -> Any:
@@ -237,7 +237,7 @@ class TestThinkingBeforeACall:
 
     @pytest.mark.parametrize("per_update", [1, 4, 1000])
     @pytest.mark.parametrize("choice", [NAMED, "required"])
-    def test_a_budget_says_that_there_is(
+    def test_thinking_budget_implies_thinking(
         self, client: Any, engine: Any, events: Any, choice: Any, per_update: int
     ) -> None:
         text = json.dumps(CALLS if choice == "required" else CALLS[0]["parameters"])
@@ -254,7 +254,7 @@ class TestThinkingBeforeACall:
         arguments = "".join(call["function"]["arguments"] for call in calls if call["index"] == 0)
         assert json.loads(arguments) == CALLS[0]["parameters"]
 
-    def test_cut_while_it_thinks(self, client: Any, engine: Any) -> None:
+    def test_output_cut_off_while_thinking(self, client: Any, engine: Any) -> None:
         engine.reply = "hello world, how are you <|im_"
         fields = {"tools": [CLOCK], "tool_choice": "required", "thinking_token_budget": 9}
         choice = client.chat(**fields, chat_template_kwargs={"bare": True}).json()["choices"][0]
@@ -262,14 +262,14 @@ class TestThinkingBeforeACall:
         assert "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
 
-    def test_none_where_the_prompt_ended_it(self, client: Any, engine: Any) -> None:
+    def test_no_thinking_if_the_prompt_has_ended_it(self, client: Any, engine: Any) -> None:
         engine.reply = "{}"
         fields = {"tools": [WEATHER], "tool_choice": NAMED, "thinking_token_budget": 9}
         message = client.chat(**fields).json()["choices"][0]["message"]
         assert message["tool_calls"][0]["function"]["arguments"] == "{}"
         assert "reasoning_content" not in message
 
-    def test_as_the_engine_decides(self) -> None:
+    def test_same_decision_as_the_engine(self) -> None:
         thinking = Thinking((5, 6), (7,), "x")
         with_budget = SamplingParams(thinking_token_budget=3)
         for prompt, plain, budget in (
