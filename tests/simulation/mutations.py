@@ -281,10 +281,19 @@ MUTATIONS = (
     Mutation("a preempted request loses its output tokens", "1", resumed_without_answer),
     Mutation("a block is freed twice", "12, 24, I1", _double_free),
     Mutation("blocks of some requests are not freed", "I13", _leak_on_end),
-    Mutation("a prefill chunk counts a sample that it does not have", "3", without.knowing_who_samples),
-    Mutation("rejected drafts stay counted", "4", without.settling_of_drafts),
-    Mutation("a preempted request keeps its scheduled tokens", "6", without.taking_back_of_shares, seed=6),
-    Mutation("requests with prompt logprobs get prefix cache hits", "9", without.skipping_of_the_cache, seed=3),
-    Mutation("a block hash covers only the block's own tokens", "14, I5", without.chaining_of_hashes),
-    Mutation("removals are sent repeatedly", "20", without.draining_of_removals),
+    Mutation(
+        "a prefill chunk counts a sample that it does not have", "3", without.samples_are_counted_at_the_last_token
+    ),
+    Mutation("rejected drafts stay counted", "4", without.rejected_drafts_are_subtracted),
+    Mutation(
+        "a preempted request keeps its scheduled tokens", "6", without.preempted_requests_lose_their_step_tokens, seed=6
+    ),
+    Mutation(
+        "requests with prompt logprobs get prefix cache hits",
+        "9",
+        without.prompt_logprobs_skip_the_prefix_cache,
+        seed=3,
+    ),
+    Mutation("a block hash covers only the block's own tokens", "14, I5", without.hashes_cover_earlier_blocks),
+    Mutation("removals are sent repeatedly", "20", without.removals_are_sent_once),
 )

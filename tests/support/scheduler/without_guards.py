@@ -30,18 +30,18 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def waiting_for_the_result_in_flight() -> Patch:
+def readmission_waits_for_the_result() -> Patch:
     """A preempted request is admitted again although its token is in flight."""
     return mock.patch.object(Request, "awaits_result", False)
 
 
-def waiting_for_the_workers_to_let_go() -> Patch:
+def handles_stay_reserved_until_removed() -> Patch:
     """A handle is reused before the workers have removed it."""
     return mock.patch.object(request_table.RequestTable, "retire", lambda self, handle: self.handles.free(handle))
 
 
 @contextlib.contextmanager
-def knowing_who_samples() -> Iterator[None]:
+def samples_are_counted_at_the_last_token() -> Iterator[None]:
     """A chunk that ends before the last known token counts a sample that never arrives."""
     real = Request.sent
 
@@ -55,18 +55,18 @@ def knowing_who_samples() -> Iterator[None]:
         yield
 
 
-def settling_of_drafts() -> Patch:
+def rejected_drafts_are_subtracted() -> Patch:
     """Drafts that were missing or wrong stay counted as computed."""
     return mock.patch.object(results.Results, "apply_draft_results", nothing)
 
 
-def taking_back_of_shares() -> Patch:
+def preempted_requests_lose_their_step_tokens() -> Patch:
     """A preempted request keeps the blocks that it was given in the same step."""
     return mock.patch.object(step.StepPlan, "withdraw", nothing)
 
 
 @contextlib.contextmanager
-def taking_back_of_blocks() -> Iterator[None]:
+def preempted_requests_lose_their_step_blocks() -> Iterator[None]:
     """A preempted request is still sent the block that it was given in the same step."""
     real = step.StepPlan.withdraw
 
@@ -80,12 +80,12 @@ def taking_back_of_blocks() -> Iterator[None]:
         yield
 
 
-def making_way_for_a_row() -> Patch:
+def priority_claims_a_row() -> Patch:
     """A request of higher priority waits until the lower one has finished."""
     return mock.patch.object(Preemption, "for_a_row", lambda self, plan, request: False)
 
 
-def mercy_on_the_oldest() -> Patch:
+def the_oldest_request_is_not_preempted() -> Patch:
     """When blocks run out, the request that was admitted first is preempted."""
 
     def victim(self: Any) -> Any:
@@ -94,13 +94,13 @@ def mercy_on_the_oldest() -> Patch:
     return mock.patch.object(Preemption, "victim", victim)
 
 
-def room_for_whole_prompts() -> Patch:
+def admission_needs_room_for_the_prompt() -> Patch:
     """A prompt is admitted as soon as its first chunk fits, even right after its preemption."""
     return mock.patch.object(manager.KVCacheManager, "can_fit_full_sequence", lambda *args, **kwargs: True)
 
 
 @contextlib.contextmanager
-def places_of_logprobs() -> Iterator[None]:
+def logprobs_follow_accepted_positions() -> Iterator[None]:
     """Log probabilities are assigned to tokens in the order of positions, including rejected ones."""
     real = pending_result.SampledResult.sent_logprobs
 
@@ -112,7 +112,7 @@ def places_of_logprobs() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def skipping_of_the_cache() -> Iterator[None]:
+def prompt_logprobs_skip_the_prefix_cache() -> Iterator[None]:
     """A request that wants log probabilities of its prompt gets prefix cache hits as well."""
     real = manager.KVCacheManager.get_computed_blocks
 
@@ -127,7 +127,7 @@ def skipping_of_the_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def judging_of_each_draft() -> Iterator[None]:
+def the_grammar_checks_each_draft() -> Iterator[None]:
     """The grammar is checked once per step, before the drafts."""
     real = grammars.GrammarManager.fill_masks
 
@@ -141,13 +141,13 @@ def judging_of_each_draft() -> Iterator[None]:
         yield
 
 
-def undoing_of_drafts() -> Patch:
+def drafts_read_for_masks_are_undone() -> Patch:
     """Drafts that were read for their masks stay read."""
     return mock.patch.object(constrained_output.GrammarReader, "undo", nothing)
 
 
 @contextlib.contextmanager
-def nobody_holds_the_null_block() -> Iterator[None]:
+def the_null_block_is_not_counted() -> Iterator[None]:
     """The null block is reference-counted as any other."""
     real = block_pool.BlockPool.touch
 
@@ -161,7 +161,7 @@ def nobody_holds_the_null_block() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting_of_holders() -> Iterator[None]:
+def shared_blocks_are_reference_counted() -> Iterator[None]:
     """The first request that releases a shared block frees it for all."""
     real = block_pool.BlockPool.free_blocks
 
@@ -176,7 +176,7 @@ def counting_of_holders() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def clearing_of_unwritten_slots() -> Iterator[None]:
+def unwritten_slots_are_cleared() -> Iterator[None]:
     """Content of an earlier owner after a row's last token is read, with a weight of zero."""
     real = cpu_plan.decode_tile
 
@@ -188,7 +188,7 @@ def clearing_of_unwritten_slots() -> Iterator[None]:
         yield
 
 
-def chaining_of_hashes() -> Patch:
+def hashes_cover_earlier_blocks() -> Patch:
     """The hash of a block covers its own tokens alone."""
 
     def append_blocks(self: Any, raw: bytes, size: int) -> None:
@@ -203,18 +203,18 @@ def chaining_of_hashes() -> Patch:
     return mock.patch.multiple(block_hash.HashChain, _append_blocks=append_blocks, extend=extend)
 
 
-def forgetting_of_bad_contents() -> Patch:
+def bad_blocks_are_invalidated() -> Patch:
     """Blocks written on the way to logits that are not finite are found again."""
     return mock.patch.object(manager.KVCacheManager, "invalidate", nothing)
 
 
-def draining_of_removals() -> Patch:
+def removals_are_sent_once() -> Patch:
     """Data that was already sent to the workers is sent once more."""
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.ended_handles[0])
 
 
 @contextlib.contextmanager
-def counting_at_admission() -> Iterator[None]:
+def hits_are_counted_at_admission() -> Iterator[None]:
     """Prefix cache hits of an attempt are reported to the client even if the attempt failed."""
     real = manager.KVCacheManager.get_computed_blocks
 
@@ -229,7 +229,7 @@ def counting_at_admission() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def queueing_of_the_released() -> Iterator[None]:
+def released_requests_wait_for_blocks() -> Iterator[None]:
     """A held request runs as soon as it is released, even without free blocks."""
     real = request_table.RequestTable.release
 
@@ -242,7 +242,7 @@ def queueing_of_the_released() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def moving_of_processors() -> Iterator[None]:
+def processor_state_moves_with_the_row() -> Iterator[None]:
     """The state of a row's processors does not move when the row moves."""
     real = base.apply_update
 
@@ -254,7 +254,7 @@ def moving_of_processors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def looking_before_holding() -> Iterator[None]:
+def room_is_checked_before_blocks_are_taken() -> Iterator[None]:
     """Cached blocks are taken before it is known whether the other tokens fit."""
     real = manager.KVCacheManager.allocate_slots
 
