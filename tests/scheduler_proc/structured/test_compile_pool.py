@@ -1,4 +1,4 @@
-"""Who is compiled next, where: hard grammars wait among themselves, and owners take turns."""
+"""The order of compilations: hard grammars have their own queue, and owners take turns."""
 
 import select
 import threading
@@ -18,23 +18,23 @@ from quire.scheduler_proc.structured.guard import COMPILE_SECONDS
 
 
 class Checks:
-    """Instead of guards. Expressions with an h are hard, and those with an x fail; each lane waits for its gate."""
+    """Replaces the guards. Expressions with an h are hard, those with an x fail; each lane waits for its semaphore."""
 
     def __init__(self) -> None:
-        self.quick, self.patient = threading.Semaphore(0), threading.Semaphore(0)
+        self.quick, self.hard = threading.Semaphore(0), threading.Semaphore(0)
         self.tried: list[tuple[str, bool]] = []
-        """(expression, whether patiently)."""
+        """(expression, whether in the lane for hard grammars)."""
 
     def start(self) -> None: ...
 
     def close(self) -> None: ...
 
     def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
-        patient = cpu_seconds == COMPILE_SECONDS
-        (self.patient if patient else self.quick).acquire()
+        hard = cpu_seconds == COMPILE_SECONDS
+        (self.hard if hard else self.quick).acquire()
         regex = str(wanted.regex)
-        self.tried.append((regex, patient))
-        if "h" in regex and (not patient or "x" in regex):
+        self.tried.append((regex, hard))
+        if "h" in regex and (not hard or "x" in regex):
             raise GrammarTooSlow(cpu_seconds)
 
 
@@ -60,7 +60,7 @@ class Case:
             self.outcomes |= {source[1]: outcome for source, outcome in self.pool.take()}
 
     def close(self) -> None:
-        for gate in (self.checks.quick, self.checks.patient):
+        for gate in (self.checks.quick, self.checks.hard):
             gate.release(10_000)
         self.pool.close()
 
@@ -76,17 +76,17 @@ def test_easy_grammars_overtake_hard_ones(case: Case) -> None:
     assert all(case.submit(f"h{i}") for i in range(5)) and all(case.submit(f"e{i}") for i in range(5))
     case.checks.quick.release(10)
     case.wait_for(5)
-    assert set(case.outcomes) == {f"e{i}" for i in range(5)}, "while the hard ones have not had their second try"
-    case.checks.patient.release(5)
+    assert set(case.outcomes) == {f"e{i}" for i in range(5)}, "the hard grammars have not had their second try"
+    case.checks.hard.release(5)
     case.wait_for(10)
     assert case.outcomes["h3"] == "h3"
-    assert [regex for regex, patient in case.checks.tried if patient] == [f"h{i}" for i in range(5)]
+    assert [regex for regex, hard in case.checks.tried if hard] == [f"h{i}" for i in range(5)]
 
 
 def test_grammars_that_are_too_hard_are_refused(case: Case) -> None:
     case.submit("hx")
     case.checks.quick.release()
-    case.checks.patient.release()
+    case.checks.hard.release()
     case.wait_for(1)
     assert isinstance(case.outcomes["hx"], GrammarTooSlow) and len(case.checks.tried) == 2
 
@@ -100,8 +100,8 @@ def test_an_owner_of_many_grammars_does_not_delay_others(case: Case) -> None:
 
 
 def test_an_owner_has_a_limited_number_of_waiting_grammars(case: Case) -> None:
-    taken = [case.submit(f"a{i}", owner=1) for i in range(MAX_QUEUED + 10)]
-    assert sum(taken) in (MAX_QUEUED, MAX_QUEUED + 1), "one may be in a thread already"
+    accepted = [case.submit(f"a{i}", owner=1) for i in range(MAX_QUEUED + 10)]
+    assert sum(accepted) in (MAX_QUEUED, MAX_QUEUED + 1), "one may already be in a thread"
     assert case.submit("b", owner=2)
 
 
@@ -142,14 +142,14 @@ def test_a_crash_refuses_only_its_grammar(case: Case) -> None:
 @settings(max_examples=100, deadline=None)
 def test_owners_take_turns_and_keep_their_order(items: list[tuple[int, int]]) -> None:
     queue: FairQueue[int] = FairQueue(max_per_owner=20)
-    taken = [(owner, item) for owner, item in items if queue.put(owner, item)]
-    assert len(queue) == len(taken)
+    accepted = [(owner, item) for owner, item in items if queue.put(owner, item)]
+    assert len(queue) == len(accepted)
     popped = list(iter(queue.pop, None))
-    left = {owner: sum(o == owner for o, _ in taken) for owner, _ in taken}
-    for owner in left:
-        assert [item for o, item in popped if o == owner] == [item for o, item in taken if o == owner][:20]
-    while popped:  # in each round, each who still has something is served once
-        served = [owner for owner, _ in popped[: len(left)]]
-        assert set(served) == set(left) and len(served) == len(left)
-        popped = popped[len(left) :]
-        left = {owner: count - 1 for owner, count in left.items() if count > 1}
+    remaining = {owner: sum(o == owner for o, _ in accepted) for owner, _ in accepted}
+    for owner in remaining:
+        assert [item for o, item in popped if o == owner] == [item for o, item in accepted if o == owner][:20]
+    while popped:  # each round serves every owner with items once
+        served = [owner for owner, _ in popped[: len(remaining)]]
+        assert set(served) == set(remaining) and len(served) == len(remaining)
+        popped = popped[len(remaining) :]
+        remaining = {owner: count - 1 for owner, count in remaining.items() if count > 1}

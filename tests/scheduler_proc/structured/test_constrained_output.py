@@ -1,4 +1,4 @@
-"""Whole answers of real models under grammars: they fit, whatever else happens to the requests meanwhile."""
+"""Whole outputs of real models under grammars: they match under chunks, preemption and drafts."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SCHEMAS = schemas(12)
 
 @pytest.fixture(scope="module")
 def random_model(checkpoint_factory: Callable[..., tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights with the demo's vocabulary: it writes whatever it may."""
+    """Return a model with random weights and the demo's vocabulary: it generates any allowed text."""
     folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
     shutil.copytree(checkpoint_factory("llama", vocab_size=1024, eos_token_id=EOS)[0], folder)
     shutil.copy(DEMO / "tokenizer.json", folder)
@@ -34,7 +34,7 @@ def random_model(checkpoint_factory: Callable[..., tuple[Path, Any]], tmp_path_f
 
 @dataclass
 class Oracle:
-    """Proposes what earlier runs said, but every so often something else."""
+    """Proposes the output of an earlier run, with wrong tokens from time to time."""
 
     batch: InputBatch
     texts: list[list[int]]
@@ -54,7 +54,7 @@ def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
 
 
 def ask(engine: InProcessEngine, *, plain: int = 0, **sampling: Any) -> dict[str, Answer]:
-    """A request for each schema, and ``plain`` ones without."""
+    """Add one request per schema, and ``plain`` requests without one."""
     for index, schema in enumerate(SCHEMAS):
         wanted = StructuredOutputs(json=schema)
         own = {"temperature": 1.0, "seed": index, "max_tokens": 150, "structured_outputs": wanted} | sampling
@@ -79,41 +79,41 @@ def tokens(answers: Mapping[str, Answer]) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def quiet(random_model: Path) -> dict[str, Answer]:
-    """Without chunks, preemptions or drafts."""
+def undisturbed(random_model: Path) -> dict[str, Answer]:
+    """Run without chunks, preemptions and drafts."""
     return ask(engine_of(random_model, deterministic=True), plain=6)
 
 
-def test_outputs_of_a_random_model_match_their_schemas(quiet: dict[str, Answer]) -> None:
-    check_fits(quiet)
+def test_outputs_of_a_random_model_match_their_schemas(undisturbed: dict[str, Answer]) -> None:
+    check_fits(undisturbed)
 
 
 @pytest.mark.parametrize("asynchronous", thinned([False, True], keep=1))
 def test_chunks_preemption_and_other_requests_do_not_change_outputs(
-    asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
+    asynchronous: bool, random_model: Path, undisturbed: dict[str, Answer]
 ) -> None:
     settings = {"num_blocks_override": 26, "long_prefill_token_threshold": 7, "async_scheduling": asynchronous}
     engine = engine_of(random_model, deterministic=True, **settings)
     busy = ask(engine, plain=6)
     assert engine.statistics().num_preemptions > 0
-    assert tokens(busy) == tokens(quiet)
+    assert tokens(busy) == tokens(undisturbed)
     alone = engine_of(random_model, deterministic=True)
     for index in range(6):
         alone.add(f"p{index}", [*PROMPT, 200 + index], temperature=1.0, seed=index, max_tokens=20)
-    assert tokens(alone.run()) == {name: own for name, own in tokens(quiet).items() if name.startswith("p")}
+    assert tokens(alone.run()) == {name: own for name, own in tokens(undisturbed).items() if name.startswith("p")}
     alone.grammars.close()
 
 
 @pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=1))
 def test_drafts_do_not_change_outputs(
-    wrong_every: int, asynchronous: bool, random_model: Path, quiet: dict[str, Answer]
+    wrong_every: int, asynchronous: bool, random_model: Path, undisturbed: dict[str, Answer]
 ) -> None:
     speculative = SpeculativeConfig(method="ngram", adaptive=False)
     settings = {"num_speculative_tokens": 3, "speculative": speculative, "async_scheduling": asynchronous}
     engine = engine_of(random_model, deterministic=True, **settings)
-    texts = [[*PROMPT, (100 if n[0] == "s" else 200) + int(n[1:]), *a.tokens] for n, a in quiet.items()]
+    texts = [[*PROMPT, (100 if n[0] == "s" else 200) + int(n[1:]), *a.tokens] for n, a in undisturbed.items()]
     engine.runner._proposer = Oracle(engine.runner.batch, texts, wrong_every)
-    assert tokens(ask(engine, plain=6)) == tokens(quiet)
+    assert tokens(ask(engine, plain=6)) == tokens(undisturbed)
     statistics = engine.statistics()
     assert 0 < statistics.num_accepted_tokens <= statistics.num_draft_tokens
     assert wrong_every > 100 or statistics.num_accepted_tokens < statistics.num_draft_tokens
@@ -140,19 +140,25 @@ def test_other_kinds_of_constraints() -> None:
 def test_a_resubmission_continues_after_its_delivered_tokens() -> None:
     whole = engine_of(DEMO)
     whole.add("a", PROMPT, temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON))
-    told = whole.run()["a"].tokens
+    output = whole.run()["a"].tokens
     whole.grammars.close()
     again = engine_of(DEMO)
     again.add(
-        "a", PROMPT, told[:9], temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON)
+        "a",
+        PROMPT,
+        output[:9],
+        temperature=1.0,
+        seed=5,
+        max_tokens=80,
+        structured_outputs=StructuredOutputs(json=PERSON),
     )
-    assert told[:9] + again.run()["a"].tokens == told
+    assert output[:9] + again.run()["a"].tokens == output
     again.grammars.close()
 
 
 @pytest.mark.full
 def test_delivered_tokens_that_violate_the_grammar_fail_the_request_alone(random_model: Path) -> None:
-    """Delivered tokens that its grammar never allowed."""
+    """A resubmission with delivered tokens that its grammar does not allow."""
     engine = engine_of(random_model)
     digits = StructuredOutputs(regex="[0-9]{3}")
     engine.add("bad", PROMPT, tokens_of("ab"), max_tokens=20, structured_outputs=digits)
@@ -173,22 +179,22 @@ class TestThinking:
         engine = engine_of(DEMO, **markers)
         wanted = StructuredOutputs(regex="[0-9]{4}")
         engine.add("a", prompt, temperature=1.0, seed=2, structured_outputs=wanted, **({"max_tokens": 400} | sampling))
-        told = engine.run()["a"].tokens
+        output = engine.run()["a"].tokens
         engine.grammars.close()
-        return told
+        return output
 
     @pytest.mark.full
     def test_thinking_opened_by_the_prompt_is_unconstrained(self) -> None:
-        would_end = dict.fromkeys(EOS, 100.0)  # and may not, before there is an answer
-        told = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=would_end)
-        at = told.index(self.END)
-        assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
+        would_end = dict.fromkeys(EOS, 100.0)  # the end of text is not allowed before the grammar starts
+        output = self.run([*PROMPT, self.START], thinking_token_budget=12, logit_bias=would_end)
+        at = output.index(self.END)
+        assert 0 < at <= 13 and re.fullmatch("[0-9]{4}", text_of(output[at + 1 :]))
 
     @pytest.mark.full
     def test_a_thinking_budget_delays_the_grammar(self) -> None:
-        told = self.run(PROMPT, thinking_token_budget=3, logit_bias={self.START: 100.0}, max_tokens=30)
-        at = told.index(self.END)
-        assert told[0] == self.START and re.fullmatch("[0-9]{4}", text_of(told[at + 1 :]))
+        output = self.run(PROMPT, thinking_token_budget=3, logit_bias={self.START: 100.0}, max_tokens=30)
+        at = output.index(self.END)
+        assert output[0] == self.START and re.fullmatch("[0-9]{4}", text_of(output[at + 1 :]))
 
     @pytest.mark.parametrize("closed", [False, True])
     def test_without_thinking_the_grammar_holds_from_the_first_token(self, closed: bool) -> None:

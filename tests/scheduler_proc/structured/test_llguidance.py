@@ -1,4 +1,4 @@
-"""Grammars by llguidance: which answers each kind of constraint allows, and how a matcher goes back and forth."""
+"""The llguidance backend: the text that each kind of constraint allows, and rollback of matchers."""
 
 import json
 
@@ -129,7 +129,7 @@ def test_parallel_filling_equals_serial_filling() -> None:
 
 
 def small_vocabulary(*tokens: str) -> LLGuidanceBackend:
-    """A byte-level vocabulary of a few tokens; id 0 ends the text."""
+    """Return a byte-level vocabulary of a few tokens; id 0 ends the text."""
     added = {"id": 0, "content": "<eos>", "special": True, "normalized": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False}
     model = {"type": "BPE", "vocab": {"<eos>": 0} | {token: i + 1 for i, token in enumerate(tokens)}, "merges": []}

@@ -1,4 +1,4 @@
-"""The manager apart from any engine: what is compiled once, told once, forgotten, and refused in time."""
+"""GrammarManager without an engine: compiling once, caching, refusing in time, and masks."""
 
 import os
 import select
@@ -40,7 +40,7 @@ PROMPT = [3, 4, 5]
 
 
 class Gate:
-    """Instead of a guard: lets compilations through one by one, or all."""
+    """Replaces the guard: lets compilations through one by one, or all."""
 
     def __init__(self, *, opened: bool) -> None:
         self.waiting = threading.Semaphore(1000 if opened else 0)
@@ -60,7 +60,7 @@ class Gate:
 
 
 class SlowBackend:
-    """The demo's, but a row of a regular expression that holds a z takes a while by the case's clock."""
+    """The demo's backend, but rows of expressions with a z take 50 ms of the case's clock."""
 
     def __init__(self, case: "Case") -> None:
         self._case = case
@@ -69,10 +69,10 @@ class SlowBackend:
     def compile(self, wanted: StructuredOutputs) -> Any:
         compiled = demo_backend().compile(wanted)
         if "z" in (wanted.regex or ""):
-            made = compiled.matcher
+            make_matcher = compiled.matcher
 
             def matcher() -> Any:
-                self._slow.add(id(found := made()))
+                self._slow.add(id(found := make_matcher()))
                 return found
 
             compiled.matcher = matcher  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ class SlowBackend:
 
 
 class Case:
-    """A manager with a clock of its own."""
+    """A manager with a manual clock."""
 
     def __init__(self, *, opened: bool = True, **settings: Any) -> None:
         self.now = 0.0
@@ -97,8 +97,8 @@ class Case:
             cpu_clock=lambda: self.now,
         )
 
-    def told(self) -> list[tuple[int, Any]]:
-        """What ``poll`` tells when the pipe says that there is something."""
+    def outcomes(self) -> list[tuple[int, Any]]:
+        """Wait for the pipe, and return the outcomes of ``poll``."""
         assert select.select([self.manager], [], [], 30)[0]
         return self.manager.poll()
 
@@ -110,14 +110,14 @@ class Case:
 
 @pytest.fixture
 def make_case() -> Iterator[Callable[..., Case]]:
-    made: list[Case] = []
+    created: list[Case] = []
 
     def make(**settings: Any) -> Case:
-        made.append(Case(**settings))
-        return made[-1]
+        created.append(Case(**settings))
+        return created[-1]
 
     yield make
-    for case in made:
+    for case in created:
         case.close()
 
 
@@ -126,7 +126,7 @@ def arrival(request_id: str, **wanted: Any) -> AddRequest:
 
 
 def constrained(request_id: str, output: str = "", **wanted: Any) -> Request:
-    """As it runs: what was sampled stands behind the prompt."""
+    """Return a running request with ``output`` after its prompt."""
     event = arrival(request_id, **wanted)
     tokens = Tokens(np.array([*PROMPT, *tokens_of(output)], np.int32), None)
     return Request(
@@ -152,7 +152,7 @@ def ready(case: Case, *requests: Request) -> None:
         event = make_request(request.request_id, PROMPT, structured_outputs=request.sampling.structured_outputs)
         if case.manager.begin(0, event):
             while case.manager.has_waiting_requests:
-                case.told()
+                case.outcomes()
 
 
 class TestCompiling:
@@ -161,7 +161,7 @@ class TestCompiling:
         assert all(case.manager.begin(client, arrival("1", regex="ab")) for client in (0, 1))
         assert case.manager.poll() == [] and case.manager.has_waiting_requests
         case.gate.waiting.release()
-        assert case.told() == [(0, Release("1")), (1, Release("1"))]
+        assert case.outcomes() == [(0, Release("1")), (1, Release("1"))]
         assert not case.manager.begin(2, arrival("1", regex="ab")) and not case.manager.has_waiting_requests
         assert len(case.gate.checked) == 1
 
@@ -173,10 +173,10 @@ class TestCompiling:
             )
         case.manager.begin(0, msgspec.structs.replace(arrival("other", regex="b"), tenant=2))
         case.gate.waiting.release(3)
-        told: list[Any] = []
-        while len(told) < 3:
-            told += case.told()
-        assert (0, Release("other")) in told
+        outcomes: list[Any] = []
+        while len(outcomes) < 3:
+            outcomes += case.outcomes()
+        assert (0, Release("other")) in outcomes
 
     def test_grammars_without_waiting_requests_are_not_compiled(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
@@ -189,17 +189,17 @@ class TestCompiling:
         case.manager.begin(0, arrival("last", regex="b"))
         case.gate.waiting.release(1000)
         while case.manager.has_waiting_requests:
-            case.told()
+            case.outcomes()
         assert [wanted.regex for wanted in case.gate.checked] == ["a{1}", "b"]
 
     def test_surplus_grammars_are_refused_as_busy(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
         for index in range(MAX_QUEUED + 5):
             assert case.manager.begin(0, arrival(str(index), regex=f"a{{{index + 1}}}"))
-        told = case.manager.poll()
-        assert 4 <= len(told) <= 5
-        assert all(isinstance(refuse, Refuse) and refuse.code == "queue_full" for _, refuse in told)
-        assert not len(case.manager._cache), "nothing of that is remembered"
+        outcomes = case.manager.poll()
+        assert 4 <= len(outcomes) <= 5
+        assert all(isinstance(refuse, Refuse) and refuse.code == "queue_full" for _, refuse in outcomes)
+        assert not len(case.manager._cache), "busy refusals are not cached"
         while case.manager._pool.ready_at is None:
             os.sched_yield()
         case.now = 2 * WAIT_SECONDS
@@ -209,8 +209,8 @@ class TestCompiling:
         case = make_case()
         for client in (0, 1):
             assert case.manager.begin(client, arrival("1", regex="["))
-            ((told, refuse),) = case.manager.poll() if client else case.told()
-            assert told == client and isinstance(refuse, Refuse) and refuse.code == "invalid_structured_outputs"
+            ((to, refuse),) = case.manager.poll() if client else case.outcomes()
+            assert to == client and isinstance(refuse, Refuse) and refuse.code == "invalid_structured_outputs"
         assert len(case.gate.checked) == 1
 
     def test_requests_wait_no_longer_than_the_limit(self, make_case: Callable[..., Case]) -> None:
@@ -222,9 +222,9 @@ class TestCompiling:
         assert case.manager.poll() == []
         case.now += 0.01
         ((_, refuse),) = case.manager.poll()
-        assert isinstance(refuse, Refuse) and refuse.code == "queue_full", "nobody knows that it is a bad one"
+        assert isinstance(refuse, Refuse) and refuse.code == "queue_full", "busy: the grammar is not known to be bad"
         case.gate.waiting.release()
-        assert case.told() == [] and not case.manager.begin(0, arrival("2", regex="a"))
+        assert case.outcomes() == [] and not case.manager.begin(0, arrival("2", regex="a"))
 
     def test_start_time_does_not_count_as_waiting(self, make_case: Callable[..., Case]) -> None:
         case = make_case(opened=False)
@@ -238,7 +238,7 @@ class TestCompiling:
         case.now += WAIT_SECONDS
         assert case.manager.poll() == []
         case.gate.waiting.release()
-        assert case.told() == [(0, Release("1"))]
+        assert case.outcomes() == [(0, Release("1"))]
 
     def test_requests_are_refused_when_the_threads_never_start(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
@@ -252,13 +252,13 @@ class TestCompiling:
         case.manager.begin(0, arrival("1", regex="a"))
         case.manager.begin(0, arrival("1", regex="b"))
         case.gate.waiting.release(2)
-        told = case.told()
+        outcomes = case.outcomes()
         while case.manager.has_waiting_requests:
-            told += case.told()
-        assert told == [(0, Release("1"))]
+            outcomes += case.outcomes()
+        assert outcomes == [(0, Release("1"))]
 
     def test_many_grammars_do_not_exceed_the_cache(self, make_case: Callable[..., Case]) -> None:
-        """Fewer here; the cache is the same."""
+        """Far fewer than an attacker would send: the cache has the same size."""
         case = make_case()
         case.gate.waiting.release(1000)
         for index in range(400):
@@ -278,10 +278,10 @@ class TestCompiling:
 class TestMasks:
     def test_finished_requests_have_no_mask(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
-        one, two, gone = (constrained(i, regex="a+") for i in ("1", "2", "3"))
-        ready(case, one, two, gone)
-        gone.status = RequestStatus.FINISHED_ABORTED
-        inputs, failures = case.manager.sample_inputs(step_of(one, two, gone))
+        one, two, finished = (constrained(i, regex="a+") for i in ("1", "2", "3"))
+        ready(case, one, two, finished)
+        finished.status = RequestStatus.FINISHED_ABORTED
+        inputs, failures = case.manager.sample_inputs(step_of(one, two, finished))
         assert (inputs.step, inputs.handles, inputs.counts, failures) == (7, [1, 2], [1, 1], [])
         assert inputs.bitmask is not None and inputs.bitmask.dtype == np.int32 and len(inputs.bitmask) == 2 * 32
 
@@ -296,8 +296,8 @@ class TestMasks:
         assert inputs.bitmask is not None
         first, second = inputs.bitmask.reshape(2, -1)
         assert first.tolist() == second.tolist() and first.any()
-        again, _ = case.manager.sample_inputs(step_of(steady))
-        assert again.bitmask is not None and again.bitmask.tolist() == first.tolist()
+        repeated, _ = case.manager.sample_inputs(step_of(steady))
+        assert repeated.bitmask is not None and repeated.bitmask.tolist() == first.tolist()
 
     def test_drafts_leave_no_trace_and_a_refused_draft_ends_its_masks(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
@@ -305,8 +305,8 @@ class TestMasks:
         ready(case, one, two)
         before, _ = case.manager.sample_inputs(step_of(one))
         drafts = [*tokens_of("a"), *tokens_of("c"), *tokens_of("a")]
-        told = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
-        inputs, failures = case.manager.sample_inputs(step_of(one, two, drafts=3), told)
+        proposed = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
+        inputs, failures = case.manager.sample_inputs(step_of(one, two, drafts=3), proposed)
         assert (inputs.handles, inputs.counts, failures) == ([1, 2], [4, 1], [])
         assert inputs.bitmask is not None and before.bitmask is not None
         masks = inputs.bitmask.reshape(5, -1).tolist()
@@ -346,23 +346,23 @@ class TestMasks:
         assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
 
     def test_drafts_across_the_end_of_thinking(self, make_case: Callable[..., Case]) -> None:
-        """#44297, #53046, #36138: the grammar begins behind the marker, within the step, and is undone with it."""
+        """#44297, #53046, #36138: the grammar starts after the marker within the step, and is rolled back with it."""
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
         one, plain = constrained("1", regex="ab"), constrained("2", regex="ab")
         one.tokens = Tokens(np.array([3, 5, 70], np.int32), None)
         ready(case, one, plain)
         drafts = [60, 71, *tokens_of("a")]
-        told = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
+        proposed = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
         first, _ = case.manager.sample_inputs(step_of(plain))
         for _ in range(2):
-            inputs, failures = case.manager.sample_inputs(step_of(one, drafts=3), told)
+            inputs, failures = case.manager.sample_inputs(step_of(one, drafts=3), proposed)
             assert (inputs.counts, failures) == ([4], []) and inputs.bitmask is not None and first.bitmask is not None
-            thought, last_thought, begun, second = inputs.bitmask.reshape(4, -1).tolist()
-            assert thought == last_thought and begun == first.bitmask.tolist() != thought
-            assert second not in (begun, thought) and any(second)
+            thought, last_thought, started, second = inputs.bitmask.reshape(4, -1).tolist()
+            assert thought == last_thought and started == first.bitmask.tolist() != thought
+            assert second not in (started, thought) and any(second)
 
 
-class TestShares:
+class TestLimits:
     def test_slow_matching_fails_the_request_and_refuses_its_grammar(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         good, bad, other = constrained("1", regex="a+"), constrained("2", regex="z+"), constrained("3", regex="[ab]+")
@@ -374,7 +374,7 @@ class TestShares:
             steps += 1
         assert inputs.handles == [1, 3] and [fail.request_id for _, fail in failures] == ["2"]
         assert failures[0][1].detail == "request_failed: the grammar takes too long to match"
-        assert 5 <= steps <= 8, "a quarter of a second by steps of 50 ms, the first of them nobody's"
+        assert 5 <= steps <= 8, "0.25 s in steps of 50 ms, the first of which is not timed"
         assert case.manager.begin(0, arrival("4", regex="z+"))
         ((_, refuse),) = case.manager.poll()
         assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too long to match"
@@ -395,8 +395,8 @@ class TestShares:
     def test_memory_is_checked_periodically(self) -> None:
         sizes = iter([100, 100 + MAX_GROWN_BYTES, 101 + MAX_GROWN_BYTES, 102 + MAX_GROWN_BYTES])
         watch = MemoryWatch(lambda: next(sizes))
-        told = [watch.has_grown() for _ in range(4 * LOOK_EVERY)]
-        assert [i for i, has_grown in enumerate(told) if has_grown] == [3 * LOOK_EVERY - 1]
+        grown = [watch.has_grown() for _ in range(4 * LOOK_EVERY)]
+        assert [i for i, has_grown in enumerate(grown) if has_grown] == [3 * LOOK_EVERY - 1]
         assert resident_bytes() > 2**20
 
     def test_memory_growth_drops_grammars_and_keeps_refusals(self) -> None:
@@ -425,4 +425,4 @@ class TestCache:
         cache.discard(("regex", "aaaa"))
         assert cache.num_bytes == 4
         cache.put(("regex", "d" * 50), outcome)
-        assert len(cache) == 1, "one that is too large alone is kept, for those that wait for it"
+        assert len(cache) == 1, "a single entry is kept even when it is too large"

@@ -1,4 +1,4 @@
-"""Hostile constraints: each is refused with one clear line, or works, in the time that a request waits at most."""
+"""Hostile constraints: each is refused with one clear line, or works, within the longest wait of a request."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from quire.scheduler_proc.structured.compile_pool import CompilePool
 from quire.scheduler_proc.structured.guard import Guard
 
 GENEROUS_S = 60.0
-"""The limits are of CPU time: on a busy machine they take longer."""
+"""Time limit of a test; the product's limits are CPU time, which takes longer on a busy machine."""
 GUARD = "quire.scheduler_proc.structured.guard"
 
 
 def chain(length: int, link: str) -> dict[str, Any]:
-    """Definitions that each refer to the next, by a schema of the keyword ``link``."""
+    """Return definitions that each refer to the next through ``link``."""
 
     def refer(i: int) -> Any:
         reference = {"$ref": f"#/$defs/d{i}"}
@@ -134,7 +134,7 @@ WORKING: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    """As the scheduler has it, with a guard: what crashes or hangs a library may not do so to the tests."""
+    """Yield a compile pool with a guard, because a library may crash or hang."""
     pool = CompilePool(demo_backend, lambda: Guard(demo_config()), time.monotonic)
     outcome(pool, StructuredOutputs(regex="warm"))
     yield pool
@@ -142,7 +142,7 @@ def pool() -> Iterator[CompilePool]:
 
 
 def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
-    """(why it was refused, or nothing; seconds)."""
+    """Return (reason of the refusal or an empty string, seconds)."""
     began = time.perf_counter()
     assert pool.submit(("", ""), wanted, owner=0)
     while not (taken := pool.take()):
@@ -152,11 +152,11 @@ def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
 
 @pytest.mark.parametrize("case", thinned(REFUSED, keep=12))
 def test_hostile_grammars_are_refused_with_one_line(case: str, pool: CompilePool) -> None:
-    fields, why = REFUSED[case]
+    fields, expected = REFUSED[case]
     reason, seconds = outcome(pool, StructuredOutputs(**fields))
     assert reason and seconds < GENEROUS_S
     print(f"{seconds * 1000:.0f} ms: {reason}")
-    with pytest.raises(GrammarRefused, match=why):
+    with pytest.raises(GrammarRefused, match=expected):
         raise GrammarRefused(reason)
     assert len(reason) <= MAX_REASON and "\n" not in reason
     assert not any(word in reason for word in ("llguidance", "lexer", "<non-verbose", "json-schema:", "/work", "panic"))
@@ -178,20 +178,20 @@ def test_endless_compilations_are_ended_and_the_next_one_works(pool: CompilePool
 
 
 def test_chains_through_deep_schemas_are_refused(pool: CompilePool) -> None:
-    """On a stack of 8 MiB the library crashes on it."""
+    """The library crashes on it with a stack of 8 MiB."""
     deep = {f"d{i}": json.loads('{"items":' * 55 + f'{{"$ref": "#/$defs/d{i + 1}"}}' + "}" * 55) for i in range(160)}
     reason, _ = outcome(pool, StructuredOutputs(json={"$defs": deep | {"d160": {}}, "$ref": "#/$defs/d0"}))
     assert reason == "the JSON schema cannot be used: it is too complex"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "its child"])
+@pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "child"])
 def test_a_killed_guard_is_restarted(generation: int) -> None:
     guard = Guard(demo_config())
     others = set(engine_processes(GUARD))
     for _ in range(3):
         helpers: list[psutil.Process] = []
-        while not helpers:  # the child of one that was killed may answer once more
+        while not helpers:  # the child of a killed helper may answer once more
             guard.check(StructuredOutputs(regex="a"), 1.0)
             helpers = [p for p in set(engine_processes(GUARD)) - others if p.ppid() == os.getpid()]
         (helper,) = helpers

@@ -1,4 +1,4 @@
-"""The adapter for xgrammar, over a module that behaves as its documentation says; the library itself is not there."""
+"""The xgrammar adapter, over a module that behaves as the library's documentation says."""
 
 import importlib
 import sys
@@ -71,7 +71,7 @@ def test_each_kind_calls_the_right_compiler(backend: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("fields", "reason"),
     [
         ({"regex": "["}, "structured_outputs.regex cannot be used: /project/cpp/regex.cc:77: Unclosed class"),
         ({"regex": "[z]{1}"}, "structured_outputs.regex allows no text that the model could write"),
@@ -80,10 +80,10 @@ def test_each_kind_calls_the_right_compiler(backend: Any) -> None:
         ({"json": {"$ref": "http://example.com"}}, "references outside the JSON schema"),
     ],
 )
-def test_invalid_constraints_are_refused_with_one_line(backend: Any, fields: dict[str, Any], why: str) -> None:
+def test_invalid_constraints_are_refused_with_one_line(backend: Any, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(GrammarRefused) as refused:
         backend.compile(StructuredOutputs(**fields))
-    assert why.replace("/project/cpp/regex.cc:77: ", "") in str(refused.value)
+    assert reason.replace("/project/cpp/regex.cc:77: ", "") in str(refused.value)
     assert "project" not in str(refused.value) and "more lines" not in str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""The log of a live asynchronous run replays to the same decisions, with its tokens; and without them, as a trace."""
+"""The event log of an asynchronous run replays to the same decisions, with its tokens or as a trace without them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ PRODUCED: Codec[Any] = Codec(SchedulerOutput)
 
 
 def copied(driver: Driver) -> list[Record]:
-    """As a trace file would hold it."""
+    """Return the records after encoding and decoding."""
     data = msgspec.msgpack.encode(list(driver.log))
     return msgspec.msgpack.decode(data, type=list[Record])
 
@@ -33,7 +33,7 @@ def copied(driver: Driver) -> list[Record]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("per_token", thinned([0.01, 0.1], keep=1))
 def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, per_token: float) -> None:
-    """The numbers of drafts follow from times and acceptance, which the log has."""
+    """The numbers of drafts depend on times and acceptance, which the log has."""
     driver = Driver(num_blocks=120, async_scheduling=asynchronous, num_speculative_tokens=4, adaptive=True)
     driver.worker.step_seconds = lambda tokens, drafts: 1.0 + per_token * tokens + 0.1 * (drafts > 0)
     driver.worker.draft_quality = 0.8
@@ -43,19 +43,19 @@ def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, per_token: floa
         driver.step()
     driver.run()
     asked = {number for diff in driver.diffs for _, number in diff.drafts}
-    assert len(asked) > 2, "the numbers changed"
+    assert len(asked) > 2, "the numbers of drafts must vary"
     assert any(diff.awaits_sample_inputs for diff in driver.diffs)
     records = copied(driver)
     assert replay(driver.header, records, check=True) is None
     assert driver.replay_lines() is None
     results = [line for line in driver.lines() if isinstance(line, Result)]
     assert len(results) == len(driver.diffs) and all(r.seconds > 0 for r in results)
-    slower = [changed(r, CONSUMED, another_time) if r.kind == RecordKind.CONSUMED else r for r in records]
-    assert replay(driver.header, slower) is not None, "times decide something"
+    slower = [changed(r, CONSUMED, slowed) if r.kind == RecordKind.CONSUMED else r for r in records]
+    assert replay(driver.header, slower) is not None, "times must affect decisions"
 
 
-def another_time(event: Any) -> Any:
-    """Thirty times as long with drafts."""
+def slowed(event: Any) -> Any:
+    """Return a result with 30 times the duration if its step had drafts."""
     if not isinstance(event, ModelRunnerOutput) or event.tokens is None:
         return event
     return change(event, seconds=event.seconds * (30.0 if event.drafts is not None else 1.0))
@@ -70,7 +70,7 @@ def test_lines_have_lengths_hashes_and_endings() -> None:
     assert [r.handles for r in results if isinstance(r, Result)] == [[0], None, None, None]
     assert [[e.num_output_tokens for e in r.ended] for r in results if isinstance(r, Result)] == [[], [], [], [4]]
     named = [handle for line in driver.lines() for handle, _ in getattr(line, "hashes", [])]
-    assert named == [0], "the second block, once it is full"
+    assert named == [0], "the second block, when it becomes full"
 
 
 def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Record:
@@ -135,7 +135,7 @@ def test_the_ring_is_bounded_and_counts_dropped_records() -> None:
     assert log.dropped == 900 and not log.complete
     assert [r.now for r in log] == [float(i) for i in range(900, 1000)]
     log.consumed(0.0, 0, [bytes(20_000)])
-    assert len(log) <= 1, "one message larger than the ring does not make it grow"
+    assert len(log) <= 1, "a message larger than the ring is dropped"
 
 
 def test_a_ring_that_dropped_nothing_is_complete() -> None:

@@ -1,4 +1,4 @@
-"""From a keyframe on, a restored Scheduler decides what the recorded one did: so the dump of an old engine replays."""
+"""A Scheduler restored from a keyframe repeats the recorded decisions, so that the dump of an old engine replays."""
 
 import random
 from collections import Counter
@@ -45,7 +45,7 @@ EVENTS = 22
 
 
 def go_idle(load: Load, rng: random.Random) -> None:
-    """All that can be left over is, now and then: a pause, halved steps, results of an epoch before."""
+    """Go idle; sometimes with leftovers: a pause, a halved budget, results of an earlier worker epoch."""
     driver = load.driver
     alive = list(driver.scheduler.table.requests)
     if rng.random() < 0.5:
@@ -66,7 +66,7 @@ def go_idle(load: Load, rng: random.Random) -> None:
 
 @lru_cache
 def idle_run(seed: int) -> Driver:
-    """A nasty load that goes idle twice, each time with a keyframe, and comes back."""
+    """Run a random load that goes idle twice, each time with a keyframe."""
     rng = random.Random(seed)
     load = Load(rng, Driver(**random_settings(rng, drafts=False)))
     load.fixed_budget = True
@@ -82,7 +82,7 @@ def idle_run(seed: int) -> Driver:
 
 
 def tails(driver: Driver) -> list[list[Record]]:
-    """Its log from each keyframe on."""
+    """Return the log from each keyframe on."""
     records = list(driver.log)
     return [records[at:] for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME]
 
@@ -98,7 +98,7 @@ def altered(records: list[Record], **fields: Any) -> list[Record]:
 
 @pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
 def test_replay_from_a_keyframe_repeats_all_decisions(seed: int) -> None:
-    """With the tokens, and as a trace without them, where names are cut; the second keyframe is met again."""
+    """With tokens, and as a trace with short hashes. The second keyframe lies within the first tail."""
     driver = idle_run(seed)
     assert replay(driver.header, list(driver.log), check=True) is None
     assert len(tails(driver)) == 2
@@ -118,13 +118,13 @@ def test_restoring_a_keyframe_restores_its_state(seed: int) -> None:
         restore(scheduler, state)
         scheduler.check()
         assert idle_state(scheduler) == state
-        told, known = scheduler.statistics(), state.cached
-        assert told.num_cached_blocks == len(known) and told.num_free_blocks == driver.header.num_blocks - 1
+        statistics, known = scheduler.statistics(), state.cached
+        assert statistics.num_cached_blocks == len(known) and statistics.num_free_blocks == driver.header.num_blocks - 1
 
 
 @pytest.mark.full
 def test_every_field_of_a_keyframe_affects_decisions() -> None:
-    """What decides nothing need not be there; and runs in which it decides nothing would prove nothing."""
+    """A field without effect would not be needed, and a run without effect would prove nothing."""
     reached: Counter[str] = Counter()
     for seed in SEEDS:
         driver = idle_run(seed)
@@ -153,7 +153,7 @@ def noticed(driver: Driver, records: list[Record]) -> bool:
     try:
         return replay(driver.header, records) is not None
     except (AssertionError, KeyError):
-        return True  # a request that never ran is asked for
+        return True  # a request that never ran is sampled
 
 
 @pytest.mark.full
@@ -168,7 +168,7 @@ def noticed(driver: Driver, records: list[Record]) -> bool:
     ids=lambda groups: "+".join(group.kind for group in groups),
 )
 def test_cached_contents_are_found_after_a_restore(groups: list[KVGroup], policy: str) -> None:
-    """Those cached before the keyframe, and those evicted after it, in their order."""
+    """Contents cached before the keyframe are hit, and evicted after it in the same order."""
     driver = Driver(num_blocks=90, layout=layout_of(*groups), scheduling_policy=policy, async_scheduling=True)
     prompts = [[*range(start, start + 24), start] for start in range(12)]
     for round_, starts in enumerate(([0, 1, 2, 3, 1], [0, 1, 2, 3, *range(4, 12), 5])):
@@ -187,7 +187,7 @@ def test_cached_contents_are_found_after_a_restore(groups: list[KVGroup], policy
 
 
 def test_lookup_order_of_duplicates_is_restored() -> None:
-    """Whichever of the two it is, it leaves its own place in the queue."""
+    """The duplicate that is hit leaves its own position in the queue."""
     driver = Driver(num_blocks=20, async_scheduling=True)
     for name in ("a", "b"):
         driver.add(name, [1, 2, 3, 4], max_tokens=2)  # the last token of a prompt is never taken from the cache
@@ -208,7 +208,7 @@ def test_keyframes_need_an_idle_scheduler_without_drafts() -> None:
     assert idle_state(driver.scheduler) is None
     driver.schedule()
     driver.abort("a")
-    assert idle_state(driver.scheduler) is None, "its step is in flight"
+    assert idle_state(driver.scheduler) is None, "a step is in flight"
     driver.run()
     assert idle_state(driver.scheduler) is not None
     assert idle_state(Driver(num_speculative_tokens=2).scheduler) is None
@@ -223,7 +223,7 @@ def test_a_ring_without_its_beginning_leaves_a_dump_that_replays(tmp_path: Path)
     kept = sum(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert driver.log.dropped > 1000 and driver.log.complete and 2 <= kept <= KEYFRAMES_PER_RING
     path = dump_of(driver, tmp_path)
-    first, second, *lines = [told.line for told in TraceReader(path)]
+    first, second, *lines = [entry.line for entry in TraceReader(path)]
     assert isinstance(first, Header) and not first.complete and isinstance(second, Keyframe)
     assert len(lines) > 100 and not any(isinstance(line, Keyframe) for line in lines)
     assert {len(key) for _, key in second.state.cached} == {first.hash_bytes}
@@ -233,13 +233,13 @@ def test_a_ring_without_its_beginning_leaves_a_dump_that_replays(tmp_path: Path)
 def test_a_complete_ring_is_dumped_from_its_beginning(tmp_path: Path) -> None:
     driver = long_lived(30_000, bursts=5)
     assert not driver.log.dropped and any(record.kind == RecordKind.KEYFRAME for record in driver.log)
-    first, second, *_ = [told.line for told in TraceReader(dump_of(driver, tmp_path))]
+    first, second, *_ = [entry.line for entry in TraceReader(dump_of(driver, tmp_path))]
     assert isinstance(first, Header) and first.complete and not isinstance(second, Keyframe)
     assert replay_lines(TraceReader(tmp_path)) is None
 
 
 def test_a_ring_without_a_keyframe_is_incomplete() -> None:
-    """One larger than a quarter of the ring is not kept, and not tried again before another quarter has come."""
+    """A keyframe larger than a quarter of the ring is dropped, and the next is due after another quarter."""
     driver = long_lived(2_000)
     assert not any(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert not driver.log.complete and driver.log.readable() == list(driver.log)
@@ -260,7 +260,7 @@ def test_a_quarter_of_the_ring_lies_between_keyframes() -> None:
     assert log.readable()[0].now in taken and log.readable()[0].now <= 700
 
 
-# ---- lines that cannot be
+# ---- invalid lines
 
 
 @lru_cache
@@ -272,13 +272,13 @@ def dumped() -> tuple[list[AnyLine], int]:
 @pytest.mark.full
 def test_keyframes_are_only_valid_at_the_beginning() -> None:
     (header, keyframe, *lines), _ = dumped()
-    for told in ([header, *lines[:1], keyframe], [header, Tick(now=1.0), *lines], [header]):
+    for trace in ([header, *lines[:1], keyframe], [header, Tick(now=1.0), *lines], [header]):
         with pytest.raises(ConfigError, match="begins in the middle"):
-            replay_lines(numbered(told))
+            replay_lines(numbered(trace))
     complete = msgspec.structs.replace(header, complete=True)
-    for told in ([complete, keyframe], [header, keyframe, keyframe]):
-        with pytest.raises(ConfigError, match="a keyframe stands here"):
-            replay_lines(numbered(told))
+    for trace in ([complete, keyframe], [header, keyframe, keyframe]):
+        with pytest.raises(ConfigError, match="unexpected keyframe"):
+            replay_lines(numbered(trace))
 
 
 @pytest.mark.parametrize(
@@ -308,8 +308,8 @@ def test_an_invalid_keyframe_is_reported_as_a_difference(fields: dict[str, Any])
     (header, keyframe, *lines), num_blocks = dumped()
     assert isinstance(keyframe, Keyframe) and num_blocks == 24
     state = msgspec.structs.replace(keyframe.state, **fields)
-    told = [header, msgspec.structs.replace(keyframe, state=state, crc=None), *lines]
-    found = replay_lines(numbered(told))
+    trace = [header, msgspec.structs.replace(keyframe, state=state, crc=None), *lines]
+    found = replay_lines(numbered(trace))
     assert found is not None and (found.line, found.kind, found.field) == (2, "keyframe", "state")
 
 
@@ -318,7 +318,7 @@ def test_an_invalid_keyframe_is_reported_as_a_difference(fields: dict[str, Any])
 
 @pytest.fixture
 def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopUnderTest]:
-    """One that is idle after 5 ms, and whose ring is small."""
+    """Return a loop that is idle after 5 ms and has a small ring."""
     monkeypatch.setattr(scheduler_loop, "IDLE_MS", 5)
     monkeypatch.setattr(journal, "RING_BYTES", 30_000)
     with zmq.Context() as context:
@@ -334,16 +334,16 @@ def test_a_late_failure_leaves_a_dump_that_replays(quick_loop: LoopUnderTest, tm
     loop = quick_loop
     for index in range(12):
         loop.client.send(make_request(f"r{index}", [index % 3, 1, 4, 1, 5], max_tokens=40))
-        loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended))
-        assert loop.client.receive(0.02) is None, "it is idle"
+        loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+        assert loop.client.receive(0.02) is None, "the engine is idle"
     loop.spoil = lambda result: change(result, handles=np.array([77], np.int32), tokens=np.array([1], np.int32))
     loop.client.send(make_request("last", [0, 1, 4, 1, 5], max_tokens=9))
-    loop.until(lambda heard: isinstance(heard, StepOutputs) and bool(heard.ended))
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
     loop.child.put(Command("stop", text="the workers died too often"))
     loop.join()
     assert loop.log.dropped and loop.log.complete
     (path,) = (tmp_path / "dumps").iterdir()
-    _, second, *lines = [told.line for told in TraceReader(path)]
+    _, second, *lines = [entry.line for entry in TraceReader(path)]
     assert isinstance(second, Keyframe) and second.state.cached
     assert any(isinstance(line, PrefixCacheEvent) and line.local_hit_tokens for line in lines)
     assert replay_lines(TraceReader(path), check=True) is None

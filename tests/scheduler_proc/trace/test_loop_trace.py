@@ -1,4 +1,4 @@
-"""The scheduler's loop and its trace: what it records live replays exactly, and an engine that fails leaves a dump."""
+"""The scheduler's loop with a trace: a live recording replays exactly, and a failing engine leaves a dump."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Start = Callable[..., LoopUnderTest]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts one loop with the given settings; it has ended when the test ends."""
+    """Return a function that starts one loop with the given settings; the loop is stopped after the test."""
     started: list[LoopUnderTest] = []
     with zmq.Context() as context:
 
@@ -44,15 +44,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def end_of(loop: LoopUnderTest, count: int) -> None:
-    """Work until so many requests of the first front end have ended."""
+    """Work until ``count`` requests of the first front end have ended."""
     ended: list[Any] = []
     loop.until(
-        lambda heard: isinstance(heard, StepOutputs) and (ended.extend(heard.ended) or len(ended) >= count)  # type: ignore[func-returns-value]
+        lambda message: isinstance(message, StepOutputs) and (ended.extend(message.ended) or len(ended) >= count)  # type: ignore[func-returns-value]
     )
 
 
 def lines_in(path: Path) -> list[AnyLine]:
-    return [told.line for told in TraceReader(path)]
+    return [entry.line for entry in TraceReader(path)]
 
 
 def stop(loop: LoopUnderTest) -> None:
@@ -61,7 +61,7 @@ def stop(loop: LoopUnderTest) -> None:
 
 
 def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
-    """With a second client that goes, an abort, a step too large, and a result that is wrong."""
+    """With a client that disconnects, an abort, a step out of memory, and an invalid result."""
     loop = start(trace=str(tmp_path / "t.jsonl"), max_num_batched_tokens=16)
     wrong = {4: "too large", 9: "damaged"}
 
@@ -75,14 +75,14 @@ def test_a_live_run_replays(start: Start, tmp_path: Path) -> None:
 
     loop.spoil = spoil
     other = loop.another_client()
-    loop.until(lambda heard: isinstance(heard, Welcome), other)
+    loop.until(lambda message: isinstance(message, Welcome), other)
     other.send(make_request("gone", PROMPT, max_tokens=50, priority=3))
     for index in range(6):
         loop.client.send(make_request(f"r{index}", [index, *PROMPT], max_tokens=20 + index, arrival=float(index)))
     loop.client.send(make_request("r0", PROMPT, max_tokens=1))
     loop.client.send(make_request("bad", [], max_tokens=1))
     loop.client.send(Abort(["r3"]))
-    other.send(Welcome(1, ""))  # what no front end may say: it is cut off
+    other.send(Welcome(1, ""))  # a message that front ends must not send: it is disconnected
     end_of(loop, 6)
     stop(loop)
     assert replay_lines(TraceReader(tmp_path / "t.jsonl"), check=True) is None

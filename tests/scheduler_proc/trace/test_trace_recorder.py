@@ -1,4 +1,4 @@
-"""What the recorder says of a run: enough to replay it, nothing of what users wrote, nothing of who is unchanged."""
+"""The lines of a run: enough to replay it, without user texts and without unchanged requests."""
 
 from typing import Any
 
@@ -43,8 +43,10 @@ def test_a_steady_decode_step_is_a_line_without_requests() -> None:
     assert len(quiet) == 12 and all(len(encode_line(line)) < 80 for line in quiet)
     results = [line for line in of(driver, Result) if line.step in range(4, 38)]
     assert all(line.handles is None and len(encode_line(line)) < 100 for line in results)
-    assert max(len(line.hashes) for line in of(driver, StepDecision)) == 32, "blocks are named where they fill"
-    assert len(of(driver, StepSnapshot)) < 12, "only where something changed"
+    assert max(len(line.hashes) for line in of(driver, StepDecision)) == 32, (
+        "hashes are listed where blocks become full"
+    )
+    assert len(of(driver, StepSnapshot)) < 12, "snapshots only after changes"
 
 
 def test_traces_have_no_user_text() -> None:
@@ -119,7 +121,7 @@ def test_a_resubmission_has_its_number_of_delivered_tokens() -> None:
     driver.run()
     a, full = of(driver, Arrival)
     assert (a.num_prompt_tokens, a.num_output_tokens, len(a.block_hashes)) == (17, 5, 8 * (22 // 4))
-    assert (full.num_output_tokens, full.block_hashes) == (5, b""), "it had ended before it could be asked"
+    assert (full.num_output_tokens, full.block_hashes) == (5, b""), "it ended before its first step"
     assert driver.replay_lines() is None
 
 
@@ -171,10 +173,10 @@ def test_only_controls_that_change_state_leave_a_line() -> None:
 
 def test_times_are_those_of_the_loop() -> None:
     config = make_config()
-    tap = DecisionLog()
-    scheduler = Scheduler(config, make_layout(config), 33, hooks=tap)
+    decision_log = DecisionLog()
+    scheduler = Scheduler(config, make_layout(config), 33, hooks=decision_log)
     lines: list[Any] = []
-    recorder = TraceRecorder(scheduler, tap, make_immediately(lines.append))
+    recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append))
     event = make_request("a", PROMPT, max_tokens=2, arrival=0.5)
     for time, message in ((1.0, event), (2.0, Control("resume"))):
         scheduler.consume(message)

@@ -1,4 +1,4 @@
-"""The writer: bounded, in parts, readable whatever happens; and dumps."""
+"""The trace writer: bounded, rotating, and readable after a crash; and dumps."""
 
 import errno
 import importlib
@@ -82,7 +82,7 @@ def test_an_unwritable_file_is_refused_with_its_flag(tmp_path: Path, name: str) 
 
 
 def test_each_part_continues_the_previous_one(tmp_path: Path) -> None:
-    """Each as large as asked for, and a batch."""
+    """Each is as large as configured, plus one batch."""
     path = tmp_path / "t.jsonl"
     files = files_of(path, max_bytes=4096)
     files.begin(header())
@@ -105,7 +105,7 @@ def test_a_slow_disk_drops_lines_and_counts_them(tmp_path: Path, caplog: pytest.
     path = tmp_path / "t.jsonl"
     writer = writer_of(path, max_buffered=4000)
     with caplog.at_level(logging.ERROR):
-        for index in range(1000):  # nobody writes
+        for index in range(1000):  # the writing thread is not running
             writer.add(Tick(now=float(index)))
             writer.flush()
     kept = 1000 - writer.lost
@@ -152,7 +152,7 @@ def test_a_line_that_fails_to_encode_ends_only_the_trace(tmp_path: Path, caplog:
 
 
 def test_a_truncated_trace_can_be_read(tmp_path: Path) -> None:
-    """The file is whole lines, or whole frames, between any two batches."""
+    """Between two batches the file has whole lines, or whole frames."""
     pytest.importorskip("zstandard")
     for name in ("t.jsonl", "t.jsonl.zst"):
         files = files_of(tmp_path / name)
@@ -162,7 +162,7 @@ def test_a_truncated_trace_can_be_read(tmp_path: Path) -> None:
             writer.add(Tick(now=float(index)))
             writer.flush()
             writer.write_buffer()
-            seen = [told.line for told in TraceReader(tmp_path / name, lenient=True)]
+            seen = [entry.line for entry in TraceReader(tmp_path / name, lenient=True)]
             assert len(seen) == index + 2
         writer.close(End(now=9.0))
 
