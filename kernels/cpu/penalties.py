@@ -79,15 +79,15 @@ class ListedCounts:
             self._places = _enlarged(self._places, (num_slots, self._places.shape[1]))
             self._make_room(num_slots, self._tokens.shape[1])
 
-    def begin(self, slot: int, prompt: npt.NDArray[Any], answer: npt.NDArray[Any]) -> None:
+    def set_text(self, slot: int, prompt: npt.NDArray[Any], output: npt.NDArray[Any]) -> None:
         """Replace the slot's content by a new text. The time to clear it follows the old list's length.
 
         Args:
-            prompt, answer: prompt and output tokens; tokens outside the vocabulary are ignored.
+            prompt, output: tokens; those outside the vocabulary are ignored.
         """
         self._places[slot, self._tokens[slot, : self._lengths[slot]]] = 0
         self._lengths[slot] = 0
-        for tokens, are_of_prompt in ((prompt, True), (answer, False)):
+        for tokens, are_of_prompt in ((prompt, True), (output, False)):
             slots = torch.full((len(tokens),), slot)
             self._count(slots, torch.from_numpy(tokens.astype(np.int64)), are_of_prompt)
 

@@ -15,14 +15,14 @@ Int32 = npt.NDArray[np.int32]
 
 
 def prompt_lookup_reference(
-    texts: Int32, lengths: Int32, rows: Sequence[int], least: int, most: int, num_drafts: int
+    texts: Int32, lengths: Int32, rows: Sequence[int], min_length: int, max_length: int, num_drafts: int
 ) -> list[list[int]]:
     """Return the tokens after the latest of the longest earlier runs that equal the last tokens.
 
     Args:
         texts: ``[max_rows, width]``; the first ``lengths[r]`` tokens of row ``r``, at least one, are its text.
         rows: the rows to search.
-        least, most: shortest and longest run length, at least 1.
+        min_length, max_length: shortest and longest run length, at least 1.
 
     Returns:
         ``num_drafts`` drafts for each of ``rows``, or an empty list. If the text ends before there are enough, the
@@ -31,23 +31,23 @@ def prompt_lookup_reference(
     drafts: list[list[int]] = []
     for row in rows:
         text = texts[row, : lengths[row]]
-        place = _newest_longest(text, least, most)
+        place = _newest_longest(text, min_length, max_length)
         following = np.arange(num_drafts) % max(len(text) - place, 1)
         drafts.append(text[place + following].tolist() if place else [])
     return drafts
 
 
-def _newest_longest(text: Int32, least: int, most: int) -> int:
+def _newest_longest(text: Int32, min_length: int, max_length: int) -> int:
     """Return the index after the run, or 0 without a match."""
     ends = np.flatnonzero(text[:-1] == text[-1:]) + 1
     place = 0
-    for count in range(1, most + 1):
+    for count in range(1, max_length + 1):
         if count > 1:
             ends = ends[ends >= count]
             ends = ends[text[ends - count] == text[len(text) - count]]
         if not len(ends):
             break
-        if count >= least:
+        if count >= min_length:
             place = int(ends[-1])
     return place
 
@@ -58,14 +58,14 @@ class NativePromptLookup:
     Owns its result arrays, so that their addresses are looked up once: that takes longer than the search.
     """
 
-    def __init__(self, native: Native, texts: Int32, lengths: Int32, most_drafts: int) -> None:
+    def __init__(self, native: Native, texts: Int32, lengths: Int32, max_drafts: int) -> None:
         """``texts``, ``lengths``: contiguous, as for ``prompt_lookup_reference``; referenced, and read in each call."""
         pointer, long = ctypes.c_void_p, ctypes.c_long
         self._call = native.function(
             "quire_prompt_lookup", pointer, long, pointer, pointer, *[long] * 4, *[pointer] * 2
         )
         self._rows = np.zeros(len(texts), np.int64)
-        self._drafts = np.zeros(len(texts) * most_drafts, np.int32)
+        self._drafts = np.zeros(len(texts) * max_drafts, np.int32)
         self._found = np.zeros(len(texts), np.bool_)
         self._kept = texts, lengths
         arrays = (texts, lengths, self._rows, self._drafts, self._found)
@@ -74,12 +74,12 @@ class NativePromptLookup:
             array.ctypes.data for array in arrays
         )
 
-    def look_up(self, rows: Sequence[int], least: int, most: int, num_drafts: int) -> list[list[int]]:
+    def look_up(self, rows: Sequence[int], min_length: int, max_length: int, num_drafts: int) -> list[list[int]]:
         """Return ``num_drafts`` drafts for each of ``rows``, or an empty list."""
         count = len(rows)
         self._rows[:count] = rows
         places = (self._at_texts, self._stride, self._at_lengths, self._at_rows)
-        self._call(*places, count, least, most, num_drafts, self._at_drafts, self._at_found)
+        self._call(*places, count, min_length, max_length, num_drafts, self._at_drafts, self._at_found)
         flat: list[int] = self._drafts[: count * num_drafts].tolist()
         return [
             flat[index * num_drafts : (index + 1) * num_drafts] if found else []

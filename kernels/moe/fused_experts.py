@@ -136,8 +136,8 @@ def _down(
 def pick_tile_pairs(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     """Choose the pairs per tile: about an expert's pairs, so that few rows are empty and weights are read once."""
     each = num_pairs // num_experts
-    most = 64 if dtype == torch.float32 else 128
-    return min(most, max(16, 1 << max(each - 1, 0).bit_length()))
+    limit = 64 if dtype == torch.float32 else 128
+    return min(limit, max(16, 1 << max(each - 1, 0).bit_length()))
 
 
 def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, width: int, down: bool) -> dict[str, int]:

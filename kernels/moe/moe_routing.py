@@ -66,11 +66,11 @@ def sort_pairs_reference(expert_ids: torch.Tensor, num_experts: int, tile_pairs:
             tile[: len(part)] = part
             tiles.append(tile)
             experts.append(expert)
-    most = max_tiles(flat.numel(), num_experts, tile_pairs)
-    pairs = torch.full((most * tile_pairs,), NO_PAIR, dtype=torch.int32, device=flat.device)
+    num_tiles = max_tiles(flat.numel(), num_experts, tile_pairs)
+    pairs = torch.full((num_tiles * tile_pairs,), NO_PAIR, dtype=torch.int32, device=flat.device)
     if tiles:
         pairs[: len(tiles) * tile_pairs] = torch.cat(tiles)
-    experts += [NO_PAIR] * (most - len(experts))
+    experts += [NO_PAIR] * (num_tiles - len(experts))
     return ExpertTiles(pairs, torch.tensor(experts, dtype=torch.int32, device=flat.device), tile_pairs)
 
 
@@ -134,9 +134,9 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
         )
     kernels = _kernels(expert_ids.device)
     num_pairs = expert_ids.numel()
-    most = max_tiles(num_pairs, num_experts, tile_pairs)
-    filled = torch.full((most * (tile_pairs + 1),), NO_PAIR, dtype=torch.int32, device=expert_ids.device)
-    tiles = ExpertTiles(filled[: most * tile_pairs], filled[most * tile_pairs :], tile_pairs)
+    num_tiles = max_tiles(num_pairs, num_experts, tile_pairs)
+    filled = torch.full((num_tiles * (tile_pairs + 1),), NO_PAIR, dtype=torch.int32, device=expert_ids.device)
+    tiles = ExpertTiles(filled[: num_tiles * tile_pairs], filled[num_tiles * tile_pairs :], tile_pairs)
     if num_pairs > 0:
         counts = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
         kernels.count_pairs_kernel[(num_experts,)](expert_ids, counts, num_pairs, SCAN_PAIRS=SCAN_PAIRS)

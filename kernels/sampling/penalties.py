@@ -72,11 +72,11 @@ def apply_penalties_reference(
     answer = held & COUNT_MASK
     before = offsets[at]
     for distance in range(1, int(before.max()) + 1):
-        having = torch.nonzero(before >= distance)[:, 0]
-        tokens = drafts[at[having] - distance]
+        with_draft = torch.nonzero(before >= distance)[:, 0]
+        tokens = drafts[at[with_draft] - distance]
         if bool((tokens < 0).any()):
             raise IndexError(f"drafts must not be negative (got {int(tokens.min())})")
-        answer[having, tokens] += 1
+        answer[with_draft, tokens] += 1
     own = logits[at]
     factor = repetition[at][:, None]
     repeated = torch.where(own > 0, own / factor, own * factor)

@@ -89,14 +89,14 @@ def uneven_attention(bench: Bench) -> None:
         f"1 x {long:,} and {count} x {short:,}": [long] + [short] * count,
         f"{count + 1} x {total // (count + 1):,}": [total // (count + 1)] * (count + 1),
     }
-    taken = []
+    results = []
     for name, lens in batches.items():
         case = _decode_case(bench, lens, heads)
         num_bytes = heads.key_bytes(sum(lens), bench.dtype)
-        taken.append(bench.measure(name, "quire", partial(decode, case), read=num_bytes))
+        results.append(bench.measure(name, "quire", partial(decode, case), read=num_bytes))
         del case
         free_memory(bench.device)
-    uneven, even = taken
+    uneven, even = results
     if uneven.us and even.us:
         uneven.figures["times_even"] = uneven.us / even.us
 

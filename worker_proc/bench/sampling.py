@@ -133,17 +133,16 @@ def main() -> None:
     with torch.inference_mode():
         plain = Sampling(config, args.rows, PLAIN)
         full = Sampling(config, args.rows, everything(config.model.vocab_size))
-        turns = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][
-            2:
-        ]  # alternate, because the machine is noisy
+        # Steps alternate, because the machine is noisy; the first two warm up.
+        rounds = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][2:]
         found: dict[str, Any] = {
             "native": int(load_native() is not None),
             "unused_us": {rows: unused(config, rows, 20 * args.repeats) * 1e6 for rows in (1, 16, 64, args.rows)},
-            "plain_cpu_ms": statistics.median(p[0] for p, _ in turns) * 1e3,
-            "plain_wall_ms": statistics.median(p[1] for p, _ in turns) * 1e3,
-            "everything_cpu_ms": statistics.median(f[0] for _, f in turns) * 1e3,
-            "everything_wall_ms": statistics.median(f[1] for _, f in turns) * 1e3,
-            "everything_over_plain": statistics.median(f[0] / p[0] for p, f in turns),
+            "plain_cpu_ms": statistics.median(p[0] for p, _ in rounds) * 1e3,
+            "plain_wall_ms": statistics.median(p[1] for p, _ in rounds) * 1e3,
+            "everything_cpu_ms": statistics.median(f[0] for _, f in rounds) * 1e3,
+            "everything_wall_ms": statistics.median(f[1] for _, f in rounds) * 1e3,
+            "everything_over_plain": statistics.median(f[0] / p[0] for p, f in rounds),
         }
         for method in ("ngram", "suffix"):
             found[f"{method}_us"] = proposing(config, method, args.repeats) * 1e6

@@ -12,10 +12,10 @@ _WARM_UPS = 2
 _GRAPH_S = 0.01
 """Target seconds of a replay, so that its launch time is negligible."""
 
-_MOST_CALLS = 128
-_LEAST_ROUNDS = 5
+_MAX_CALLS = 128
+_MIN_ROUNDS = 5
 
-_PATIENCE = 4
+_MAX_FIRST_CALL = 4
 """If the first call on a CPU takes more than this many times the seconds per figure, its time is the result."""
 
 
@@ -42,7 +42,7 @@ class Clock:
             return 1
         # torch does not report a CPU's cache size; few CPUs have more than 64 MiB.
         wanted = 4 * (self._cache_bytes or 1 << 26)
-        return max(1, min(_MOST_CALLS, -(-wanted // max(num_bytes, 1))))
+        return max(1, min(_MAX_CALLS, -(-wanted // max(num_bytes, 1))))
 
     def seconds(self, calls: Sequence[Call], *, graph: bool = True) -> float:
         """Median seconds of one call.
@@ -61,28 +61,28 @@ class Clock:
         if self._figure_s == 0:
             return self._host_rounds(calls, 1)
         if self.device.type != "cuda":
-            return self._host_rounds(calls, _LEAST_ROUNDS)
+            return self._host_rounds(calls, _MIN_ROUNDS)
         return self._device_rounds(calls, graph)
 
-    def _host_rounds(self, calls: Sequence[Call], least: int) -> list[float]:
+    def _host_rounds(self, calls: Sequence[Call], min_rounds: int) -> list[float]:
         started = time.perf_counter()
         calls[0]()
         first = time.perf_counter() - started
-        if first > _PATIENCE * self._figure_s > 0:
+        if first > _MAX_FIRST_CALL * self._figure_s > 0:
             return [first]
-        taken: list[float] = []
+        times: list[float] = []
         end = time.perf_counter() + self._figure_s
-        while len(taken) < least or time.perf_counter() < end:
+        while len(times) < min_rounds or time.perf_counter() < end:
             started = time.perf_counter()
-            calls[len(taken) % len(calls)]()
-            taken.append(time.perf_counter() - started)
-        return taken
+            calls[len(times) % len(calls)]()
+            times.append(time.perf_counter() - started)
+        return times
 
     def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
         for _ in range(_WARM_UPS):
             calls[0]()
         once = elapsed(calls[0])
-        count = max(len(calls), min(_MOST_CALLS, int(_GRAPH_S / once) + 1))
+        count = max(len(calls), min(_MAX_CALLS, int(_GRAPH_S / once) + 1))
 
         def all_calls() -> None:
             for index in range(count):
@@ -95,11 +95,11 @@ class Clock:
                 all_calls()
             run = captured.replay
         run()
-        taken: list[float] = []
+        times: list[float] = []
         end = time.perf_counter() + self._figure_s
-        while len(taken) < _LEAST_ROUNDS or time.perf_counter() < end:
-            taken.append(elapsed(run) / count)
-        return taken
+        while len(times) < _MIN_ROUNDS or time.perf_counter() < end:
+            times.append(elapsed(run) / count)
+        return times
 
 
 def elapsed(run: Call) -> float:

@@ -80,12 +80,12 @@ class DraftModelProposer:
 
     @torch.inference_mode()
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        self.sampler.begin()
-        rows, most = self._allowed(wanted)
+        self.sampler.start()
+        rows, limits = self._allowed(wanted)
         if not len(rows):
             return {}
         self._count_confirmed(rows)
-        rows, most, counts = self._schedule(rows, most)
+        rows, limits, counts = self._schedule(rows, limits)
         known = self._batch.tokens.length[rows].astype(np.int64)
         hidden = self._forward(rows, self._num_cached[rows], counts, None)
         self._num_cached[rows] += counts
@@ -93,17 +93,17 @@ class DraftModelProposer:
         if not len(there):
             return {}
         ends = torch.from_numpy(np.cumsum(counts)[there] - 1).to(hidden.device)
-        return self._decode(rows[there], most[there], known[there], self._draft.model.logits(hidden[ends]))
+        return self._decode(rows[there], limits[there], known[there], self._draft.model.logits(hidden[ends]))
 
     def _allowed(self, wanted: Mapping[int, int]) -> tuple[Ints, Ints]:
         """Return the rows, ascending, and each one's limit of drafts, by the draft model's length and free blocks."""
         rows = np.array(sorted(wanted), np.int64)
-        most = np.array([wanted[row] for row in rows.tolist()], np.int64)
-        most = np.minimum(most, self._max_len - self._batch.tokens.length[rows])
-        held = np.array([self._reserve(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)])
+        limits = np.array([wanted[row] for row in rows.tolist()], np.int64)
+        limits = np.minimum(limits, self._max_len - self._batch.tokens.length[rows])
+        held = np.array([self._reserve(row, count) for row, count in zip(rows.tolist(), limits.tolist(), strict=True)])
         self._tables.commit()
-        fits = (most > 0) & held
-        return rows[fits], most[fits]
+        fits = (limits > 0) & held
+        return rows[fits], limits[fits]
 
     def _reserve(self, row: int, num_drafts: int) -> bool:
         """Allocate blocks for a row's tokens and drafts; return False if there are not enough."""
@@ -126,7 +126,7 @@ class DraftModelProposer:
         self._num_cached[rows] += np.minimum.accumulate(right, axis=1).sum(axis=1)
         self._num_drafts[rows] = 0
 
-    def _schedule(self, rows: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
+    def _schedule(self, rows: Ints, limits: Ints) -> tuple[Ints, Ints, Ints]:
         """Divide the step's token budget among the rows, those with the fewest missing tokens first.
 
         Returns:
@@ -137,18 +137,18 @@ class DraftModelProposer:
         before = np.cumsum(lacking[order]) - lacking[order]
         counts = np.zeros(len(rows), np.int64)
         counts[order] = np.clip(self._max_step_tokens - before, 0, lacking[order])
-        some = counts > 0
-        return rows[some], most[some], counts[some]
+        nonzero = counts > 0
+        return rows[nonzero], limits[nonzero], counts[nonzero]
 
-    def _decode(self, rows: Ints, most: Ints, known: Ints, logits: torch.Tensor) -> dict[int, list[int]]:
-        """Decode up to ``most`` drafts per row. ``logits``: float32 ``[rows, vocab]``, of the first draft."""
+    def _decode(self, rows: Ints, limits: Ints, known: Ints, logits: torch.Tensor) -> dict[int, list[int]]:
+        """Decode up to ``limits`` drafts per row. ``logits``: float32 ``[rows, vocab]``, of the first draft."""
         drafts = [(rows, self.sampler.sample(logits, rows, 0))]
-        for step in range(1, int(most.max())):
-            going = np.flatnonzero(most > step)
+        for step in range(1, int(limits.max())):
+            active = np.flatnonzero(limits > step)
             tokens = drafts[-1][1]
-            if len(going) < len(rows):
-                tokens = tokens[torch.from_numpy(going).to(tokens.device)]
-                rows, most, known = rows[going], most[going], known[going]
+            if len(active) < len(rows):
+                tokens = tokens[torch.from_numpy(active).to(tokens.device)]
+                rows, limits, known = rows[active], limits[active], known[active]
             hidden = self._forward(rows, known + step - 1, np.ones(len(rows), np.int64), tokens)
             drafts.append((rows, self.sampler.sample(self._draft.model.logits(hidden), rows, step)))
         return self._read_back(drafts)
@@ -179,9 +179,9 @@ class DraftModelProposer:
         ids = np.zeros(0, np.int64)
         if tokens is None:
             ids = self._batch.tokens.data[token_rows, positions].astype(np.int64)
-        begins = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        starts_of_rows = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
         slots = self._table.slots(token_rows, positions)
-        sent = self._transfer(begins, seq_lens, positions, slots, ids)
+        sent = self._transfer(starts_of_rows, seq_lens, positions, slots, ids)
         table = self._table.rows(rows, int(seq_lens.max()))
         plans = {
             window: self._draft.backend.plan(
@@ -190,9 +190,9 @@ class DraftModelProposer:
             for window in dict.fromkeys(self._windows)
         }
         layer_plans = [plans[window] for window in self._windows]
-        ids_there = sent[4] if tokens is None else tokens
+        input_ids = sent[4] if tokens is None else tokens
         hidden: torch.Tensor = self._draft.model(
-            ids_there, sent[2], self._draft.kv_caches, layer_plans, self._draft.backend
+            input_ids, sent[2], self._draft.kv_caches, layer_plans, self._draft.backend
         )
         return hidden
 

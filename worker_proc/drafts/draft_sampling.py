@@ -23,7 +23,7 @@ class DraftSampler:
         self._keeps = keeps
         self._kept: list[tuple[Ints, torch.Tensor]] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start a new round of drafts; the batch's rows may have changed."""
         self._kept = []
         self._draw.rows_changed()

@@ -40,8 +40,8 @@ def make_proposer(
         case "draft_model":
             assert draft is not None, "make_proposer needs the loaded draft model for method draft_model"
             sampler = DraftSampler(batch, device, keeps=chosen.acceptance == "rejection")
-            most = config.num_speculative_tokens, config.max_num_batched_tokens
-            return DraftModelProposer(draft, batch, device, *most, sampler)
+            limits = config.num_speculative_tokens, config.max_num_batched_tokens
+            return DraftModelProposer(draft, batch, device, *limits, sampler)
         case unknown:
             raise ValueError(unknown)
 

@@ -17,17 +17,17 @@ class NgramProposer:
     """
 
     def __init__(
-        self, batch: InputBatch, lookup_min: int, lookup_max: int, most_drafts: int, native: Native | None
+        self, batch: InputBatch, lookup_min: int, lookup_max: int, max_drafts: int, native: Native | None
     ) -> None:
-        """``most_drafts``: maximum drafts per row and step. ``native``: None to search with NumPy."""
+        """``max_drafts``: maximum drafts per row and step. ``native``: None to search with NumPy."""
         tokens = batch.tokens
         self._range = lookup_min, lookup_max
         self._look_up: Callable[..., list[list[int]]]
         if native is None:
             self._look_up = partial(prompt_lookup_reference, tokens.data, tokens.length)
         else:
-            self._look_up = NativePromptLookup(native, tokens.data, tokens.length, most_drafts).look_up
+            self._look_up = NativePromptLookup(native, tokens.data, tokens.length, max_drafts).look_up
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         drafts = self._look_up(list(wanted), *self._range, max(wanted.values()))
-        return {row: own[:most] for (row, most), own in zip(wanted.items(), drafts, strict=True) if own}
+        return {row: own[:limit] for (row, limit), own in zip(wanted.items(), drafts, strict=True) if own}

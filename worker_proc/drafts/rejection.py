@@ -45,13 +45,13 @@ class RejectionSampler:
         """
         batch, rows = self._batch, positions.rows
         tokens = tokens.clone()
-        judged = (positions.drafts >= 0) & (batch.temperature[rows] > 0)
-        for offset in np.unique(positions.offsets[judged]).tolist():
-            at = np.flatnonzero(judged & (positions.offsets == offset))
+        verified = (positions.drafts >= 0) & (batch.temperature[rows] > 0)
+        for offset in np.unique(positions.offsets[verified]).tolist():
+            at = np.flatnonzero(verified & (positions.offsets == offset))
             there = torch.from_numpy(at).to(tokens.device)
-            seeds, places = batch.seed[rows[at]], batch.num_known[rows[at]] + offset
-            accepts, redraws = uniform(seeds ^ _ACCEPTS, places), uniform(seeds ^ _REDRAWS, places)
-            tokens[there] = _judge(
+            seeds, token_positions = batch.seed[rows[at]], batch.num_known[rows[at]] + offset
+            accepts, redraws = uniform(seeds ^ _ACCEPTS, token_positions), uniform(seeds ^ _REDRAWS, token_positions)
+            tokens[there] = _accept_or_redraw(
                 probabilities[there],
                 self._drafts.probabilities(rows[at], offset),
                 torch.from_numpy(positions.drafts[at]).to(tokens.device),
@@ -61,7 +61,7 @@ class RejectionSampler:
         return tokens
 
 
-def _judge(
+def _accept_or_redraw(
     p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, accepts: torch.Tensor, redraws: torch.Tensor
 ) -> torch.Tensor:
     """Accept each draft, or draw another token. ``p``, ``q``: float32 ``[rows, vocab]``; the others ``[rows]``."""

@@ -16,11 +16,11 @@ class RowTexts:
     A RowStore: moving a row swaps text numbers instead of copying texts.
     """
 
-    def __init__(self, batch: InputBatch, lengths: Sequence[int], *, most: int) -> None:
-        """``lengths``, ``most``: as for ``TextIndex``."""
+    def __init__(self, batch: InputBatch, lengths: Sequence[int], *, max_places: int) -> None:
+        """``lengths``, ``max_places``: as for ``TextIndex``."""
         self._batch = batch
         max_rows, width = batch.tokens.data.shape
-        self.index = TextIndex(max_rows, width, lengths, shared=False, most=most)
+        self.index = TextIndex(max_rows, width, lengths, shared=False, max_places=max_places)
         self._num_prompt = np.zeros(max_rows, np.int64)
         self._text_of = np.arange(max_rows)
 
@@ -31,7 +31,7 @@ class RowTexts:
         self.index.extend(texts, column.length[rows].astype(np.int64), column.data, rows)
         return texts
 
-    def answer(self, row: int) -> Int32:
+    def output(self, row: int) -> Int32:
         """Return the row's output tokens that are indexed."""
         text = self._text_of[row]
         return self.index.tokens[text, self._num_prompt[text] : self.index.num_tokens[text]]
@@ -40,5 +40,5 @@ class RowTexts:
         self._text_of[[source, target]] = self._text_of[[target, source]]
 
     def clear_row(self, row: int) -> None:
-        self.index.begin(int(self._text_of[row]))
+        self.index.reset(int(self._text_of[row]))
         self._num_prompt[self._text_of[row]] = 0

@@ -18,13 +18,13 @@ from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.drafts.row_texts import RowTexts
 from quire.worker_proc.drafts.text_index import NONE, TextIndex
 
-MOST_PLACES = 8
+MAX_PLACES = 8
 """Maximum number of occurrences of a run that are counted, the latest first."""
-MOST_ANSWER_TOKENS = 2048
+MAX_OUTPUT_TOKENS = 2048
 """Tokens of an earlier output that are kept, from its start."""
-DRAFTS_PER_MATCHED = 2
+MAX_DRAFTS_PER_MATCHED = 2
 """Maximum number of drafts per matched token: short matches predict little."""
-LEAST_PROBABILITY = 0.1
+MIN_PROBABILITY = 0.1
 """Drafts end where their estimated probability of acceptance falls below this."""
 
 
@@ -53,11 +53,11 @@ class SuffixProposer:
 
     def __init__(self, batch: InputBatch, max_depth: int, max_cached_requests: int) -> None:
         lengths = [2**power for power in range(max_depth.bit_length()) if 2**power < max_depth] + [max_depth]
-        self._texts = RowTexts(batch, lengths, most=MOST_PLACES)
+        self._texts = RowTexts(batch, lengths, max_places=MAX_PLACES)
         batch.register(self)
-        width = min(batch.tokens.data.shape[1], MOST_ANSWER_TOKENS)
-        self._answers = (
-            TextIndex(max_cached_requests, width, lengths, shared=True, most=MOST_PLACES)
+        width = min(batch.tokens.data.shape[1], MAX_OUTPUT_TOKENS)
+        self._outputs = (
+            TextIndex(max_cached_requests, width, lengths, shared=True, max_places=MAX_PLACES)
             if max_cached_requests
             else None
         )
@@ -66,24 +66,24 @@ class SuffixProposer:
         self._used: OrderedDict[int, None] = OrderedDict()  # text numbers of outputs, the least recently used first
 
     @property
-    def num_answers(self) -> int:
+    def num_outputs(self) -> int:
         """Number of earlier outputs that are kept."""
         return len(self._used)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         rows = np.fromiter(wanted, np.int64, len(wanted))
-        most = np.fromiter(wanted.values(), np.int64, len(wanted))
+        limits = np.fromiter(wanted.values(), np.int64, len(wanted))
         own, texts = self._texts.index, self._texts.catch_up(rows)
         ends, known = own.ends(texts)
-        best = _guess(own, *own.find(texts, ends, known), most, repeating=True)
+        best = _guess(own, *own.find(texts, ends, known), limits, repeating=True)
         tokens = best.tokens
-        unsure = np.flatnonzero(best.score < most)  # the other rows have the highest possible score
-        if self._used and len(unsure):
-            assert self._answers is not None
-            found = self._answers.find(unsure, ends[unsure], known[unsure])
-            others = _guess(self._answers, *found, most[unsure], repeating=False)
-            better = others.score > best.score[unsure]
-            tokens[unsure[better], : others.tokens.shape[1]] = others.tokens[better]
+        uncertain = np.flatnonzero(best.score < limits)  # the other rows have the highest possible score
+        if self._used and len(uncertain):
+            assert self._outputs is not None
+            found = self._outputs.find(uncertain, ends[uncertain], known[uncertain])
+            others = _guess(self._outputs, *found, limits[uncertain], repeating=False)
+            better = others.score > best.score[uncertain]
+            tokens[uncertain[better], : others.tokens.shape[1]] = others.tokens[better]
             for place in others.newest[better].tolist():
                 self._used.move_to_end(place // self._width)
         counts = (tokens != NONE).sum(axis=1).tolist()
@@ -94,27 +94,27 @@ class SuffixProposer:
         self._texts.move_row(source, target)
 
     def clear_row(self, row: int) -> None:
-        self._remember(self._texts.answer(row)[: self._width])
+        self._keep_output(self._texts.output(row)[: self._width])
         self._texts.clear_row(row)
 
-    def _remember(self, answer: Int32) -> None:
-        if self._answers is None or len(answer) < 2:  # a single token continues nothing
+    def _keep_output(self, output: Int32) -> None:
+        if self._outputs is None or len(output) < 2:  # a single token continues nothing
             return
         text = self._free.pop() if self._free else self._used.popitem(last=False)[0]
         self._used[text] = None
-        self._answers.begin(text)
-        self._answers.extend(np.array([text]), np.array([len(answer)]), answer[None], np.zeros(1, np.int64))
+        self._outputs.reset(text)
+        self._outputs.extend(np.array([text]), np.array([len(output)]), output[None], np.zeros(1, np.int64))
 
 
-def _guess(index: TextIndex, places: Ints, matched: Ints, most: Ints, *, repeating: bool) -> _Guess:
+def _guess(index: TextIndex, places: Ints, matched: Ints, limits: Ints, *, repeating: bool) -> _Guess:
     """Draft the most frequent token after ``places``, step by step; of equally frequent ones that of the latest place.
 
     Args:
         places, matched: ``[rows, places]``, as ``find`` returns them.
-        most: ``[rows]``: maximum number of drafts.
+        limits: ``[rows]``: maximum number of drafts.
     """
-    count = int(most.max())
-    allowed = np.minimum(most, DRAFTS_PER_MATCHED * matched[:, 0])
+    count = int(limits.max())
+    allowed = np.minimum(limits, MAX_DRAFTS_PER_MATCHED * matched[:, 0])
     following = index.following(places, count, repeating=repeating)
     tokens = np.full((len(places), count), NONE, np.int64)
     score = np.zeros(len(places))
@@ -128,10 +128,10 @@ def _guess(index: TextIndex, places: Ints, matched: Ints, most: Ints, *, repeati
         chosen = np.take_along_axis(own, winner, axis=1)
         counted = np.take_along_axis(votes, winner, axis=1)[:, 0]
         probability = probability * counted / np.maximum(alive.sum(axis=1), 1)
-        alive = alive & (own == chosen) & ((probability >= LEAST_PROBABILITY) & (step < allowed))[:, None]
-        goes_on = alive.any(axis=1)
-        if not goes_on.any():
+        alive = alive & (own == chosen) & ((probability >= MIN_PROBABILITY) & (step < allowed))[:, None]
+        continues = alive.any(axis=1)
+        if not continues.any():
             break
-        tokens[:, step] = np.where(goes_on, chosen[:, 0], NONE)
-        score += np.where(goes_on, probability, 0.0)
+        tokens[:, step] = np.where(continues, chosen[:, 0], NONE)
+        score += np.where(continues, probability, 0.0)
     return _Guess(tokens, score, places[:, 0])

@@ -12,11 +12,11 @@ NONE = -1
 """No place, or no token."""
 
 _HASH_BITS = 64
-_MOST_SLOT_BITS, _MOST_SHARED_SLOT_BITS = 15, 20
+_MAX_SLOT_BITS, _MAX_SHARED_SLOT_BITS = 15, 20
 """Limits of the table sizes. A long text soon touches its whole table: 128 KiB for each run length and row."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
-_AT_ONCE = 1024
+_INDEXED_AT_A_TIME = 1024
 """Tokens of a long text that are indexed at a time, so that temporary arrays stay in the CPU cache."""
 
 
@@ -35,39 +35,39 @@ class TextIndex:
         num_tokens: int64 ``[num_texts]``.
     """
 
-    def __init__(self, num_texts: int, width: int, lengths: Sequence[int], *, shared: bool, most: int) -> None:
+    def __init__(self, num_texts: int, width: int, lengths: Sequence[int], *, shared: bool, max_places: int) -> None:
         """
         Args:
             width: maximum number of tokens of a text.
             shared: one table for all texts, so that a run is found in any of them; otherwise one table per text.
-            most: maximum number of places of one run that ``find`` returns.
+            max_places: maximum number of places of one run that ``find`` returns.
         """
         self.lengths = np.array(lengths, np.int64)
         self.depth = int(self.lengths[-1])
         self.tokens = np.zeros((num_texts, width), np.int32)
         self.num_tokens = np.zeros(num_texts, np.int64)
         self._width = width
-        self._most = most
+        self._max_places = max_places
         self._shared = shared
-        in_a_table, most_bits = (width * num_texts, _MOST_SHARED_SLOT_BITS) if shared else (width, _MOST_SLOT_BITS)
-        self._slot_bits = min(in_a_table.bit_length(), most_bits)
+        in_a_table, max_bits = (width * num_texts, _MAX_SHARED_SLOT_BITS) if shared else (width, _MAX_SLOT_BITS)
+        self._slot_bits = min(in_a_table.bit_length(), max_bits)
         num_tables = 1 if shared else num_texts
         dtype = np.int32 if num_texts * width < 2**31 else np.int64
         # Places plus one, so that untouched zero pages (which cost no memory) mean NONE.
         self._newest = np.zeros(num_tables * len(lengths) << self._slot_bits, dtype)
         # For each run length and place, the previous place with the same hash.
-        self._before = np.zeros(len(lengths) * num_texts * width if most > 1 else 0, dtype)
+        self._before = np.zeros(len(lengths) * num_texts * width if max_places > 1 else 0, dtype)
         self._age = np.zeros(num_texts, np.int64)
-        self._num_begun = 0
+        self._num_resets = 0
         self._reach = np.arange(self.depth)
         first = np.arange(num_tables * len(lengths)).reshape(num_tables, -1)
         self._first_slot = first << self._slot_bits
         self._powers = np.cumprod(np.full(self.depth, _MULTIPLIER, np.uint64))
 
-    def begin(self, text: int) -> None:
+    def reset(self, text: int) -> None:
         """Replace ``text`` by a new, empty text."""
-        self._num_begun += 1
-        self._age[text] = self._num_begun
+        self._num_resets += 1
+        self._age[text] = self._num_resets
         self.num_tokens[text] = 0
 
     def extend(self, texts: Ints, lengths: Ints, source: Int32, rows: Ints) -> None:
@@ -81,10 +81,10 @@ class TextIndex:
         of, positions = texts[which], (lengths - np.cumsum(counts))[which] + np.arange(len(which))
         self.tokens[of, positions] = source[rows[which], positions]
         self.num_tokens[texts] = lengths
-        for part in range(0, len(of), _AT_ONCE):
-            self._learn(of[part : part + _AT_ONCE], positions[part : part + _AT_ONCE])
+        for part in range(0, len(of), _INDEXED_AT_A_TIME):
+            self._index(of[part : part + _INDEXED_AT_A_TIME], positions[part : part + _INDEXED_AT_A_TIME])
 
-    def _learn(self, texts: Ints, positions: Ints) -> None:
+    def _index(self, texts: Ints, positions: Ints) -> None:
         """Index the runs before some positions, which ascend within each text."""
         all_slots = self._slots(texts, self._runs(texts, positions))
         all_places = np.broadcast_to((texts * self._width + positions)[:, None], all_slots.shape)
@@ -115,7 +115,7 @@ class TextIndex:
             ends, known: as ``ends()`` returns them.
 
         Returns:
-            places: ``[len(ends), most]``, NONE after the last place.
+            places: ``[len(ends), max_places]``, NONE after the last place.
             matched: of the same shape: number of equal tokens before each place, at most ``depth``.
         """
         newest = self._newest[self._slots(tables, ends)].astype(np.int64) - 1
@@ -124,12 +124,12 @@ class TextIndex:
         longest = len(self.lengths) - 1 - fits[:, ::-1].argmax(axis=1)
         best = np.arange(len(ends)), longest
         at = np.where(fits[best], newest[best], NONE)
-        if self._most == 1:
+        if self._max_places == 1:
             return at[:, None], matched[best][:, None]
-        places = np.full((len(ends), self._most), NONE, np.int64)
+        places = np.full((len(ends), self._max_places), NONE, np.int64)
         places[:, 0] = at
         chain, age = longest * self.tokens.size, self._ages(at)
-        for back in range(1, self._most):
+        for back in range(1, self._max_places):
             before = np.where(at >= 0, self._before[chain + at].astype(np.int64) - 1, NONE)
             # A replaced text may make the chain a cycle: stop unless places get older.
             older = self._ages(before)
@@ -176,8 +176,8 @@ class TextIndex:
         """Return how many tokens before each of ``places`` ``[rows, n]`` equal the row's ``ends``."""
         text, position = np.divmod(places, self._width)
         live = (places >= 0) & (position < self.num_tokens[text])
-        most = np.where(live, np.minimum(position, known[:, None]), 0)
+        limit = np.where(live, np.minimum(position, known[:, None]), 0)
         flat = np.maximum(places[..., None] - 1 - self._reach, 0)
-        differs = (self.tokens.reshape(-1)[flat] != ends[:, None, :]) | (self._reach >= most[..., None])
+        differs = (self.tokens.reshape(-1)[flat] != ends[:, None, :]) | (self._reach >= limit[..., None])
         matched: npt.NDArray[np.int64] = np.where(differs.any(axis=-1), differs.argmax(axis=-1), self.depth)
         return matched

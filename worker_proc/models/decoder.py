@@ -105,12 +105,12 @@ class Decoder(torch.nn.Module):
         config = self.config
         rotary = Rotary(self.rope, positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
-        turns = {"": rotary, "local": local, "none": None}
+        rotaries = {"": rotary, "local": local, "none": None}
         residual = self._embed(token_ids)
         pending: torch.Tensor | None = None
         for index in range(config.num_layers):
             layer, source = self._layer(index), config.cache_source(index)
-            pending = layer(residual, pending, kv_caches[source], plans[source], backend, turns[layer.rope])
+            pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
         return join(self.build, residual, pending, self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

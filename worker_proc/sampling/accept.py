@@ -32,9 +32,10 @@ class Accepted:
 def accept_drafts(tokens: npt.NDArray[np.generic], positions: SampledPositions) -> Accepted:
     """Compare each position's sample in ``tokens`` with its draft; a row's tokens end after the first mismatch."""
     begins = np.flatnonzero(positions.offsets == 0)
-    wrong = np.where(tokens != positions.drafts, np.arange(len(tokens)), len(tokens))
-    first_wrong = np.minimum.reduceat(wrong, begins)  # always exists: the position after the last draft has draft -1
-    counts = first_wrong + 1 - begins
+    mismatch = np.where(tokens != positions.drafts, np.arange(len(tokens)), len(tokens))
+    # A mismatch always exists: the position after the last draft has draft -1.
+    first_mismatch = np.minimum.reduceat(mismatch, begins)
+    counts = first_mismatch + 1 - begins
     kept = np.flatnonzero(positions.offsets < np.repeat(counts, np.diff(np.append(begins, len(tokens)))))
     drafts = np.diff(np.append(begins, len(tokens))) - 1
     return Accepted(kept, counts.astype(np.int32), drafts.astype(np.int32))

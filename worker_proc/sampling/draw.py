@@ -56,9 +56,9 @@ class NativeDraw:
 
     def __init__(self, batch: InputBatch, native: Native) -> None:
         self._batch = batch
-        self._one_or_greedy = np.zeros_like(batch.temperature)
-        self._by_temperature = CpuSampling(native, self._columns(batch.temperature))
-        self._by_one = CpuSampling(native, self._columns(self._one_or_greedy))
+        self._unit_temperature = np.zeros_like(batch.temperature)
+        self._sampler = CpuSampling(native, self._columns(batch.temperature))
+        self._scaled_sampler = CpuSampling(native, self._columns(self._unit_temperature))
         self._logits = CpuLogits(native)
 
     def _columns(self, temperature: np.ndarray[tuple[int], np.dtype[np.float32]]) -> SamplingColumns:
@@ -69,10 +69,10 @@ class NativeDraw:
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sampler = self._by_temperature
+        sampler = self._sampler
         if is_scaled:
-            self._one_or_greedy[:] = self._batch.temperature > 0
-            sampler = self._by_one
+            self._unit_temperature[:] = self._batch.temperature > 0
+            sampler = self._scaled_sampler
         return sampler.sample(logits, torch.from_numpy(positions.rows), torch.from_numpy(positions.offsets))
 
     def bad(self, logits: torch.Tensor) -> torch.Tensor:
@@ -113,25 +113,25 @@ class RowParameters:
             top_p,
             batch.min_p[rows],
         )
-        seeds, heat, ones, counts, shares, floors = transfer(*host)
+        seeds, temperatures, ones, top_ks, top_ps, min_ps = transfer(*host)
         any_top_k, any_top_p = bool((top_k[random] > 0).any()), bool((top_p[random] < 1).any())
-        return cls(rows, seeds, heat, ones, counts, shares, floors, any_top_k, any_top_p)
+        return cls(rows, seeds, temperatures, ones, top_ks, top_ps, min_ps, any_top_k, any_top_p)
 
     def cuts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.top_k, self.top_p, self.min_p
 
 
-class KeptParameters:
+class ParameterCache:
     """Cache of the last step's ``RowParameters``: rows that are sampled again are not gathered again."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch, self.transfer = batch, Transfer(device)
         self._kept: RowParameters | None = None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._kept = None
 
-    def of(self, rows: Ints) -> RowParameters:
+    def get(self, rows: Ints) -> RowParameters:
         if self._kept is None or not np.array_equal(self._kept.rows, rows):
             self._kept = RowParameters.of(self._batch, rows, self.transfer)
         return self._kept
@@ -142,12 +142,12 @@ class TorchDraw:
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
-        self._parameters = KeptParameters(batch, torch.device("cpu"))
+        self._parameters = ParameterCache(batch, torch.device("cpu"))
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parameters = self._parameters.of(positions.rows)
+        parameters = self._parameters.get(positions.rows)
         temperature = parameters.ones if is_scaled else parameters.temperature
         best_values, tokens = logits.max(dim=-1)
         bad = ~best_values.isfinite()
@@ -165,7 +165,7 @@ class TorchDraw:
         return ~logits.amax(dim=-1).isfinite()
 
     def rows_changed(self) -> None:
-        self._parameters.forget()
+        self._parameters.clear()
 
 
 class TritonDraw:
@@ -176,17 +176,17 @@ class TritonDraw:
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch
-        self._parameters = KeptParameters(batch, device)
+        self._parameters = ParameterCache(batch, device)
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parameters = self._parameters.of(positions.rows)
-        (places,) = self._parameters.transfer(self._batch.num_known[positions.rows] + positions.offsets)
+        parameters = self._parameters.get(positions.rows)
+        (token_positions,) = self._parameters.transfer(self._batch.num_known[positions.rows] + positions.offsets)
         statistics = row_statistics(logits)
         tokens = sample(
             logits,
-            uniform_on_device(parameters.seeds, places),
+            uniform_on_device(parameters.seeds, token_positions),
             parameters.ones if is_scaled else parameters.temperature,
             *parameters.cuts(),
             any_top_k=parameters.any_top_k,
@@ -199,4 +199,4 @@ class TritonDraw:
         return row_statistics(logits).bad
 
     def rows_changed(self) -> None:
-        self._parameters.forget()
+        self._parameters.clear()

@@ -134,11 +134,11 @@ class LogitsProcessors:
             return []
         plugins = self._plugins.non_argmax_invariant
         bad_words, min_tokens = self._bad_words.bans(positions), self._min_tokens.bans(positions)
-        usable, dead = None, []
+        usable, blocked = None, []
         if plugins:
             usable = _finite(logits)
         elif masks is not None or self._allowed.active or len(bad_words.positions) or len(min_tokens.positions):
-            dead = self._exhausted(logits, positions, [bad_words, min_tokens], masks)
+            blocked = self._exhausted(logits, positions, [bad_words, min_tokens], masks)
         if self._bias.active:
             self._bias.edit(logits, positions)
         if self._penalties.active:
@@ -155,8 +155,8 @@ class LogitsProcessors:
             forced, tokens = self._thinking.forced(positions)
             self._thinking.force(logits, forced, tokens)
         if usable is not None:
-            dead = _nothing_left(logits, usable)
-        failed = dict.fromkeys(set(dead) - set(forced.tolist()), NOTHING_ALLOWED) | failed
+            blocked = _nothing_left(logits, usable)
+        failed = dict.fromkeys(set(blocked) - set(forced.tolist()), NOTHING_ALLOWED) | failed
         return self._set_failed(logits, failed)
 
     def apply_argmax_invariant(self, logits: torch.Tensor, positions: SampledPositions) -> Failures:
@@ -190,11 +190,11 @@ class LogitsProcessors:
             np.concatenate([places.positions for places in bans]), np.concatenate([places.tokens for places in bans])
         )
         lists = self._allowed.lists(positions)
-        dead = exhausted(len(positions), self._vocab_size, lists, banned, masks)
-        if not dead:
+        blocked = exhausted(len(positions), self._vocab_size, lists, banned, masks)
+        if not blocked:
             return []
-        usable = _finite(logits[dead]).tolist()
-        return [place for place, good in zip(dead, usable, strict=True) if good]
+        usable = _finite(logits[blocked]).tolist()
+        return [position for position, good in zip(blocked, usable, strict=True) if good]
 
     def _text_of(self, row: int) -> Text:
         """Return the prompt and the output of a newly added row, which the batch has completely."""

@@ -52,14 +52,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _UsedFeatures:
     """Whether any row uses top-k or top-p (``cuts``), or log probabilities; a step without them skips their code."""
 
     cuts: bool
     logprobs: bool
 
     @classmethod
-    def of(cls, batch: InputBatch, rows: Ints | slice) -> "_Asked":
+    def of(cls, batch: InputBatch, rows: Ints | slice) -> "_UsedFeatures":
         cut = (batch.top_k[rows] > 0) | (batch.top_p[rows] < 1)
         return cls(bool((cut & (batch.temperature[rows] > 0)).any()), bool((batch.num_logprobs[rows] >= 0).any()))
 
@@ -78,7 +78,7 @@ class Sampler:
         self._transfer = Transfer(device)
         self._draw = make_draw(batch, device) if draw is None else draw
         self.processors = LogitsProcessors(config, batch, device)
-        self._asked: _Asked | None = None
+        self._used: _UsedFeatures | None = None
 
     @property
     def needs_history(self) -> bool:
@@ -97,16 +97,16 @@ class Sampler:
         self.processors.update_state(update)
 
     def _forget(self) -> None:
-        self._asked = None
+        self._used = None
         self._draw.rows_changed()
 
     def is_plain(self, rows: Ints) -> bool:
         """Whether all of ``rows`` use only temperature and min-p, or are greedy: a CUDA graph can sample them."""
         if self.processors.active:
             return False
-        asked = self._asked_by_any()
+        asked = self._used_by_any_row()
         if asked.cuts or asked.logprobs:
-            asked = _Asked.of(self._batch, rows)
+            asked = _UsedFeatures.of(self._batch, rows)
         return not asked.cuts and not asked.logprobs
 
     def sample(
@@ -125,8 +125,8 @@ class Sampler:
         """
         processors = self.processors
         edited = masks is not None or processors.active
-        asking = self._asking(positions)
-        raw = asking.logits_now(logits, edited=edited) if asking is not None and self._raw_logprobs else None
+        wanted = self._logprob_positions(positions)
+        raw = wanted.raw_logits(logits, edited=edited) if wanted is not None and self._raw_logprobs else None
         model_bad, failed = None, []
         if edited:
             model_bad = self._draw.bad(logits)
@@ -137,10 +137,10 @@ class Sampler:
         if choose is not None:
             tokens = choose(tokens, self.probabilities(logits, positions))
         logprobs = None
-        if asking is not None:
-            source = self._drawn_from(logits[asking.index], positions.rows[asking.at]) if raw is None else raw
-            values = token_logprobs(source, tokens[asking.index], asking.num_best)
-            logprobs = SampledLogprobs(asking.at.tolist(), values)
+        if wanted is not None:
+            source = self._drawn_from(logits[wanted.index], positions.rows[wanted.at]) if raw is None else raw
+            values = token_logprobs(source, tokens[wanted.index], wanted.num_best)
+            logprobs = SampledLogprobs(wanted.at.tolist(), values)
         return Sampled(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
 
     def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
@@ -160,17 +160,17 @@ class Sampler:
         """
         self.processors.accepted(positions, tokens, accepted)
 
-    def _asked_by_any(self) -> _Asked:
-        if self._asked is None:
-            self._asked = _Asked.of(self._batch, slice(self._batch.num_rows))
-        return self._asked
+    def _used_by_any_row(self) -> _UsedFeatures:
+        if self._used is None:
+            self._used = _UsedFeatures.of(self._batch, slice(self._batch.num_rows))
+        return self._used
 
-    def _asking(self, positions: SampledPositions) -> "_Asking | None":
-        if not self._asked_by_any().logprobs:
+    def _logprob_positions(self, positions: SampledPositions) -> "_LogprobPositions | None":
+        if not self._used_by_any_row().logprobs:
             return None
         asked = self._batch.num_logprobs[positions.rows]
         at = np.flatnonzero(asked >= 0)
-        return _Asking(at, self._transfer(at)[0], int(asked.max())) if len(at) else None
+        return _LogprobPositions(at, self._transfer(at)[0], int(asked.max())) if len(at) else None
 
     def _scale(self, logits: torch.Tensor, positions: SampledPositions) -> list[tuple[int, str]]:
         """Apply the temperature, then argmax-invariant plugins, to the logits of rows that are not greedy, in place.
@@ -179,12 +179,12 @@ class Sampler:
         """
         temperature = self._batch.temperature[positions.rows]
         at = np.flatnonzero(temperature > 0)
-        random, heat = self._transfer(at, temperature[at])
-        own = logits[random]
-        own.sub_(own.amax(dim=-1, keepdim=True)).div_(heat[:, None])
-        those = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
-        failed = self.processors.apply_argmax_invariant(own, those)
-        logits[random] = own
+        index, divisor = self._transfer(at, temperature[at])
+        own = logits[index]
+        own.sub_(own.amax(dim=-1, keepdim=True)).div_(divisor[:, None])
+        random_positions = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
+        failed = self.processors.apply_argmax_invariant(own, random_positions)
+        logits[index] = own
         return [(int(at[index]), reason) for index, reason in failed]
 
     def _drawn_from(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
@@ -201,13 +201,13 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
+class _LogprobPositions:
     """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``)."""
 
     at: Ints
     index: torch.Tensor
     num_best: int
 
-    def logits_now(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
+    def raw_logits(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
         """Return the logits of these positions; a copy if ``logits`` will be ``edited``."""
         return logits if len(self.at) == len(logits) and not edited else logits[self.index]

@@ -36,7 +36,7 @@ def of_dense(dense: torch.Tensor) -> ListedCounts:
     counts.grow(len(dense))
     for slot, held in enumerate(dense.numpy()):
         answer = np.repeat(np.arange(len(held)), held & COUNT_MASK)
-        counts.begin(slot, np.flatnonzero(held & PROMPT_BIT), np.random.default_rng(slot).permutation(answer))
+        counts.set_text(slot, np.flatnonzero(held & PROMPT_BIT), np.random.default_rng(slot).permutation(answer))
     return counts
 
 
@@ -57,7 +57,7 @@ class Slots:
     def begin(self) -> None:
         slot = self._rng.randrange(len(self.counts))
         prompt, answer = self._tokens(), self._tokens()
-        self.counts.begin(slot, np.array(prompt, np.int32), np.array(answer, np.int64))
+        self.counts.set_text(slot, np.array(prompt, np.int32), np.array(answer, np.int64))
         self.dense[slot] = 0
         self.dense[slot, prompt] = PROMPT_BIT
         for token in answer:
@@ -122,7 +122,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
     counts = listed(4_000)
     counts.grow(16)
     for slot in range(16):
-        counts.begin(slot, rng.integers(0, 4_000, 900), rng.integers(0, 4_000, 900))
+        counts.set_text(slot, rng.integers(0, 4_000, 900), rng.integers(0, 4_000, 900))
     logits = torch.randn(16, 4_000, generator=torch.Generator().manual_seed(0))
     factors = [torch.full((16,), factor) for factor in (1.2, 0.3, 0.1)]
     rest = [torch.arange(16), *factors, torch.zeros(16, dtype=torch.int64), torch.full((16,), -1)]
@@ -152,9 +152,9 @@ def test_slot_is_cleared_by_its_list() -> None:
     """Clearing a slot only follows its list: a place that is not in the list stays set."""
     counts = listed(50)
     counts.grow(1)
-    counts.begin(0, np.array([4, 9]), np.array([9]))
+    counts.set_text(0, np.array([4, 9]), np.array([9]))
     counts._places[0, 30] = 7
-    counts.begin(0, np.array([5]), np.array([], np.int64))
+    counts.set_text(0, np.array([5]), np.array([], np.int64))
     assert np.flatnonzero(counts._places[0]).tolist() == [5, 30]
     with pytest.raises(AssertionError, match="slot 0: tokens"):
         counts.check()
@@ -164,7 +164,7 @@ def test_lists_grow_only_with_the_longest_text() -> None:
     counts = listed(100_000)
     counts.grow(2)
     room = counts._tokens.shape[1]
-    counts.begin(0, np.zeros(10 * room, np.int32), np.arange(3))
+    counts.set_text(0, np.zeros(10 * room, np.int32), np.arange(3))
     assert counts._tokens.shape == (2, room)
     counts.add(torch.zeros(room, dtype=torch.int64), torch.arange(room))
     assert counts._tokens.shape == (2, 2 * room)

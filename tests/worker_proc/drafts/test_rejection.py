@@ -35,7 +35,7 @@ def two_tokens(model: torch.Tensor, draft: torch.Tensor, **sampling: object) -> 
     going, last = np.arange(ROWS), np.zeros(ROWS, np.int64)
     while len(going):
         at = (found[going, 0] >= 0).astype(np.int64)  # number of tokens of each row
-        sampler.begin()
+        sampler.start()
         first = sampler.sample(draft[last], going, 0)
         second = sampler.sample(draft[first], going, 1)
         drafts = torch.stack([first, second], 1).tolist()

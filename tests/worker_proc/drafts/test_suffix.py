@@ -2,7 +2,7 @@
 
 from draft_batches import DraftBatch
 
-from quire.worker_proc.drafts.suffix import DRAFTS_PER_MATCHED, SuffixProposer
+from quire.worker_proc.drafts.suffix import MAX_DRAFTS_PER_MATCHED, SuffixProposer
 
 
 def answered(rows: DraftBatch, proposer: SuffixProposer, handle: int, prompt: list[int], answer: list[int]) -> None:
@@ -32,7 +32,7 @@ def test_short_match_gives_few_drafts() -> None:
     rows = DraftBatch()
     proposer = SuffixProposer(rows.batch, 8, 0)
     rows.change([], {1: [1, 20, 21, 22, 23, 24, 1]})
-    assert proposer.propose({0: 5}) == {0: [20, 21, 22, 23, 24][:DRAFTS_PER_MATCHED]}
+    assert proposer.propose({0: 5}) == {0: [20, 21, 22, 23, 24][:MAX_DRAFTS_PER_MATCHED]}
 
 
 def test_loop_is_drafted_to_full_length() -> None:
@@ -50,7 +50,7 @@ def test_drafts_use_earlier_outputs_but_not_their_prompts() -> None:
     assert proposer.propose({0: 3}) == {0: [13, 14, 15]}
     rows.change([2], {3: [30, 31]})
     assert proposer.propose({0: 3}) == {}, "a prompt was shared"
-    assert proposer.num_answers == 1
+    assert proposer.num_outputs == 1
 
 
 def test_sharing_of_outputs_can_be_disabled() -> None:
@@ -59,7 +59,7 @@ def test_sharing_of_outputs_can_be_disabled() -> None:
     answered(rows, proposer, 1, [30], [11, 12, 13, 14, 15])
     rows.change([], {2: [40, 11, 12]})
     assert proposer.propose({0: 3}) == {}
-    assert proposer.num_answers == 0
+    assert proposer.num_outputs == 0
 
 
 def test_least_recently_used_output_is_evicted() -> None:
@@ -71,7 +71,7 @@ def test_least_recently_used_output_is_evicted() -> None:
     assert proposer.propose({0: 1}) == {0: [13]}  # uses the first output, and leaves none itself
     rows.change([3], {})
     answered(rows, proposer, 4, [30], [31, 32, 33])
-    assert proposer.num_answers == 2
+    assert proposer.num_outputs == 2
     for handle, (start, expected) in enumerate({11: [13], 21: [], 31: [33]}.items(), 10):
         rows.change([], {handle: [start, start + 1]})
         assert proposer.propose({0: 1}).get(0, []) == expected, start

@@ -27,15 +27,15 @@ def sample(logits: torch.Tensor, rows: list[dict[str, Any]], mode: str, **settin
 def check(sampled: Sampled, distributions: torch.Tensor, at: list[int]) -> None:
     """``distributions``: float64 logits ``[num_rows, vocab]``."""
     assert sampled.logprobs is not None and sampled.logprobs.at == at
-    told = sampled.logprobs.logprobs
+    reported = sampled.logprobs.logprobs
     values = torch.log_softmax(distributions, -1)
     for i, row in enumerate(at):
         own = values[row]
-        assert told.token_ids[i, 0] == sampled.tokens[row]
-        torch.testing.assert_close(told.values[i].double(), own[told.token_ids[i]], rtol=1e-5, atol=1e-5)
-        best = own.sort(descending=True, stable=True).indices[: told.token_ids.shape[1] - 1]
-        assert told.token_ids[i, 1:].tolist() == best.tolist()
-        assert told.ranks[i] == 1 + int((own > own[sampled.tokens[row]]).sum())
+        assert reported.token_ids[i, 0] == sampled.tokens[row]
+        torch.testing.assert_close(reported.values[i].double(), own[reported.token_ids[i]], rtol=1e-5, atol=1e-5)
+        best = own.sort(descending=True, stable=True).indices[: reported.token_ids.shape[1] - 1]
+        assert reported.token_ids[i, 1:].tolist() == best.tolist()
+        assert reported.ranks[i] == 1 + int((own > own[sampled.tokens[row]]).sum())
 
 
 def edited(logits: torch.Tensor) -> torch.Tensor:
@@ -66,9 +66,9 @@ def test_processed_logprobs_are_of_the_drawn_distribution() -> None:
     want[2] = torch.where(want[2] == want[2].max(), want[2], -torch.inf)
     sampled = sample(logits, rows, "processed_logprobs")
     assert sampled.logprobs is not None
-    told = sampled.logprobs.logprobs
-    assert torch.isfinite(told.values[0]).all() and torch.isfinite(told.values[1]).all()
-    assert told.values[2].tolist() == [0.0, 0.0, -torch.inf, -torch.inf]
+    reported = sampled.logprobs.logprobs
+    assert torch.isfinite(reported.values[0]).all() and torch.isfinite(reported.values[1]).all()
+    assert reported.values[2].tolist() == [0.0, 0.0, -torch.inf, -torch.inf]
     check(sampled, want, [0, 1, 2])
 
 

@@ -28,7 +28,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("failure", "reason"),
     [
         ("raise", "logits processor Breaks failed: ZeroDivisionError"),
         ("nan", "logits processor Breaks failed: NaN or infinity"),
@@ -42,10 +42,10 @@ def quiet(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     ],
 )
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_only_the_request_that_breaks_a_plugin_fails(what: str, why: str, row: int, quiet: object) -> None:
+def test_only_the_request_that_breaks_a_plugin_fails(failure: str, reason: str, row: int, quiet: object) -> None:
     world = ProcessorsUnderTest(["Breaks", "AddText"])
     rows = [request(add_text=True) for _ in range(3)]
-    rows[row] = request(**{"break": what})
+    rows[row] = request(**{"break": failure})
     world.add(*rows)
     logits = torch.arange(3.0 * VOCAB).reshape(3, VOCAB)
     expected = logits.clone()
@@ -54,18 +54,18 @@ def test_only_the_request_that_breaks_a_plugin_fails(what: str, why: str, row: i
     expected[row] = 0.0
     for _ in range(2):  # the second time with new instances
         edited, failed = world.apply(logits)
-        assert failed == {row: why}
+        assert failed == {row: reason}
         assert torch.equal(edited, expected)
     assert "Breaks" in [
         type(processor).__name__ for processor in world.processors.all
     ]  # an instance for the other rows
 
 
-@pytest.mark.parametrize("what", ["raise", "forget"])
-def test_other_requests_continue_after_the_failing_one_is_removed(what: str, quiet: object) -> None:
+@pytest.mark.parametrize("failure", ["raise", "forget"])
+def test_other_requests_continue_after_the_failing_one_is_removed(failure: str, quiet: object) -> None:
     """They continue even if the instance that raised has lost its state."""
     world = ProcessorsUnderTest(["Breaks", "AddText"])
-    world.add(request(**{"break": what}), request(add_text=True), request(**{"break": "update"}), request())
+    world.add(request(**{"break": failure}), request(add_text=True), request(**{"break": "update"}), request())
     assert set(world.apply(torch.zeros(4, VOCAB))[1]) == {0, 2}
     world.change([0, 2], {9: request(add_text=True)})
     world.sampled(world.everyone, [7] * world.batch.num_rows)

@@ -105,15 +105,15 @@ def test_logprobs_are_of_the_raw_distribution(asked: int) -> None:
     rows = [(i, 1, {"temperature": 0.7, "top_k": 2} | ({"logprobs": asked} if i % 2 else {})) for i in range(6)]
     sampled = sample(logits, rows)
     assert sampled.logprobs is not None and sampled.logprobs.at == [1, 3, 5]
-    told = sampled.logprobs.logprobs
+    reported = sampled.logprobs.logprobs
     reference = torch.log_softmax(logits.double(), dim=-1)
     for i, row in enumerate(sampled.logprobs.at):
         token = int(sampled.tokens[row])
-        assert told.token_ids.shape[1] == told.values.shape[1] == 1 + asked
-        assert told.token_ids[i, 0] == token
-        assert told.token_ids[i, 1:].tolist() == reference[row].argsort(descending=True)[:asked].tolist()
-        assert torch.allclose(told.values[i].double(), reference[row][told.token_ids[i]], atol=1e-5)
-        assert told.ranks[i] == 1 + int((reference[row] > reference[row, token]).sum())
+        assert reported.token_ids.shape[1] == reported.values.shape[1] == 1 + asked
+        assert reported.token_ids[i, 0] == token
+        assert reported.token_ids[i, 1:].tolist() == reference[row].argsort(descending=True)[:asked].tolist()
+        assert torch.allclose(reported.values[i].double(), reference[row][reported.token_ids[i]], atol=1e-5)
+        assert reported.ranks[i] == 1 + int((reference[row] > reference[row, token]).sum())
 
 
 def test_no_logprobs_without_a_row_that_asks() -> None:
@@ -121,9 +121,9 @@ def test_no_logprobs_without_a_row_that_asks() -> None:
 
 
 def test_logprobs_are_limited_to_the_vocabulary() -> None:
-    told = sample(some_logits(1, vocab=3), [(1, 1, {"logprobs": 20})]).logprobs
-    assert told is not None and told.logprobs.values.shape == (1, 4)
-    assert sorted(told.logprobs.token_ids[0, 1:].tolist()) == [0, 1, 2]
+    reported = sample(some_logits(1, vocab=3), [(1, 1, {"logprobs": 20})]).logprobs
+    assert reported is not None and reported.logprobs.values.shape == (1, 4)
+    assert sorted(reported.logprobs.token_ids[0, 1:].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])

@@ -56,7 +56,7 @@ def fresh(seed: int, prompt: list[int], answer: list[int], params: dict[str, Any
     return batch, sampler
 
 
-def told(sampled: Sampled) -> tuple[list[int], list[Any]]:
+def tokens_and_logprobs(sampled: Sampled) -> tuple[list[int], list[Any]]:
     assert sampled.logprobs is not None
     return sampled.tokens.tolist(), sampled.logprobs.logprobs.values.tolist()
 
@@ -68,7 +68,7 @@ def test_resumed_request_gets_the_same_tokens_and_logprobs() -> None:
         logits = some_logits(1, seed=step)
         resumed = sample_each(fresh(5, prompt, answer, EVERYTHING)[1], logits.clone())
         sampled = sample_each(sampler, logits.clone())
-        assert told(sampled) == told(resumed)
+        assert tokens_and_logprobs(sampled) == tokens_and_logprobs(resumed)
         token = int(sampled.tokens[0])
         sampler.accepted(SampledPositions.one_per_row(np.arange(1)), sampled.tokens, None)
         answer.append(token)
@@ -90,8 +90,8 @@ def test_position_after_drafts_is_sampled_as_if_they_were_tokens() -> None:
         sample_each(fresh(5, prompt, answer + drafts[:at], EVERYTHING)[1], logits[at : at + 1].clone())
         for at in range(5)
     ]
-    tokens, values = zip(*map(told, one_by_one), strict=True)
-    assert told(with_drafts) == ([t for own in tokens for t in own], [v for own in values for v in own])
+    tokens, values = zip(*map(tokens_and_logprobs, one_by_one), strict=True)
+    assert tokens_and_logprobs(with_drafts) == ([t for own in tokens for t in own], [v for own in values for v in own])
     assert accept_drafts(with_drafts.tokens.numpy(), positions).drafts.tolist() == [4]
 
 

@@ -51,7 +51,7 @@ class MinTokens(BanProcessor[Minimum]):
         if not self._same_rows(positions):
             self._which, self._at = find(positions, self._tokens.rows)
             self._still = None
-        still = num_output[self._which] + positions.offsets[self._at] < self._least[self._which]
+        still = num_output[self._which] + positions.offsets[self._at] < self._minimum[self._which]
         if self._still is None or not np.array_equal(still, self._still):
             self._still = still
             self._places, _ = self._tokens.at(self._which[still], self._at[still])
@@ -59,7 +59,7 @@ class MinTokens(BanProcessor[Minimum]):
 
     def _drop_satisfied(self, num_output: Ints) -> None:
         """Drop the state of rows that have reached their minimum; outputs only grow."""
-        done = self._tokens.rows[num_output >= self._least]
+        done = self._tokens.rows[num_output >= self._minimum]
         if len(done):
             for row in done.tolist():
                 del self._states[row]
@@ -77,7 +77,7 @@ class MinTokens(BanProcessor[Minimum]):
 
     def _rows_changed(self) -> None:
         self._tokens = RowTokens({row: state.stops for row, state in self._states.items()})
-        self._least = np.array([state.num_tokens for state in self._states.values()], np.int64)
+        self._minimum = np.array([state.num_tokens for state in self._states.values()], np.int64)
         self._places = LogitPlaces(NO_INTS, NO_INTS)
         self._which = self._at = NO_INTS
         self._still = None

@@ -106,13 +106,13 @@ class Penalties(RowProcessor[Penalised]):
         return Penalised(params.repetition_penalty, params.frequency_penalty, params.presence_penalty, prompt, output)
 
     def _rows_changed(self) -> None:
-        taken = {state.slot for state in self._states.values()}
+        used = {state.slot for state in self._states.values()}
         self._counts.grow(len(self._states))
-        self._free = [slot for slot in range(len(self._counts)) if slot not in taken]
+        self._free = [slot for slot in range(len(self._counts)) if slot not in used]
         for row, state in self._states.items():
             if state.slot < 0:
                 state.slot = self._free.pop()
-                self._counts.begin(state.slot, *self._text_of(row))
+                self._counts.set_text(state.slot, *self._text_of(row))
                 state.num_listed = len(state.output)
         states = self._states.values()
         self._rows = np.fromiter(self._states, np.int64, len(self._states))

@@ -28,7 +28,7 @@ class TokenCounts(Protocol):
         """Grow to at least ``num_slots``, by doubling: memory follows the highest number of simultaneous texts."""
         ...
 
-    def begin(self, slot: int, prompt: Tokens, answer: Tokens) -> None:
+    def set_text(self, slot: int, prompt: Tokens, output: Tokens) -> None:
         """Replace the slot's content by the counts of a new text."""
         ...
 
@@ -74,14 +74,14 @@ class DenseCounts:
             self._counts = old.new_zeros(max(num_slots, 2 * len(old)), old.shape[1])
             self._counts[: len(old)] = old
 
-    def begin(self, slot: int, prompt: Tokens, answer: Tokens) -> None:
+    def set_text(self, slot: int, prompt: Tokens, output: Tokens) -> None:
         own = self._counts[slot]
         own.zero_()
         if len(prompt):
             (there,) = self._transfer(prompt.astype(np.int64))
             own[there] = PROMPT_BIT
-        if len(answer):
-            self.add(*self._transfer(np.full(len(answer), slot, np.int64), answer.astype(np.int64)))
+        if len(output):
+            self.add(*self._transfer(np.full(len(output), slot, np.int64), output.astype(np.int64)))
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         places = tokens.add(slots, alpha=self._counts.shape[1])
