@@ -153,7 +153,7 @@ class BlockPool:
         return FreeKVCacheBlockQueue(self.blocks)
 
     def act_for(self, tenant: int) -> None:
-        """Set the tenant on whose behalf the next calls are made. Used only by FairBlockPool."""
+        """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
 
     def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
         """Set the function that returns the number of held blocks per tenant. Used only by FairBlockPool."""
@@ -334,11 +334,11 @@ class BlockPool:
             block.block_hash = None
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.evicted(block.block_id, self.now)
-        gone = self.cached_block_hash_to_block.pop_blocks(keys, blocks)
+        removed = self.cached_block_hash_to_block.pop_blocks(keys, blocks)
         self.num_evicted_blocks += len(blocks)
         self.num_evictable_blocks -= len(blocks)
         if self.events is not None:
-            self.events.removed(gone)
+            self.events.removed(removed)
 
     def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
         """Raise AssertionError unless the invariants hold; with ``holders``, ref_cnt must also equal their number."""

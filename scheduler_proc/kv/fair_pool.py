@@ -9,7 +9,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 
 CHUNK = 16
 """Blocks that one tenant gives up before the tenants are compared again."""
-FORGOTTEN_AFTER = 32
+INACTIVE_AFTER = 32
 """Pool turnovers without activity after which a tenant without held blocks is evicted first."""
 
 
@@ -30,7 +30,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 
     A tenant's count is its held blocks plus its free cached blocks, and its oldest content is evicted first. A tenant
     that floods the cache therefore evicts its own contents while it has the most blocks, and every tenant can keep an
-    equal share. A tenant that holds no blocks, and has neither released nor found any during FORGOTTEN_AFTER turnovers
+    equal share. A tenant that holds no blocks, and has neither released nor found any during INACTIVE_AFTER turnovers
     of the pool, is evicted before the others.
 
     With one tenant it behaves like FreeKVCacheBlockQueue. Removing a block costs O(1); allocating costs O(1) per block
@@ -50,7 +50,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         self._queues: dict[int, _TenantQueue] = {}
         self._owners: dict[int, int] = {}
         """Block id to the tenant whose queue contains it."""
-        self._turnover = FORGOTTEN_AFTER * max(len(blocks), 1)
+        self._turnover = INACTIVE_AFTER * max(len(blocks), 1)
         self.num_free_blocks = 0
         self.append_n(blocks)
 
@@ -81,8 +81,8 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         """Return the sort key of a tenant; the largest is evicted from."""
         queue, in_use = self._queues[tenant], held.get(tenant, 0)
         age = self.num_taken - queue.used_at
-        forgotten = age if not in_use and age > self._turnover else 0
-        return (forgotten, queue.blocks.num_free_blocks + in_use, -tenant)
+        inactive_for = age if not in_use and age > self._turnover else 0
+        return (inactive_for, queue.blocks.num_free_blocks + in_use, -tenant)
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:

@@ -81,10 +81,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         end = min(self.first_read(num_acknowledged_tokens) // self.block_size, len(held))
         if end <= done:
             return
-        gone = held[done:end]
-        held[done:end] = [self.pool.null_block] * len(gone)
+        skipped = held[done:end]
+        held[done:end] = [self.pool.null_block] * len(skipped)
         self.num_skipped_blocks[handle] = end
-        self.pool.free_blocks(reversed(gone))
+        self.pool.free_blocks(reversed(skipped))
 
     def free(self, handle: int) -> None:
         super().free(handle)

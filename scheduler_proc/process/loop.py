@@ -127,7 +127,7 @@ class SchedulerLoop:
             self._grammars.release(self._scheduler)
         self._send_steps()
         if self._workers is not None and self._workers.is_broken:
-            self._lose_group("a worker does not take messages any more")
+            self._lose_group("a worker no longer reads messages")
         self._reply()
         self._serve_kv_events()
 
@@ -182,13 +182,13 @@ class SchedulerLoop:
         if self._scheduler is not None:
             self._log_decisions(self._scheduler)
             for client, message in self._scheduler.take_messages():
-                reply = self._with_losses(message) if isinstance(message, Statistics) else message
+                reply = self._with_process_counters(message) if isinstance(message, Statistics) else message
                 self._front_ends.send(client, reply)
         if self._dump_wanted:
             self._dump_wanted = False
             self._journal.dump_in_thread("requested by signal")
 
-    def _with_losses(self, statistics: Statistics) -> Statistics:
+    def _with_process_counters(self, statistics: Statistics) -> Statistics:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
         return msgspec.structs.replace(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
 
@@ -320,7 +320,7 @@ class SchedulerLoop:
         self._progress_due = True
 
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
-        """Handle readiness of all ranks."""
+        """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
         scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
         if min(ready.num_blocks) != scheduler.kv.pool.num_usable_blocks + 1:
             raise EngineError("the new workers have a different number of KV blocks than the previous ones")

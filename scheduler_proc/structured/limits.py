@@ -9,7 +9,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-ANSWER_SECONDS = 0.25
+OUTPUT_SECONDS = 0.25
 """CPU time of the loop's thread that matching one output may take, plus TOKEN_SECONDS per token."""
 TOKEN_SECONDS = 0.001
 """A schema's token takes 0.02 to 0.1 ms."""
@@ -17,12 +17,12 @@ SLOW_SECONDS = 0.01
 """Filling the bitmasks of a step is slow above this; rows are then timed one by one."""
 NUM_WATCHED = 32
 MAX_GROWN_BYTES = 128 * 2**20
-LOOK_EVERY = 64
+CHECK_EVERY = 64
 
 
-def is_over(seconds: float, num_tokens: int) -> bool:
+def exceeds_limit(seconds: float, num_tokens: int) -> bool:
     """Return whether an output of ``num_tokens`` tokens has used more than its share."""
-    return seconds > ANSWER_SECONDS + num_tokens * TOKEN_SECONDS
+    return seconds > OUTPUT_SECONDS + num_tokens * TOKEN_SECONDS
 
 
 class SlowSteps:
@@ -51,13 +51,13 @@ class MemoryWatch:
         self._base: int | None = None
 
     def has_grown(self) -> bool:
-        """Return whether the process has grown too much; it looks at every LOOK_EVERY-th call only.
+        """Return whether the process has grown too much; only every CHECK_EVERY-th call checks.
 
         Freed memory is reused by later grammars and not returned to the system, so the current size becomes the new
         base.
         """
         self._num_calls += 1
-        if self._num_calls % LOOK_EVERY:
+        if self._num_calls % CHECK_EVERY:
             return False
         now = self._resident_bytes()
         if self._base is not None and now - self._base <= MAX_GROWN_BYTES:

@@ -24,7 +24,7 @@ from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.constrained_output import ConstrainedOutput, GrammarReader
 from quire.scheduler_proc.structured.drafts import drafts_of
 from quire.scheduler_proc.structured.guard import Guard
-from quire.scheduler_proc.structured.limits import MemoryWatch, SlowSteps, is_over, resident_bytes
+from quire.scheduler_proc.structured.limits import MemoryWatch, SlowSteps, exceeds_limit, resident_bytes
 
 WAIT_SECONDS = 1.8
 """Longest wait of a request while no grammar starts compiling, its own or another."""
@@ -233,7 +233,7 @@ class GrammarManager:
             request, constrained = positions.request, positions.constrained
             if positions.first in dead_ends:
                 failures.append(self._fail(request, "the grammar allows no token of the model's vocabulary here"))
-            elif is_over(constrained.seconds, request.num_output_tokens):
+            elif exceeds_limit(constrained.seconds, request.num_output_tokens):
                 failures.append(self._fail(request, "the grammar takes too long to match"))
                 self._cache.put(constrained.source, GrammarRefused("structured_outputs take too long to match"))
             else:

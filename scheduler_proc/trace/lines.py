@@ -174,7 +174,7 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
 
 
 class Tick(Line, frozen=True, kw_only=True, tag="tick"):
-    """The Scheduler was asked for a step and had none."""
+    """A call of ``schedule()`` that returned no step."""
 
     now: float
     reasons: list[Reason] = []

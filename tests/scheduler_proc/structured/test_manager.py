@@ -26,7 +26,7 @@ from quire.scheduler_proc.structured.backends import backend_maker
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
 from quire.scheduler_proc.structured.limits import (
-    LOOK_EVERY,
+    CHECK_EVERY,
     MAX_GROWN_BYTES,
     NUM_WATCHED,
     SLOW_SECONDS,
@@ -395,8 +395,8 @@ class TestLimits:
     def test_memory_is_checked_periodically(self) -> None:
         sizes = iter([100, 100 + MAX_GROWN_BYTES, 101 + MAX_GROWN_BYTES, 102 + MAX_GROWN_BYTES])
         watch = MemoryWatch(lambda: next(sizes))
-        grown = [watch.has_grown() for _ in range(4 * LOOK_EVERY)]
-        assert [i for i, has_grown in enumerate(grown) if has_grown] == [3 * LOOK_EVERY - 1]
+        grown = [watch.has_grown() for _ in range(4 * CHECK_EVERY)]
+        assert [i for i, has_grown in enumerate(grown) if has_grown] == [3 * CHECK_EVERY - 1]
         assert resident_bytes() > 2**20
 
     def test_memory_growth_drops_grammars_and_keeps_refusals(self) -> None:
