@@ -243,9 +243,9 @@ def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contes
     for found in results.values():
         if "tokens_per_s" in found:
             found["ours_by_this"] = ours / found["tokens_per_s"]
-    asked = ("num_requests", "input_len", "output_len", "rounds")
+    flags = ("num_requests", "input_len", "output_len", "rounds")
     configured = ("dtype", "device", "async_scheduling", "max_num_seqs", "max_num_batched_tokens", "block_size")
-    settings = {"model": args.shape or "checkpoint"} | {name: getattr(args, name) for name in asked}
+    settings = {"model": args.shape or "checkpoint"} | {name: getattr(args, name) for name in flags}
     settings |= {"threads": threads} | {name: getattr(config, name) for name in configured}
     report = Report("engine", settings, rounded(results, 3))
     columns = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this")

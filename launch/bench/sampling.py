@@ -42,9 +42,9 @@ SCHEMAS = (
 )
 MASK_ROWS = 48
 MASK_TOKENS = 24
-MOST_DRAFTS = 5
-LONGEST_FALL = 1000
-WORDS_REPEATED = 3
+MAX_DRAFTS = 5
+MAX_STEPS = 1000
+NUM_REPEATED_TOKENS = 3
 
 
 def run(args: argparse.Namespace) -> None:
@@ -124,9 +124,9 @@ def fall(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _steps_to_zero(per_token: float) -> int:
-    controller = DraftController(MOST_DRAFTS)
+    controller = DraftController(MAX_DRAFTS)
     states = [DraftState() for _ in range(4)]
-    for step in range(1, LONGEST_FALL):
+    for step in range(1, MAX_STEPS):
         numbers = list(controller.choose(states, len(states), step))
         if not any(numbers):
             return step - 1
@@ -135,7 +135,7 @@ def _steps_to_zero(per_token: float) -> int:
             controller.verified(state, number, 0)
         tokens = len(states) + sum(numbers)
         controller.record_step_time(1e-2 * (1.0 + per_token * tokens), tokens, True)
-    return LONGEST_FALL
+    return MAX_STEPS
 
 
 def repeating(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def repeating(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _start(name: str, method: str) -> LLM:
-    drafts = {"method": method, "num_speculative_tokens": MOST_DRAFTS} if method else None
+    drafts = {"method": method, "num_speculative_tokens": MAX_DRAFTS} if method else None
     options = EngineOptions(device="cpu", speculative_config=drafts, max_num_seqs=4)
     if name == "demo":
         return LLM.from_config(make_engine_config(options, folder=find_model(None)), quiet=True)
@@ -158,7 +158,7 @@ def _start(name: str, method: str) -> LLM:
 
 def _compare(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, Any]:
     """Alternate both engines on the same request. With few allowed tokens, any model repeats itself."""
-    tokens = list(range(5, 5 + WORDS_REPEATED))
+    tokens = list(range(5, 5 + NUM_REPEATED_TOKENS))
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, allowed_token_ids=tokens)
     rates: list[tuple[float, float]] = []
     steps = (0, 0)

@@ -183,13 +183,13 @@ def make_report(settings: dict[str, Any], timings: Sequence[Timing], wall: float
     }
     report = Report("serve", settings, rounded(latencies | totals, 3))
     report.results["errors"] = dict(Counter(kind for kind, _ in failed))
-    words = {
+    labels = {
         "ttft_ms": "time to first token, ms",
         "inter_token_ms": "inter-token latency, ms",
         "per_token_ms": "time per output token, ms",
         "e2e_ms": "end to end, ms",
     }
-    rows = [distribution_row(words[name], found) for name, found in latencies.items()]
+    rows = [distribution_row(labels[name], found) for name, found in latencies.items()]
     report.tables.append(Table("latency", DISTRIBUTION_COLUMNS, rows))
     report.tables.append(_totals_table(totals, len(failed)))
     first: dict[str, str] = {}
@@ -216,9 +216,9 @@ def _totals_table(totals: dict[str, Any], num_failed: int) -> Table:
 
 def _settings(args: argparse.Namespace, context: int, num_prompts: int, num_cut: int) -> dict[str, Any]:
     load = {"concurrency": args.concurrency if args.rate is None else None, "rate": args.rate}
-    asked = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "chat", "ignore_eos")}
+    flags = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "chat", "ignore_eos")}
     found = {"num_prompts": num_prompts, "num_cut": num_cut, "max_model_len": context}
-    return {"dataset": args.dataset.name} | found | load | asked
+    return {"dataset": args.dataset.name} | found | load | flags
 
 
 async def _settled_metrics(client: ServerClient) -> dict[str, float]:

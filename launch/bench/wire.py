@@ -169,9 +169,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _table(title: str, figures: dict[str, dict[str, dict[str, float]]]) -> Table:
-    words = {"bytes": "bytes", "encode_us": "encode, CPU µs", "decode_us": "decode, CPU µs"}
+    labels = {"bytes": "bytes", "encode_us": "encode, CPU µs", "decode_us": "decode, CPU µs"}
     rows = [
-        distribution_row(f"{message}: {words[name]}", found)
+        distribution_row(f"{message}: {labels[name]}", found)
         for message, kinds in figures.items()
         for name, found in kinds.items()
     ]

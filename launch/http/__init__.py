@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front end. Start with README.md beside this file, then app.py."""
+"""The OpenAI-compatible HTTP front end. Start with README.md in this folder, then app.py."""

@@ -128,8 +128,10 @@ class ServerClient:
         body = await self._get_json("/v1/models")
         listed = body.get("data")
         cards = {card["id"]: card for card in listed if "id" in card} if isinstance(listed, list) else {}
-        if not cards or (wanted is not None and wanted not in cards):
-            raise ConfigError(f"--model {wanted}: not found on the server (models: {', '.join(cards) or 'none'})")
+        if not cards:
+            raise ConfigError("server lists no models")
+        if wanted is not None and wanted not in cards:
+            raise ConfigError(f"--model {wanted}: not found on the server (models: {', '.join(cards)})")
         card = cards[wanted] if wanted is not None else next(iter(cards.values()))
         context = card.get("max_model_len")
         return card["id"], context if isinstance(context, int) else None

@@ -199,7 +199,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "a list for a map": ({"weight_map": []}, "no readable weight_map"),
     "nothing": ({}, "no readable weight_map"),
     "an empty map": ({"weight_map": {}}, "no readable weight_map"),
-    "a tensor of another shard": ({"weight_map": {"lm_head.weight": "a.safetensors"}}, "though"),
+    "a tensor of another shard": ({"weight_map": {"lm_head.weight": "a.safetensors"}}, "places it there"),
     "a tensor with control characters": ({"weight_map": {"\x1b\n": "a.safetensors"}}, "is missing"),
     "half of the shards": ({"weight_map": {EMBED: "a.safetensors"}}, "layers"),
 }

@@ -8,9 +8,9 @@ import random
 
 VOCAB_SIZE = 32_000
 FIRST_TOKEN = 3
-NUM_HEADS, HEAD_LEN = 8, 512
-BODY_LEN = (64, 1024)
-MEAN_ANSWER, LONGEST_ANSWER = 160, 601
+NUM_PREFIXES, PREFIX_LEN = 8, 512
+REST_LEN = (64, 1024)
+MEAN_OUTPUT, MAX_OUTPUT = 160, 601
 
 Arrival = tuple[list[int], int]
 """(prompt, max_tokens)."""
@@ -23,12 +23,12 @@ def churn_trace(seed: int, steps: int, rate: float, initial: int = 320) -> list[
     """
     rng = random.Random(seed)
     vocabulary = range(FIRST_TOKEN, VOCAB_SIZE)
-    heads = [rng.choices(vocabulary, k=HEAD_LEN) for _ in range(NUM_HEADS)]
+    prefixes = [rng.choices(vocabulary, k=PREFIX_LEN) for _ in range(NUM_PREFIXES)]
 
     def arrival() -> Arrival:
-        shared = rng.choice((0, 0, HEAD_LEN // 2, HEAD_LEN))
-        prompt = rng.choice(heads)[:shared] + rng.choices(vocabulary, k=rng.randint(*BODY_LEN))
-        return prompt, min(LONGEST_ANSWER, 1 + int(rng.expovariate(1 / MEAN_ANSWER)))
+        shared = rng.choice((0, 0, PREFIX_LEN // 2, PREFIX_LEN))
+        prompt = rng.choice(prefixes)[:shared] + rng.choices(vocabulary, k=rng.randint(*REST_LEN))
+        return prompt, min(MAX_OUTPUT, 1 + int(rng.expovariate(1 / MEAN_OUTPUT)))
 
     trace: list[list[Arrival]] = []
     for step in range(steps):

@@ -53,8 +53,9 @@ class Completion(msgspec.Struct, frozen=True):
 async def completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await read_json(request, server.texts, server.parser.completion)
-    if len(parsed.prompts) * parsed.params.n > MAX_PROMPTS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS}", "n")
+    num_sequences = len(parsed.prompts) * parsed.params.n
+    if num_sequences > MAX_PROMPTS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS} (got {num_sequences})", "n")
     prompts = await server.texts.run(
         size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
     )

@@ -88,7 +88,8 @@ def _parse_detokenize(parser: Parser, raw: Mapping[str, Any]) -> list[int]:
     body = read(DetokenizeBody, raw)
     parser.model(body.model)
     if isinstance(body.tokens, list) and len(body.tokens) > MAX_DETOKENIZED:
-        raise InvalidRequest(f"tokens must hold at most {MAX_DETOKENIZED} token ids", "tokens")
+        text = f"tokens must hold at most {MAX_DETOKENIZED} token ids (got {len(body.tokens)})"
+        raise InvalidRequest(text, "tokens")
     return check_token_ids(body.tokens, parser.limits.vocab_size, "tokens")
 
 

@@ -80,10 +80,10 @@ class Parser:
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         body = read(CompletionBody, raw, besides=SAMPLING_FIELDS)
-        max_tokens = self._max_tokens("max_tokens", body.max_tokens, least=0 if body.echo else 1)
+        max_tokens = self._max_tokens("max_tokens", body.max_tokens, minimum=0 if body.echo else 1)
         # The engine always generates a token; for max_tokens 0 the response leaves it out.
-        wanted = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
-        params = self._params(body, raw, wanted, body.logprobs, echo_logprobs=body.logprobs if body.echo else None)
+        num_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
+        params = self._params(body, raw, num_tokens, body.logprobs, echo_logprobs=body.logprobs if body.echo else None)
         return CompletionRequest(
             **self._common(body, params, max_tokens, raw),
             prompts=split_prompts(body.prompt),
@@ -128,11 +128,11 @@ class Parser:
             raise InvalidRequest(f"the model {shorten(name)} does not exist", "model", "model_not_found")
         return name
 
-    def _max_tokens(self, name: str, value: Any, *, least: int = 1) -> int | None:
+    def _max_tokens(self, name: str, value: Any, *, minimum: int = 1) -> int | None:
         if value is None:
             return None
         try:
-            return check_int(name, value, least, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
+            return check_int(name, value, minimum, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
         except InvalidRequest as error:
             context = f"{error.message}, this model's maximum context length"
             raise InvalidRequest(context, name, error.code) from None
@@ -169,8 +169,8 @@ class Parser:
                 raise InvalidRequest(error.message, "vllm_xargs", error.code) from None
             raise
         if echo_logprobs is not None:
-            most = max(echo_logprobs, params.prompt_logprobs or 0)
-            params = msgspec.structs.replace(params, prompt_logprobs=most)
+            num_logprobs = max(echo_logprobs, params.prompt_logprobs or 0)
+            params = msgspec.structs.replace(params, prompt_logprobs=num_logprobs)
         check_params(params, self.limits)
         return params
 

@@ -71,7 +71,7 @@ def _chosen(choice: Any) -> str:
 
 def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools", "tools")
+        raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools (got {len(tools)})", "tools")
     names: set[str] = set()
     functions = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     for i, name in enumerate(function.name for function in functions):
@@ -83,7 +83,7 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     except (RecursionError, TypeError, ValueError):
         raise InvalidRequest("tools are nested too deeply, or not valid Unicode text", "tools") from None
     if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"tools must have at most {MAX_GRAMMAR_BYTES} bytes together", "tools")
+        raise InvalidRequest(f"tools must have at most {MAX_GRAMMAR_BYTES} bytes together (got {size})", "tools")
     for i, function in enumerate(functions):
         _check_parameters(function.parameters, f"tools[{i}].function.parameters")
     return tools

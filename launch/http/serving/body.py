@@ -24,7 +24,7 @@ CONTAINER_WEIGHT = 16
 # Up to this size, a body that only Python's lenient JSON parser accepts is parsed again to name the invalid field.
 MAX_DIAGNOSED_BYTES = 64 * 1024
 
-TOO_MANY = (
+TOO_MANY_VALUES = (
     f"request body has too many values: at most {MAX_BODY_WEIGHT} numbers, {MAX_BODY_WEIGHT // TEXT_WEIGHT} strings or "
     f"{MAX_BODY_WEIGHT // CONTAINER_WEIGHT} lists and objects"
 )
@@ -75,7 +75,7 @@ def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
         InvalidRequest: the body is not a JSON object, has too many values, or is refused by ``parse``.
     """
     if _weight(body) > MAX_BODY_WEIGHT:
-        raise InvalidRequest(TOO_MANY)
+        raise InvalidRequest(TOO_MANY_VALUES)
     try:
         raw = _decode(body)
     except InvalidRequest:
@@ -89,15 +89,15 @@ def parse_body(body: bytes, parse: Callable[[dict[str, Any]], T]) -> T:
 
 def _weight(body: bytes) -> int:
     """Estimate the weight of the values that decoding would create, also for a body that is not JSON."""
-    most = _weight_outside(body) + TEXT_WEIGHT * (_count(body, b'"') // 2)
-    if most <= MAX_BODY_WEIGHT:
-        return most
-    of_texts = TEXT_WEIGHT * ((_count(body, b'"') - body.count(b'\\"')) // 2)
-    if of_texts > MAX_BODY_WEIGHT:
-        return of_texts
+    upper_bound = _weight_outside(body) + TEXT_WEIGHT * (_count(body, b'"') // 2)
+    if upper_bound <= MAX_BODY_WEIGHT:
+        return upper_bound
+    weight_of_strings = TEXT_WEIGHT * ((_count(body, b'"') - body.count(b'\\"')) // 2)
+    if weight_of_strings > MAX_BODY_WEIGHT:
+        return weight_of_strings
     # Text contains commas: characters between quotes do not count.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return of_texts + _weight_outside(b"".join(plain.split(b'"')[::2]))
+    return weight_of_strings + _weight_outside(b"".join(plain.split(b'"')[::2]))
 
 
 def _weight_outside(body: bytes) -> int:

@@ -26,7 +26,8 @@ class KeyQueues:
             InvalidRequest: the request alone exceeds the limit, or (rate_limit_exceeded) it does with those waiting.
         """
         if self._limit and num_sequences > self._limit:
-            raise InvalidRequest(f"prompts times n must be at most {self._limit} with this API key", "n")
+            text = f"prompts times n must be at most {self._limit} with this API key (got {num_sequences})"
+            raise InvalidRequest(text, "n")
         waiting = self._num_waiting[tenant]
         if self._limit and waiting + num_sequences > self._limit:
             text = f"{waiting} sequences of this API key are waiting (limit {self._limit}): retry later"

@@ -194,7 +194,7 @@ class TestResults:
     ("handler", "reason"),
     [
         (lambda request: httpx.Response(200, text="<html>"), "did not return JSON"),
-        (lambda request: httpx.Response(200, json={"data": []}), "models: none"),
+        (lambda request: httpx.Response(200, json={"data": []}), "server lists no models"),
         (lambda request: httpx.Response(404, text="no"), "returned 404"),
         (Stub(unknown_fields=("prompt",)), "rejects every prompt: unknown field"),
         (
