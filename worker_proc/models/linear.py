@@ -50,8 +50,8 @@ class Linear(torch.nn.Module):
         Args:
             keep: keep the plain weight as a second copy, because another module reads it. Otherwise it is freed.
             deterministic: make a row's bits depend on that row alone, not on the number of rows, the row's index or
-                the number of threads. The native library always does. Without it, rows are computed in tiles of one
-                size, or one by one if a trial on this weight shows that the rows of a tile differ.
+                the number of threads. The native library always does. With oneDNN and torch, rows are computed in
+                tiles of one size, or one by one if a trial on this weight shows that the rows of a tile differ.
 
         Returns:
             Whether the layout changed: false on other devices, and if neither library accepts the weight.

@@ -17,7 +17,8 @@ def exhausted(
 ) -> list[int]:
     """Find positions at which every token is banned, not in the allowed list, or cleared in the token bitmask.
 
-    Tokens are only checked one by one at positions with several kinds of constraints, or as many bans as tokens.
+    Tokens are only checked one by one at positions with several kinds of constraints, or with at least as many bans
+    as allowed tokens.
     """
     room = np.full(num_positions, vocab_size)
     room[lists.at] = lists.sizes

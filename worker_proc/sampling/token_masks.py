@@ -53,8 +53,8 @@ class TokenMasks:
     def apply(self, logits: torch.Tensor) -> None:
         """Set forbidden logits of float32 ``[num_positions, vocab]`` to minus infinity, in place.
 
-        A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than it. Tokens
-        without a bit are forbidden.
+        A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than there are
+        logits. Tokens without a bit are forbidden.
         """
         words = torch.from_numpy(_writable(self.words))
         rows = torch.from_numpy(self.positions)
