@@ -34,7 +34,7 @@ class LogitEdits:
 
 
 def native_edits() -> LogitEdits | None:
-    """Return the functions, or None without the native library (``load_native`` reports why)."""
+    """Return the functions, or None without the native library (``find_native`` returns the reason)."""
     native = load_native()
     return None if native is None else _edits_of(native)
 

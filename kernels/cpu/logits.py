@@ -63,7 +63,7 @@ class CpuLogits:
 
 
 def native_logits() -> CpuLogits | None:
-    """Return the functions, or None without the native library (``load_native`` reports why)."""
+    """Return the functions, or None without the native library (``find_native`` returns the reason)."""
     native = load_native()
     return None if native is None else _logits_of(native)
 

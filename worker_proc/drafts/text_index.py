@@ -21,7 +21,7 @@ _INDEXED_AT_A_TIME = 1024
 
 
 class TextIndex:
-    """Owns texts and, for each short run of tokens in them, the latest place after such a run.
+    """Owns texts (sequences of tokens) and, for each short run of tokens in them, the latest place after this run.
 
     A *place* is a position in a text, ``text * width + position``. Its run is the tokens before it, and its token is
     the one that followed the run. Runs are found by hash. A table entry is overwritten on a collision, and may refer to

@@ -181,7 +181,7 @@ def test_logprob_of_a_token_out_of_range_is_nan(native: Native) -> None:
     assert found.ranks.tolist() == [1, 1, 1] and found.token_ids[:, 1].tolist() == [0, 0, 0]
 
 
-def test_refusals(native: Native) -> None:
+def test_invalid_arguments_are_rejected(native: Native) -> None:
     columns = columns_of(3, CASES)
     sampler, rows, logits = CpuSampling(native, columns), torch.arange(2), torch.zeros(2, 9)
     for arguments, error in [

@@ -68,7 +68,7 @@ def test_bitmask_of_a_row_out_of_range_is_ignored_or_an_error(native: LogitEdits
             apply_token_bitmask_reference(logits, wrong, words[:1])
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     case = PenaltyCase(20, CPU)
     for place, wrong, error in [
         (0, case.logits.double(), "logits: dtype"),

@@ -32,7 +32,7 @@ def test_clamps_of_swiglu_oai() -> None:
     torch.testing.assert_close(result, torch.tensor([[7 * sigmoid(1.702 * 7), 0.0]]))
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="relu"):
         gate(torch.zeros(1, 4), "relu")
     with pytest.raises(ValueError, match="even"):

@@ -23,7 +23,7 @@ def test_sum_is_rounded_before_the_norm() -> None:
     assert normed.tolist() == [[1, 1]]
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="weight: dimension 0"):
         rms_norm(x, torch.ones(4), 1e-5)

@@ -26,7 +26,7 @@ def test_tiles_follow_the_pairs_of_an_expert() -> None:
     assert [pick_tile_pairs(n, 8, torch.bfloat16) for n in (8, 128, 200, 512, 10**6)] == [16, 16, 32, 64, 128]
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     x, w13, w2 = torch.zeros(2, 6), torch.zeros(3, 8, 6), torch.zeros(3, 6, 4)
     ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
     with pytest.raises(ValueError, match="w13: dimension 1"):
@@ -41,7 +41,7 @@ def test_refusals() -> None:
         fused_experts(x, w13, w2, ids, weights, "relu")
 
 
-def test_refusals_of_packed_weights() -> None:
+def test_invalid_packed_weights_are_rejected() -> None:
     def packed(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(*shape, 16, dtype=torch.uint8), torch.zeros(*shape, dtype=torch.uint8)
 

@@ -29,7 +29,7 @@ def test_tiles_of_the_worst_case(num_pairs: int, expected: int) -> None:
     assert max_tiles(num_pairs, 5, 4) == expected
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="top_k"):
         route(torch.zeros(2, 4), 5)
     with pytest.raises(ValueError, match="num_experts"):

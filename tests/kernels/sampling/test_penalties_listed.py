@@ -172,7 +172,7 @@ def test_lists_grow_only_with_the_longest_text() -> None:
     assert counts.dense()[0, :4].tolist() == [PROMPT_BIT + 2, 2, 2, 1]
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     case = PenaltyCase(20, CPU)
     counts = of_dense(case.counts)
     logits, slots, _, *rest = case.arguments()

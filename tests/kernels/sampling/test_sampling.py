@@ -75,7 +75,7 @@ def test_logprobs_of_a_worked_example() -> None:
     torch.testing.assert_close(result.values.exp(), torch.tensor([[0.1, 0.5, 0.3, 0.1]]))
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     ones = torch.ones(2)
     arguments = [torch.zeros(2, 8), ones.double(), ones, ones.int(), ones, ones]
     for place, wrong, error in [

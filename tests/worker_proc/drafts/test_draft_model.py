@@ -128,7 +128,7 @@ def test_drafts_end_at_the_longest_length(folder: Path) -> None:
     assert [len(drafts.get(row, [])) for row in (0, 1)] == [2, 0]
 
 
-def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_draft_model_with_another_vocabulary_is_rejected(folder: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", vocab_size=98)
     chosen = SpeculativeConfig(method="draft_model", model=load_model_config(tmp_path), model_path=str(tmp_path))
     with pytest.raises(ConfigError) as error:
@@ -137,7 +137,7 @@ def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
-def test_an_absent_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_rejected(folder: Path, tmp_path: Path) -> None:
     absent = str(tmp_path / "nothing")
     chosen = SpeculativeConfig(method="draft_model", model=load_model_config(folder), model_path=absent)
     with pytest.raises(ConfigError) as error:
@@ -147,7 +147,7 @@ def test_an_absent_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"method": "oracle"}, "oracle"),
         ({"method": "draft_model"}, "needs a draft model"),
@@ -157,9 +157,9 @@ def test_an_absent_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         ({"method": "suffix", "suffix_max_depth": 0}, "suffix_max_depth"),
     ],
 )
-def test_invalid_settings_are_rejected(folder: Path, settings: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_rejected(folder: Path, settings: dict[str, object], message: str) -> None:
     chosen = SpeculativeConfig(**settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         InProcessEngine(folder, num_speculative_tokens=2, speculative=chosen)
 
 

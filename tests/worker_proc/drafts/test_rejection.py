@@ -87,7 +87,7 @@ def test_equal_distributions_accept_every_draft() -> None:
 
 
 @pytest.mark.full
-def test_a_seed_gives_the_same_text() -> None:
+def test_same_seed_gives_the_same_text() -> None:
     model, draft = distributions(4)
     assert (two_tokens(model, draft)[0] == two_tokens(model, draft)[0]).all()
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
 """Families and their numbers of KV groups."""
 
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"long_prefill_token_threshold": 7, "block_size": 8},
     "tight pool, synchronous": {"block_size": 4, "num_blocks_override": 96, "async_scheduling": False},
 }
@@ -37,13 +37,13 @@ def test_tokens_equal_transformers(family: str, checkpoint_factory: Callable[...
     folder, reference = checkpoint_factory(family)
     prompts = _prompts()
     wanted = [greedy_tokens(reference, [prompt], NEW_TOKENS)[0] for prompt in prompts]
-    for way, settings in WAYS.items():
+    for mode, settings in MODES.items():
         engine = InProcessEngine(folder, max_model_len=96, **settings)
         assert len(engine.runner.tables.tables) == FAMILIES[family]
         for index, prompt in enumerate(prompts):
             engine.add(str(index), prompt, max_tokens=NEW_TOKENS)
         answers = engine.run()
-        assert [answers[str(index)].tokens for index in range(len(prompts))] == wanted, way
+        assert [answers[str(index)].tokens for index in range(len(prompts))] == wanted, mode
         engine.add("again", prompts[-1], max_tokens=NEW_TOKENS)
         again = engine.run()["again"]
         assert again.tokens == wanted[-1] and again.num_cached_tokens > 0

@@ -13,7 +13,7 @@ from processor_plugins import Lengths
 VOCAB = 97
 NEW_TOKENS = 20
 START, END = [11], [12, 13]
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "asynchronous": {},
     "synchronous, chunks of 7": {"async_scheduling": False, "long_prefill_token_threshold": 7, "block_size": 8},
     "preempted": {"num_blocks_override": 20, "block_size": 8},
@@ -92,15 +92,15 @@ def run(folder: Path, **settings: Any) -> tuple[InProcessEngine, list[list[int]]
     return engine, [answers[str(index)].tokens for index in range(len(answers))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
-def test_outputs_equal_a_simple_loop(way: str, drafts: bool, wanted: tuple[Path, list[list[int]]]) -> None:
+def test_outputs_equal_a_simple_loop(mode: str, drafts: bool, wanted: tuple[Path, list[list[int]]]) -> None:
     folder, answers = wanted
     plugins = {"logits_processors": ["processor_plugins:AddText"]}
-    engine, found = run(folder, **plugins, **WAYS[way], **(DRAFTS if drafts else {}))
+    engine, found = run(folder, **plugins, **MODES[mode], **(DRAFTS if drafts else {}))
     assert found == answers
     numbers = engine.statistics()
-    assert (numbers.num_accepted_tokens > 0) == drafts and (numbers.num_preemptions > 0) == (way == "preempted")
+    assert (numbers.num_accepted_tokens > 0) == drafts and (numbers.num_preemptions > 0) == (mode == "preempted")
 
 
 def test_outputs_without_plugins_equal_a_simple_loop(wanted: tuple[Path, list[list[int]]]) -> None:

@@ -81,7 +81,7 @@ def test_only_some_rows_of_a_batch_may_sample() -> None:
     assert sample_each(sampler, logits).tokens.tolist() == whole
 
 
-def test_a_new_request_in_an_old_row_is_sampled_by_its_own_parameters() -> None:
+def test_new_request_in_a_reused_row_uses_its_own_parameters() -> None:
     logits = some_logits(1, seed=8)
     batch, sampler = batch_of([(1, 1, {"temperature": 2.0})], VOCAB)
     sample_each(sampler, logits)
