@@ -53,7 +53,7 @@ class TokenMasks:
     def apply(self, logits: torch.Tensor) -> None:
         """Set forbidden logits of float32 ``[num_positions, vocab]`` to minus infinity, in place.
 
-        A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than there are
+        A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than the model has
         logits. Tokens without a bit are forbidden.
         """
         words = torch.from_numpy(_writable(self.words))
