@@ -190,7 +190,7 @@ class Scheduler:
             self.results.finish(request, EndReason.ERROR, detail=SUSPECT_DETAIL)
         return bool(confirmed)
 
-    def halve_steps(self) -> bool:
+    def halve_token_budget(self) -> bool:
         """Halve the token budget of steps. Returns False if it is already minimal.
 
         The minimum is one token per request; without chunked prefill, also the longest possible prompt.

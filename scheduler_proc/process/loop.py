@@ -277,7 +277,7 @@ class SchedulerLoop:
             self._lose_group(str(fault))
             return
         assert self._scheduler is not None
-        budget_halved = self._scheduler.halve_steps()
+        budget_halved = self._scheduler.halve_token_budget()
         budget = self._scheduler.config.max_num_batched_tokens
         log.error("step failed; running requests will be recomputed", reason=fault, max_num_batched_tokens=budget)
         self._begin_worker_epoch(str(fault), budget_halved=budget_halved, new_workers=False)

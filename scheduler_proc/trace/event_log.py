@@ -98,7 +98,7 @@ class EventLog:
         """Record that running requests restarted. ``new_workers``: the worker group was replaced."""
         self._append(Record(RecordKind.NEW_WORKERS if new_workers else RecordKind.WORKER_EPOCH, now))
 
-    def steps_halved(self, now: float) -> None:
+    def token_budget_halved(self, now: float) -> None:
         self._append(Record(RecordKind.BUDGET_HALVED, now))
 
     @property

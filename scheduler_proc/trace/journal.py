@@ -132,7 +132,7 @@ class Journal:
         """
         now = self._clock()
         if budget_halved:
-            self.log.steps_halved(now)
+            self.log.token_budget_halved(now)
         self.log.worker_epoch_began(now, new_workers=new_workers)
         if self._recorder is not None:
             self._recorder.worker_epoch_began(now, budget_halved=budget_halved, new_workers=new_workers, reason=reason)

@@ -179,7 +179,7 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
                 scheduler.drop_client(record.client)
                 recorder.client_dropped(record.now, record.client)
             case RecordKind.BUDGET_HALVED:
-                budget_halved = scheduler.halve_steps()
+                budget_halved = scheduler.halve_token_budget()
             case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
                 new_workers = kind is RecordKind.NEW_WORKERS
                 scheduler.begin_worker_epoch(new_workers=new_workers)

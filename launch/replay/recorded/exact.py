@@ -251,8 +251,8 @@ class _Replay:
 
     def _begin_worker_epoch(self, line: WorkerEpoch) -> None:
         self._add_future_hashes(line.hashes)
-        if line.budget_halved and not self.scheduler.halve_steps():
-            raise Differs("halved", True, False)
+        if line.budget_halved and not self.scheduler.halve_token_budget():
+            raise Differs("budget_halved", True, False)
         self.scheduler.begin_worker_epoch(new_workers=line.new_workers)
         self._changed(line.now)
 

@@ -180,7 +180,7 @@ def test_event_log_replays_with_and_without_tokens() -> None:
 
 def test_halved_budget_has_room_for_the_longest_whole_prompt() -> None:
     driver = Driver(enable_chunked_prefill=False, max_num_batched_tokens=60, max_model_len=40, max_num_seqs=4)
-    assert driver.scheduler.halve_steps() and driver.scheduler.config.max_num_batched_tokens == 40
-    assert not driver.scheduler.halve_steps()
+    assert driver.scheduler.halve_token_budget() and driver.scheduler.config.max_num_batched_tokens == 40
+    assert not driver.scheduler.halve_token_budget()
     driver.add("a", list(range(39)), max_tokens=1)
     driver.finish()

@@ -52,8 +52,8 @@ def go_idle(load: Load, rng: random.Random) -> None:
         for client, request_id in alive:
             driver.abort(request_id, client=client)
         if rng.random() < 0.5:
-            if driver.config.enable_chunked_prefill and driver.scheduler.halve_steps():
-                driver.log.steps_halved(0.0)
+            if driver.config.enable_chunked_prefill and driver.scheduler.halve_token_budget():
+                driver.log.token_budget_halved(0.0)
             driver.begin_worker_epoch()
     else:
         driver.control("resume")

@@ -54,7 +54,7 @@ def _replay_record(
         case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
             scheduler.begin_worker_epoch(new_workers=kind is RecordKind.NEW_WORKERS)
         case RecordKind.BUDGET_HALVED:
-            scheduler.halve_steps()
+            scheduler.halve_token_budget()
         case RecordKind.KEYFRAME if index == 0:
             restore(scheduler, decode_state(record.frames[0]))
         case RecordKind.KEYFRAME:

@@ -75,8 +75,8 @@ def _something(driver: Driver, rng: random.Random) -> None:
     live = list(driver.scheduler.table.requests)
     draw = rng.random()
     if draw < 0.06:
-        if rng.random() < 0.5 and driver.scheduler.halve_steps():
-            driver.log.steps_halved(0.0)
+        if rng.random() < 0.5 and driver.scheduler.halve_token_budget():
+            driver.log.token_budget_halved(0.0)
         driver.begin_worker_epoch()
     elif draw < 0.1:
         driver.control(rng.choice(("reset_prefix_cache", "statistics", "pause")))

@@ -104,7 +104,7 @@ class InProcessEngine:
                 self.scheduler.consume(result.message)
             except StepTooLarge:  # as the scheduler's loop does
                 self.scheduler.begin_worker_epoch()
-                self.scheduler.halve_steps()
+                self.scheduler.halve_token_budget()
             self._check()
         self._collect()
 

@@ -291,7 +291,7 @@ def test_worker_epoch_cannot_halve_the_smallest_budget() -> None:
     assert replayed(lines) is None
     at = find_line(lines, WorkerEpoch)
     found = replayed(altered(lines, at, budget_halved=True))
-    assert found is not None and (found.line, found.field) == (at + 1, "halved")
+    assert found is not None and (found.line, found.field) == (at + 1, "budget_halved")
 
 
 def test_later_header_must_match_the_first() -> None:
