@@ -184,7 +184,7 @@ def _check_ranks(model: ModelConfig, size: int) -> None:
 
 
 def _hash_algo(wanted: str) -> str:
-    """Return the algorithm's own name. Raises ConfigError where its package is missing."""
+    """Resolve an alias to the name of its algorithm; raise ConfigError if its package is missing."""
     if wanted == "sha256":
         return wanted
     if importlib.util.find_spec("xxhash") is None:

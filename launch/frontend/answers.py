@@ -1,4 +1,4 @@
-"""One answer in flight: converts the engine's updates to text, up to a stop string or the engine's end."""
+"""One answer in flight: converts the engine's updates to text, up to a stop string or the end of the sequence."""
 
 import secrets
 from collections.abc import AsyncIterator

@@ -102,7 +102,7 @@ class Session:
     def _take_outputs(self, message: StepOutputs) -> bool:
         try:
             self.table.apply(message)
-        except (KeyError, ValueError):  # of a request or a handle that this side does not know
+        except (KeyError, ValueError):  # unknown request id or handle
             return False
         self.progress_at = self._clock()
         return True

@@ -83,7 +83,7 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
 
-    def how_it_ended(self, name: str) -> str:
+    def describe_end(self, name: str) -> str:
         """Describe the end of a process that reported no reason; wait for its end if only its pipe has ended."""
         code = self.process.wait()
         if code < 0:

@@ -140,30 +140,29 @@ class Supervisor:
             self.policy.reported(child, report, now)
         if ended:
             member = next((m for m in self.policy.members if m.process is child), None)
-            how = child.how_it_ended(member.role if member is not None else "worker")
+            reason = child.describe_end(member.role if member is not None else "worker")
             self._close_child(child)
-            self.policy.ended(child, how, now)
+            self.policy.ended(child, reason, now)
 
     # ---- policy.Runner
 
     def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> ChildProcess:
         self._sweep(incarnation, worker_epoch)
-        place = ["--directory", str(self.directory)]
+        common = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = None
         if role == "scheduler":
-            module, own = (
-                "quire.scheduler_proc",
-                ["--incarnation", str(incarnation), "--worker-epoch", str(worker_epoch)],
-            )
+            module = "quire.scheduler_proc"
+            arguments = ["--incarnation", str(incarnation), "--worker-epoch", str(worker_epoch)]
         elif role == "worker":
-            module, own = self._worker.module, [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
+            module = self._worker.module
+            arguments = [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
             environment = WORKER_ENVIRONMENT
         else:
             assert self._front_end is not None
-            module, own, fds = self._front_end.module, list(self._front_end.arguments), self._front_end.pass_fds
-            own += ["--index", str(index)]
-        child = ChildProcess(module, [*place, *own], fds, environment, self._import_paths)
+            module, fds = self._front_end.module, self._front_end.pass_fds
+            arguments = [*self._front_end.arguments, "--index", str(index)]
+        child = ChildProcess(module, [*common, *arguments], fds, environment, self._import_paths)
         for fd in child.watched:
             self._selector.register(fd, selectors.EVENT_READ, child)
         return child

@@ -62,13 +62,13 @@ class TestEnd:
         assert not child.read_reports()[1]
         os.kill(child.pid, number)
         wait_for_end(child)
-        assert child.how_it_ended("worker") == f"the worker process was killed by {number.name}"
+        assert child.describe_end("worker") == f"the worker process was killed by {number.name}"
         kill_pipe_holder(tmp_path, child.pid)
 
     def test_an_exit_is_described(self) -> None:
         child = ChildProcess("pipe_holder", ["--no-such-flag"])
         wait_for_end(child)
-        assert child.how_it_ended("worker") == "the worker process exited with status 2 without reporting a reason"
+        assert child.describe_end("worker") == "the worker process exited with status 2 without reporting a reason"
         child.close()
 
     def test_a_stopped_process_has_not_ended(self, child: ChildProcess, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ class TestEnd:
         os.kill(child.pid, signal.SIGKILL)
         kill_pipe_holder(tmp_path, child.pid)
         wait_for_end(child)
-        assert child.how_it_ended("worker") == "the worker process was killed by SIGKILL"
+        assert child.describe_end("worker") == "the worker process was killed by SIGKILL"
         child.close()
 
 
