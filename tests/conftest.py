@@ -35,7 +35,7 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests: the longest files first with xdist; else tests of programs that run beside the session last."""
+    """Sort the tests: the longest files first with xdist; without it, tests of side programs last."""
     if ONE_OF_SEVERAL:
         places = {name: place for place, name in enumerate(LONG_FILES)}
         items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))

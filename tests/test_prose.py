@@ -310,7 +310,6 @@ def test_a_match_names_its_line_across_a_line_break(tmp_path: Path) -> None:
     assert sorted(found) == [(3, "put out"), (7, "nobody"), (10, "is no")]
 
 
-@pytest.mark.skip(reason="texts are being rewritten")
 def test_no_text_has_a_turn_of_the_list() -> None:
     assert len(TURNS) >= 40
     found = all_matches(_folders())

@@ -224,5 +224,5 @@ class TestManyStops:
 
     def test_the_total_length_of_stop_strings_is_bounded(self) -> None:
         SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024))
-        with pytest.raises(InvalidRequest, match="together must be at most 8192 characters"):
+        with pytest.raises(InvalidRequest, match="all entries of stop together must have at most 8192 characters"):
             SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024) + ["x"])
