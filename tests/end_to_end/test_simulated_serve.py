@@ -114,7 +114,7 @@ def test_log_probabilities(server: Served) -> None:
     [
         (["magic:3"], "roofline:CONFIG,CHIP"),
         (["constant:2", "--logits-processors", "mine:Own"], "--logits-processors"),
-        (["constant:2", "--kv-cache-memory-bytes", "1"], "memory does not suffice"),
+        (["constant:2", "--kv-cache-memory-bytes", "1"], "not enough memory"),
     ],
 )
 def test_invalid_settings_are_refused_before_any_process_starts(flags: list[str], text: str) -> None:
