@@ -115,8 +115,8 @@ def import_paths(names: Sequence[str]) -> list[str]:
     added. Folders of installed packages are left out: children search them anyway, and placed earlier on the path they
     would hide the standard library.
     """
-    own = {Path(place).resolve() for place in sysconfig.get_paths().values()}
-    entries = {Path(entry or ".").resolve() for entry in sys.path} - own
+    installed = {Path(place).resolve() for place in sysconfig.get_paths().values()}
+    entries = {Path(entry or ".").resolve() for entry in sys.path} - installed
     found = [
         place for name in names for place in _folders_of(name.partition(":")[0].partition(".")[0]) if place in entries
     ]

@@ -152,8 +152,8 @@ class ChatTemplate:
 
 def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any special token, the longest first, or None without special tokens."""
-    spellings = sorted((token for token in special_tokens if token), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, spellings))) if spellings else None
+    contents = sorted((token for token in special_tokens if token), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, contents))) if contents else None
 
 
 def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -130,7 +130,7 @@ def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLim
         return params
     if text_in.tokenizer is None:
         raise InvalidRequest("bad_words need a tokenizer, which this model does not have", "bad_words")
-    spellings = [list(ids) for ids in params.bad_words_token_ids]
+    token_sequences = [list(ids) for ids in params.bad_words_token_ids]
     for word in params.bad_words:
         for text in (word, " " + word.lstrip()):
             ids = text_in.encode(text, add_special_tokens=False, param="bad_words")
@@ -139,11 +139,11 @@ def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLim
                     f"each of bad_words must be from 1 to {MAX_BAD_WORD_LENGTH} tokens long", "bad_words"
                 )
             check_token_ids(ids, limits.vocab_size, "bad_words")
-            if ids not in spellings[-1:]:
-                spellings.append(ids)
-    if len(spellings) > 2 * MAX_BAD_WORDS:
+            if ids not in token_sequences[-1:]:
+                token_sequences.append(ids)
+    if len(token_sequences) > 2 * MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
-    return msgspec.structs.replace(params, bad_words=[], bad_words_token_ids=spellings)
+    return msgspec.structs.replace(params, bad_words=[], bad_words_token_ids=token_sequences)
 
 
 def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, clamp: bool) -> SamplingParams:
