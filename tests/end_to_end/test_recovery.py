@@ -77,7 +77,7 @@ class TestAnswersSurviveProcesses:
         check_same(answers, undisturbed)
 
     @pytest.mark.full
-    def test_a_stopped_worker(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_stopped_worker_is_replaced(self, server: FaultServer, undisturbed: list[Answer]) -> None:
         victim = server.victims("worker")[0]
         check_same(asyncio.run(disturbed(server.port, REQUESTS, victim.suspend, 200)), undisturbed)
         assert not victim.is_running()
@@ -118,10 +118,10 @@ class TestFrontEnds:
                 assert len(tasks) < 100
             victim = server.victims("frontend")[0]
             victim.suspend()
-            doomed = client_ports(victim)
+            ports = client_ports(victim)
             victim.kill()
             answers = await asyncio.gather(*tasks)
-            assert {answer.port for answer in answers if answer.error} <= doomed
+            assert {answer.port for answer in answers if answer.error} <= ports
             whole = [answer for answer in answers if not answer.error]
             assert whole
             check_same(whole, [reference] * len(whole), [request] * len(whole))
@@ -152,8 +152,8 @@ class TestFrontEnds:
             async def has_new_one() -> bool:
                 idle.append((await asyncio.open_connection("127.0.0.1", server.port))[1])
                 check_same(await streams(server.port, [CANARY] * 4), [undisturbed[-1]] * 4)
-                young = [p for p in server.victims("frontend") if p.pid not in (victim.pid, other.pid)]
-                return bool(young) and bool(client_ports(young[0]))
+                new = [p for p in server.victims("frontend") if p.pid not in (victim.pid, other.pid)]
+                return bool(new) and bool(client_ports(new[0]))
 
             assert await until(has_new_one, HUNG_S)
             for connection in idle:
@@ -172,18 +172,18 @@ class TestDuringRecovery:
         """Metrics are served; a request aborted meanwhile ends; a request sent meanwhile is served afterwards."""
 
         async def run() -> None:
-            begun = asyncio.Event()
-            given_up = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: begun.set()))
-            await begun.wait()
+            began = asyncio.Event()
+            aborted = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: began.set()))
+            await began.wait()
             with held_recovery(server):
                 assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
                 assert await has_state(server, "/health", 200, "recovering")
                 assert (await get(server.port, "/metrics"))[0] == 200
-                came = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
+                tasks = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
                 await asyncio.sleep(0.1)
-                given_up.cancel()
-                assert not any(task.done() for task in came)
-            check_same(await asyncio.gather(*came), undisturbed)
+                aborted.cancel()
+                assert not any(task.done() for task in tasks)
+            check_same(await asyncio.gather(*tasks), undisturbed)
             assert await has_state(server, "/ready", 200, "ready")
 
         asyncio.run(run())
@@ -196,13 +196,13 @@ class TestDuringRecovery:
             worker.suspend()
             server.victims("scheduler")[0].kill()
             assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
-            came = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
+            tasks = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
             for _ in range(10):
                 assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
                 await asyncio.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):  # the worker is replaced if it does not join in time
                 worker.resume()
-            check_same(await asyncio.gather(*came), undisturbed)
+            check_same(await asyncio.gather(*tasks), undisturbed)
 
         asyncio.run(run())
 
@@ -243,7 +243,7 @@ class TestShutdown:
     def test_a_second_signal_stops_at_once(self) -> None:
         with FaultServer(SIMULATED) as server:
 
-            async def insist() -> None:
+            async def signal_twice() -> None:
                 os.killpg(server.process.pid, signal.SIGINT)
                 await asyncio.sleep(0.3)
                 assert server.process.poll() is None
@@ -252,7 +252,7 @@ class TestShutdown:
                 assert await asyncio.to_thread(server.process.wait, HUNG_S) == 0
                 assert time.monotonic() - began < within(2)
 
-            answers = asyncio.run(disturbed(server.port, [request_of(2000)] * 4, insist, 10))
+            answers = asyncio.run(disturbed(server.port, [request_of(2000)] * 4, signal_twice, 10))
             assert all(answer.error for answer in answers)
             assert wait_until(lambda: server.leftovers() == [], within(2)) is not None
 
