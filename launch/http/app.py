@@ -112,16 +112,17 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
 
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Return Starlette's routing errors (404, 405) as OpenAI error objects."""
+    path: str = request.scope["path"]
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     match status:
         case 404:
-            return ApiError(404, f"{shorten(request.scope['path'])} not found", None, "not_found").response()
+            return ApiError(404, f"{shorten(path)} not found", None, "not_found").response(path)
         case 405:
             text = f"method {shorten(request.method)} not allowed for this path"
-            return ApiError(405, text, None, "method_not_allowed").response(headers)
+            return ApiError(405, text, None, "method_not_allowed").response(path, headers)
         case _:
-            return ApiError(status, "request refused", None, None).response(headers)
+            return ApiError(status, "request refused", None, None).response(path, headers)
 
 
 def _card(server: Server, name: str) -> ModelCard:

@@ -212,6 +212,10 @@ class TestKeys:
     def test_valid_key_with_extra_spaces(self, locked: FrontEnd, key: str, scheme: str) -> None:
         assert ask(locked, "GET", "/v1/models", f"Authorization: {scheme}{key} ")[0] == 200
 
+    @pytest.mark.parametrize("key", KEYS)
+    def test_valid_key_as_anthropic_clients_send_it(self, locked: FrontEnd, key: str) -> None:
+        assert ask(locked, "GET", "/v1/models", f"X-Api-Key: {key}")[0] == 200
+
     def test_engine_receives_the_tenant(self, locked: FrontEnd, unlocked: FrontEnd) -> None:
         body = {"prompt": [1], "max_tokens": 1, "n": 2}
         for front_end, tenants in ((locked, (1, 2, 3)), (unlocked, (0, 0, 0))):
@@ -225,7 +229,8 @@ class TestKeys:
         "headers",
         [
             *((bearer("wrong"), bearer("first-key")), (bearer("first-key"), bearer("wrong"))),
-            *((bearer("first-key"), bearer("first-key")), ("x-api-key: first-key",), ("api-key: first-key",)),
+            *((bearer("first-key"), bearer("first-key")), ("api-key: first-key",)),
+            *(("x-api-key: first-key",) * 2, (bearer("wrong"), "x-api-key: first-key"), ("x-api-key: wrong",)),
             *(("proxy-authorization: Bearer first-key",), ("cookie: authorization=Bearer first-key",)),
             *(("authorization : Bearer first-key",), ("authorization: Bearer", " first-key")),
         ],

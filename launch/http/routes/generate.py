@@ -20,7 +20,7 @@ from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
-from quire.launch.http.serving.sse import DONE, EventStream, SlowReader, run_until_disconnect
+from quire.launch.http.serving.sse import DATA_EVENTS, EventStream, EventStyle, SlowReader, run_until_disconnect
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.logprobs import LogprobArrays
@@ -87,9 +87,16 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     def __init__(
-        self, server: Server, request: CommonRequest, prompts: Sequence[Prompt], formatter: ResponseFormatter
+        self,
+        server: Server,
+        request: CommonRequest,
+        prompts: Sequence[Prompt],
+        formatter: ResponseFormatter,
+        style: EventStyle = DATA_EVENTS,
     ) -> None:
+        """``style``: how events are written, if the request is streamed."""
         self._server = server
+        self._style = style
         self._request = request
         self._prompts = prompts
         self._formatter = formatter
@@ -125,12 +132,14 @@ class Generation:
 
     async def _stream(self, send: Send) -> None:
         try:
-            async with EventStream(send, self._formatter.request_id) as stream:
+            async with EventStream(send, self._formatter.request_id, self._style) as stream:
                 try:
                     await self._write_events(stream)
                 except SlowReader:
                     raise
                 except Exception as error:
+                    if not stream.started:
+                        raise
                     await stream.fail(as_api_error(error))
         except SlowReader:
             self._server.metrics.cut_slow_reader()
@@ -147,7 +156,9 @@ class Generation:
                     continue
                 if options.include_usage:
                     events.append(self._formatter.usage_event(self._usage()))
-                await stream.write([*events, DONE], last=True)
+                if self._style.end is not None:
+                    events.append(self._style.end)
+                await stream.write(events, last=True)
 
     async def _batches(self) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         """Yield the deltas of all sequences as they arrive. However this ends, no sequence is left running."""

@@ -50,6 +50,18 @@ TYPE_OF_STATUS = {
     500: "internal_error",
     503: "service_unavailable_error",
 }
+MESSAGES_PATH = "/v1/messages"
+"""The paths that begin with it have errors in Anthropic's format."""
+MESSAGES_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -61,6 +73,18 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct, frozen=True):
+    """An error in Anthropic's format."""
+
+    error: MessagesErrorDetail
+    type: str = "error"
 
 
 class ApiError(QuireError):
@@ -85,8 +109,15 @@ class ApiError(QuireError):
         message, param = one_line(self.message), None if self.param is None else _encodable(self.param)
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
 
-    def response(self, headers: dict[str, str] | None = None) -> Response:
-        return Response(self.body(), self.status, self.headers | (headers or {}), "application/json")
+    def messages_body(self) -> bytes:
+        """Return the body in Anthropic's format."""
+        kind = MESSAGES_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, one_line(self.message))))
+
+    def response(self, path: str, headers: dict[str, str] | None = None) -> Response:
+        """Return the response to a request for ``path``, in the format of its API."""
+        body = self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
+        return Response(body, self.status, self.headers | (headers or {}), "application/json")
 
 
 class ClientDisconnected(Exception):

@@ -56,7 +56,7 @@ class Gate:
             if state.get(TOO_MANY_CONNECTIONS) and scope["path"] not in OPEN_PATHS:
                 raise ApiError(503, "too many open connections: retry later", None, "too_many_connections")
         except ApiError as refusal:
-            await refusal.response(REFUSAL_HEADERS.get(refusal.status))(scope, receive, send)
+            await refusal.response(scope["path"], REFUSAL_HEADERS.get(refusal.status))(scope, receive, send)
             return
         await self._guarded(scope, receive, send)
 
@@ -69,11 +69,10 @@ class Gate:
         # Routes are matched with this decoded path: checking another form of it could let a request pass.
         if not self._keys or scope["path"] in OPEN_PATHS:
             return 0
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        key = _given_key(scope)
         # All keys are compared, each in constant time, so that the time reveals nothing about a key.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        if any(matches):
             return 1 + matches.index(True)
         raise ApiError(401, "missing or invalid API key: send 'Authorization: Bearer KEY'", None, "invalid_api_key")
 
@@ -107,10 +106,21 @@ class Gate:
             # If the response has started, only closing the connection shows that it is incomplete. uvicorn closes it
             # when this returns before the end of the response. Raising would log the error again, unescaped.
             if not started:
-                await api_error.response()(scope, receive, send)
+                await api_error.response(scope["path"])(scope, receive, send)
         finally:
             if not started:
                 self._num_body_bytes -= num_bytes
+
+
+def _given_key(scope: Scope) -> bytes:
+    """Return the key in the one ``Authorization`` header, or without one in ``x-api-key``, as Anthropic's clients send
+    it; or b""."""
+    headers = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+    bearers = [value for name, value in headers if name == b"authorization"]
+    if not bearers:
+        return headers[0][1].strip() if len(headers) == 1 else b""
+    scheme, _, key = bearers[0].partition(b" ")
+    return key.strip() if len(bearers) == 1 and scheme.lower() == b"bearer" else b""
 
 
 def _check_size(scope: Scope) -> None:

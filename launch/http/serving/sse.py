@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -24,6 +25,25 @@ MAX_UNSENT_BYTES = 1024 * 1024
 MIN_UNSENT_WRITES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class EventStyle:
+    """How one API writes its events.
+
+    Attributes:
+        frame: the format of an event around its data.
+        end: data of an additional last event, or None.
+        error: returns the data of an event that ends the stream with an error.
+    """
+
+    frame: bytes = b"data: %b\n\n"
+    end: bytes | None = DONE
+    error: Callable[[ApiError], bytes] = ApiError.body
+
+
+DATA_EVENTS = EventStyle()
+"""OpenAI's style: events without names, and ``[DONE]`` at the end."""
+
+
 class SlowReader(Exception):
     """The client reads too slowly: its request is aborted."""
 
@@ -36,10 +56,11 @@ class EventStream:
     nowhere else. A context manager: a normal exit waits until everything is sent.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, style: EventStyle = DATA_EVENTS) -> None:
         self._send = send
         self._request_id = request_id
-        self._started = False
+        self._style = style
+        self.started = False
         self._unsent: deque[bytes] = deque()
         self._num_unsent_bytes = 0
         self._ended = False
@@ -64,13 +85,16 @@ class EventStream:
         Raises:
             SlowReader: too much is unsent.
         """
-        body = b"".join(b"data: %b\n\n" % event for event in events)
+        frame = self._style.frame
+        body = b"".join(frame % event for event in events)
+        if not body and not last:
+            return
         if self._is_behind(len(body)):
             await asyncio.sleep(0)  # the sender may not have run yet
             if self._is_behind(len(body)):
                 raise SlowReader
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self._sender = asyncio.ensure_future(self._send_all())
         self._unsent.append(body)
         self._num_unsent_bytes += len(body)
@@ -78,13 +102,8 @@ class EventStream:
         self._written.set()
 
     async def fail(self, error: ApiError) -> None:
-        """End with an error: as the last event if events were written, and otherwise as the whole response."""
-        if self._started:
-            await self.write([error.body()], last=True)
-            return
-        response = error.response()
-        await self._send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
-        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
+        """End the started stream with an error as its last event."""
+        await self.write([self._style.error(error)], last=True)
 
     def _is_behind(self, num_bytes: int) -> bool:
         num_writes = len(self._unsent)
