@@ -6,10 +6,14 @@
 // The order of additions is part of the contract. An output is the sum, over blocks of K_BLOCK inputs, of chains of
 // fused multiply-adds in ascending order of the input. This holds for any number of rows, row index, tile and number of
 // threads: a row's bits depend on that row alone.
+//
+// CPUs with AMX multiply bfloat16 rows by bfloat16 weights in tiles, whose operand has the order of a bfloat16 panel.
 #include <algorithm>
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #ifdef __F16C__
@@ -80,8 +84,9 @@ struct Layer {
     int32_t outputs, inputs, kind;
 };
 
+template <class T>
 struct Call {
-    const float* x;
+    const T* x;
     long x_stride;
     const char* packed;
     const float* bias;
@@ -162,7 +167,8 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
 }
 
 // Adds one block's sums, [rows][panels * PANEL], to the output; the first block initialises it.
-__attribute__((noinline)) void finish(const Call& call, const float* sums, int row, int rows, int column, int width,
+template <class T>
+__attribute__((noinline)) void finish(const Call<T>& call, const float* sums, int row, int rows, int column, int width,
                                       bool first) {
     const int here = std::min(width, call.outputs - column);
     for (int r = 0; r < rows; r++) {
@@ -177,7 +183,7 @@ __attribute__((noinline)) void finish(const Call& call, const float* sums, int r
 }
 
 template <class W, int R, int P>
-void run_tile(const Call& call, int row, int panel, int k, int count) {
+void run_tile(const Call<float>& call, int row, int panel, int k, int count) {
     const long bytes = W::panel_bytes(call.inputs);
     Tile<R, P> tile = {};
     block<R, P>(W{}, tile, call.x + row * call.x_stride + k, call.x_stride,
@@ -190,7 +196,7 @@ template <class W, int R>
 struct Rows {
     // Few rows leave registers free: more panels at a time give more independent sums, and more streams from memory.
     static constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && VF == 16) ? 2 : 1;
-    static void run(const Call& call, int rows, int row, int panel, int end, int k, int count) {
+    static void run(const Call<float>& call, int rows, int row, int panel, int end, int k, int count) {
         if (rows != R) return Rows<W, R - 1>::run(call, rows, row, panel, end, k, count);
         for (; panel + P <= end; panel += P) run_tile<W, R, P>(call, row, panel, k, count);
         for (; panel < end; panel++) run_tile<W, R, 1>(call, row, panel, k, count);
@@ -198,12 +204,12 @@ struct Rows {
 };
 template <class W>
 struct Rows<W, 0> {
-    static void run(const Call&, int, int, int, int, int, int) {}
+    static void run(const Call<float>&, int, int, int, int, int, int) {}
 };
 
 // Computes rows [row, row_end) of panels [panel, panel_end): a group of panels stays in the cache for all rows.
 template <class W>
-void run_part(const Call& call, int row, int row_end, int panel, int panel_end) {
+void run_part(const Call<float>& call, int row, int row_end, int panel, int panel_end) {
     const int tiles = (row_end - row + W::MAX_ROWS - 1) / W::MAX_ROWS;
     const int depth = std::min(K_BLOCK, call.inputs);
     const int group = tiles == 1 ? 4 : std::max(4, int(GROUP_BYTES / W::panel_bytes(depth)));
@@ -219,18 +225,104 @@ void run_part(const Call& call, int row, int row_end, int panel, int panel_end) 
 }
 
 // Divides the panels among the threads; a narrow layer with many rows is divided along its rows too.
-template <class W>
-void run(const Call& call, int rows) {
+template <class AnyCall, class Part>
+void run(const AnyCall& call, int rows, Part run_one) {
     const int panels = (call.outputs + PANEL - 1) / PANEL;
     const int threads = long(rows) * call.outputs * call.inputs > THREADS_FROM ? max_threads() : 1;
     const int row_parts = std::clamp(std::min((rows + 31) / 32, 8 * threads / panels), 1, threads);
     const int panel_parts = threads == 1 ? 1 : std::min(panels, std::max(1, PARTS_PER_THREAD * threads / row_parts));
     parallel_for(row_parts * panel_parts, threads, [&](int64_t part) {
         const long i = part / panel_parts, j = part % panel_parts;
-        run_part<W>(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
-                    int((j + 1) * panels / panel_parts));
+        run_one(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
+                int((j + 1) * panels / panel_parts));
     });
 }
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr bool TILES_COMPILED = VF == 16;  // a panel is two tiles wide
+constexpr int TILE_ROWS = 16, TILE_INPUTS = 32;
+
+// As the instruction reads it.
+struct TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Asks the kernel, once per process, for the registers of the tiles.
+bool may_use_tiles() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return allowed;
+}
+
+// Tiles 0 to 3: sums of two tiles of rows by the two halves of a panel; 4 and 5: rows; 6 and 7: weights.
+void shape_tiles(int first, int second) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) {
+        const bool low = tile < 2 || tile == 4;
+        shapes.rows[tile] = uint8_t(tile > 5 ? TILE_INPUTS / 2 : low ? first : std::max(second, 1));
+        shapes.bytes[tile] = 64;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+// Multiplies one or two tiles of rows by `count` inputs of a panel into sums, [rows][PANEL].
+template <bool TWO>
+QUIRE_INLINE void multiply_tiles(float* sums, const uint16_t* x, long stride, const char* panel, int count) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < count; k += TILE_INPUTS, panel += TILE_INPUTS / 2 * PANEL * 4) {
+        for (int line = 0; line < TILE_INPUTS / 2 * PANEL * 4; line += 64) __builtin_prefetch(panel + line + AHEAD);
+        _tile_loadd(4, x + k, stride * 2);
+        _tile_loadd(6, panel, PANEL * 4);
+        _tile_loadd(7, panel + 64, PANEL * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) {
+            _tile_loadd(5, x + TILE_ROWS * stride + k, stride * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, PANEL * 4);
+    _tile_stored(1, sums + PANEL / 2, PANEL * 4);
+    if (TWO) {
+        _tile_stored(2, sums + TILE_ROWS * PANEL, PANEL * 4);
+        _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, PANEL * 4);
+    }
+}
+
+// As run_part, in tiles.
+void run_tiles(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+    const long bytes = Bf16::panel_bytes(call.inputs);
+    const int group = std::max(4, int(GROUP_BYTES / Bf16::panel_bytes(std::min(K_BLOCK, call.inputs))));
+    for (; panel < panel_end; panel += group)
+        for (int k = 0; k < call.inputs; k += K_BLOCK)
+            for (int from = row; from < row_end; from += 2 * TILE_ROWS) {
+                const int rows = std::min(2 * TILE_ROWS, row_end - from), count = std::min(K_BLOCK, call.inputs - k);
+                shape_tiles(std::min(rows, TILE_ROWS), rows - TILE_ROWS);
+                const uint16_t* x = call.x + from * call.x_stride + k;
+                for (int p = panel; p < std::min(panel + group, panel_end); p++) {
+                    alignas(64) float sums[2 * TILE_ROWS * PANEL];
+                    const char* weights = call.packed + p * bytes + Bf16::panel_bytes(k);
+                    (rows > TILE_ROWS ? multiply_tiles<true> : multiply_tiles<false>)(sums, x, call.x_stride, weights,
+                                                                                     count);
+                    finish(call, sums, from, rows, p * PANEL, PANEL, k == 0);
+                }
+            }
+    _tile_release();
+}
+#else
+constexpr bool TILES_COMPILED = false;
+constexpr int TILE_INPUTS = 1;
+bool may_use_tiles() { return false; }
+void run_tiles(const Call<uint16_t>&, int, int, int, int) {}
+#endif
 
 }  // namespace
 
@@ -272,11 +364,21 @@ QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inp
 
 // x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous.
 QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, float* out, int rows) {
-    const Call call{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs};
+    const Call<float> call{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs};
     if (layer->kind == BFLOAT16)
-        run<Bf16>(call, rows);
+        run(call, rows, run_part<Bf16>);
     else if (layer->kind == FLOAT16)
-        run<Float16>(call, rows);
+        run(call, rows, run_part<Float16>);
     else
-        run<Float32>(call, rows);
+        run(call, rows, run_part<Float32>);
+}
+
+// Whether quire_linear_bf16 can multiply rows by this layer.
+QUIRE_API int quire_takes_bf16(const Layer* layer) {
+    return TILES_COMPILED && layer->kind == BFLOAT16 && layer->inputs % TILE_INPUTS == 0 && may_use_tiles();
+}
+
+// As quire_linear, for bfloat16 rows.
+QUIRE_API void quire_linear_bf16(const Layer* layer, const uint16_t* x, long x_stride, float* out, int rows) {
+    run(Call<uint16_t>{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs}, rows, run_tiles);
 }

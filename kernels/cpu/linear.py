@@ -56,6 +56,7 @@ class PackedLinear:
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
         pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
         self._run = native.function("quire_linear", pointer, pointer, long, pointer, integer)
+        self._run_narrow = native.function("quire_linear_bf16", pointer, pointer, long, pointer, integer)
         self.outputs, self.inputs = weight.shape
         kind = KINDS[weight.dtype]
         self._packed = torch.empty(size(*weight.shape, kind), dtype=torch.uint8)
@@ -64,6 +65,7 @@ class PackedLinear:
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self._layer = _Layer(self._packed.data_ptr(), bias_at, *weight.shape, kind)
         self._layer_at = ctypes.addressof(self._layer)
+        self._takes_bfloat16 = bool(native.function("quire_takes_bf16", pointer, returns=integer)(self._layer_at))
 
     @staticmethod
     def accepts(native: Native, weight: torch.Tensor) -> bool:
@@ -76,16 +78,23 @@ class PackedLinear:
     def num_bytes(self) -> int:
         return self._packed.numel()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply ``[rows, inputs]``, rows may be strided: contiguous ``[rows, outputs]`` of ``x``'s dtype.
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Multiply ``[rows, inputs]``, rows may be strided: contiguous ``[rows, outputs]``.
+
+        Args:
+            dtype: dtype of the output, by default ``x``'s. float32 is the sums as they are.
 
         Raises:
             ValueError: ``x`` does not have this shape, or is not on the CPU.
         """
         if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
             raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
-        wide = x if x.dtype is torch.float32 and x.stride(1) == 1 else x.to(torch.float32).contiguous()
-        rows = wide.shape[0]
+        rows = len(x)
         out = torch.empty(rows, self.outputs, dtype=torch.float32)
-        self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows)
-        return out if wide is x else out.to(x.dtype)
+        if x.dtype is torch.bfloat16 and self._takes_bfloat16:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            self._run_narrow(self._layer_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
+        else:
+            wide = x if x.dtype is torch.float32 and x.stride(1) == 1 else x.to(torch.float32).contiguous()
+            self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows)
+        return out.to(dtype or x.dtype)

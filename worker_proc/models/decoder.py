@@ -67,7 +67,8 @@ class Decoder(torch.nn.Module):
         self.embed = self._vocab_weight(rows)
         self.layers = torch.nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
         self.norm = build.norm()
-        self.lm_head = Linear(self.embed if config.tie_word_embeddings else self._vocab_weight(rows))
+        head = self.embed if config.tie_word_embeddings else self._vocab_weight(rows)
+        self.lm_head = Linear(head, float32_output=True)
         # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         length = max_position or config.max_position
@@ -116,7 +117,7 @@ class Decoder(torch.nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
         config = self.config
-        scores: torch.Tensor = self.lm_head(hidden).float()
+        scores = self.lm_head(hidden)
         if config.logits_scaling != 1.0:
             scores = scores / config.logits_scaling
         if config.final_soft_cap:

@@ -12,6 +12,8 @@ from quire.worker_proc.device.device import has_matrix_instructions
 # Row count of every product without the native library in deterministic mode, so that a row's bits do not depend on
 # the batch size. A decode step of up to 16 rows still reads the weights once.
 TILE_ROWS = 16
+WIDENED_ELEMENTS = 2**18
+"""Elements of a 16-bit weight that are widened at a time, 1 MiB in float32: a usual L2 cache."""
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,19 +27,24 @@ class Linear(torch.nn.Module):
     Args:
         weight: ``[outputs, inputs]``; shared when given to two layers (tied embeddings).
         bias: ``[outputs]`` or None.
+        float32_output: return the float32 sums instead of rounding them to ``x``'s dtype. The head needs it: logits
+            between 16 and 32 that are rounded to bfloat16 are multiples of 0.125, so that the best tokens often tie.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None) -> None:
+    def __init__(
+        self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None, *, float32_output: bool = False
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self._float32_output = float32_output
         self._native: PackedLinear | None = None
         self._product: Product | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._native is not None:
-            return self._native(x)
-        return _linear(x, self.weight, self.bias) if self._product is None else self._product(x)
+            return self._native(x, torch.float32 if self._float32_output else None)
+        return self._plain(x) if self._product is None else self._product(x)
 
     __call__ = forward  # skips torch's hook lookup, which costs time several times per layer
 
@@ -46,6 +53,7 @@ class Linear(torch.nn.Module):
 
         The choice is the native library, unless oneDNN has matrix instructions for the weight's dtype. The native
         library reads 16-bit weights directly, and is faster than MKL and oneDNN in float32 for any number of tokens.
+        oneDNN rounds its output to the dtype of its operands, so it is not chosen for float32 output of 16-bit weights.
 
         Args:
             keep: keep the plain weight as a second copy, because another module reads it. Otherwise it is freed.
@@ -60,17 +68,26 @@ class Linear(torch.nn.Module):
             return True
         weight = self.weight.data
         native = load_native() if weight.device.type == "cpu" else None
-        wanted = deterministic or not has_matrix_instructions(weight.dtype)
+        rounded = self._float32_output and weight.dtype is not torch.float32
+        wanted = deterministic or rounded or not has_matrix_instructions(weight.dtype)
         if native is not None and wanted and PackedLinear.accepts(native, weight):
             self._native = PackedLinear(native, weight, self.bias)
-        else:
+        elif not rounded:
             self._product = _onednn(weight, self.bias)
         changed = self._native is not None or self._product is not None
         if deterministic and self._native is None:
-            self._product = in_tiles(self._product or _torch_product(self.weight, self.bias), weight)
+            self._product = in_tiles(self._product or self._plain_product(), weight)
         if changed and not keep:
             self.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         return changed
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
+
+    def _plain_product(self) -> Product:
+        """Return ``_plain`` with the present weight, which ``prepack`` may free afterwards."""
+        linear, weight, bias = _float32_linear if self._float32_output else _linear, self.weight, self.bias
+        return lambda x: linear(x, weight, bias)
 
 
 def in_tiles(product: Product, weight: torch.Tensor) -> Product:
@@ -113,8 +130,21 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return F.linear(x, weight, bias)
 
 
-def _torch_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    return lambda x: _linear(x, weight, bias)
+def _float32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply with float32 sums and output. ``x`` and the weight may be narrower: they are widened, never rounded."""
+    if x.dtype is weight.dtype is torch.float32:
+        return F.linear(x, weight, bias)
+    if x.dtype is weight.dtype and not x.is_cpu:
+        out = torch.mm(x, weight.T, out_dtype=torch.float32)
+    else:
+        # torch has no such product on a CPU. A part of the weight is widened at a time, so that the copy stays in a
+        # cache: four to ten times as fast as to widen all of it.
+        wide = x.float()
+        out = wide.new_empty(len(x), len(weight))
+        step = max(1, WIDENED_ELEMENTS // weight.shape[1])
+        for start in range(0, len(weight), step):
+            torch.mm(wide, weight[start : start + step].float().T, out=out[:, start : start + step])
+    return out if bias is None else out.add_(bias)
 
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:

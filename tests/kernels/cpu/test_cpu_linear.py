@@ -55,6 +55,25 @@ def test_rows_may_be_strided_and_of_a_narrower_dtype(native: Native) -> None:
     assert torch.equal(packed(half), packed(half.float()).bfloat16())
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (31, 64), (100, 1088), (65, 520)])
+def test_bfloat16_rows_give_the_float32_sums(native: Native, outputs: int, inputs: int) -> None:
+    """On CPUs with matrix tiles these shapes use them, but for the last, which is no multiple of a tile."""
+    weight, bias = _random(outputs, inputs).bfloat16(), _random(outputs, seed=1)
+    packed = PackedLinear(native, weight, bias)
+    alone = packed(_random(70, inputs, seed=3).bfloat16()[:1], torch.float32)
+    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
+        x = _random(70, inputs, seed=3).bfloat16()[:rows]
+        out = packed(x, torch.float32)
+        _assert_close(out, x, weight, bias)
+        assert out.dtype is torch.float32
+        assert torch.equal(out[:1], alone[:rows])
+        assert torch.equal(packed(x.flip(0), torch.float32).flip(0), out)
+        assert torch.equal(packed(x), out.bfloat16())
+        apart = torch.full((rows, 2 * inputs + 1), float("nan"), dtype=torch.bfloat16)
+        apart[:, inputs : 2 * inputs] = x
+        assert torch.equal(packed(apart[:, inputs : 2 * inputs], torch.float32), out)
+
+
 def test_nan_and_infinity_stay_in_their_row_and_output(native: Native) -> None:
     """Padding is multiplied too, so it must be zeros and not uninitialised memory."""
     x, weight = _random(7, 33), _random(20, 33).bfloat16()

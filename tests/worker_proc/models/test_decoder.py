@@ -40,6 +40,25 @@ def test_bfloat16_is_close_to_float32(checkpoint_factory: Factory) -> None:
     assert error < 0.05
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_logits_of_bfloat16_weights_are_not_rounded(
+    tied: bool, native: str, checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They equal the float32 product of the widened head and hidden states: rounding would make ties."""
+    monkeypatch.setenv("QUIRE_CPU_NATIVE", native)
+    folder, _ = checkpoint_factory("llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
+    model = _load(folder, torch.bfloat16)
+    expected = hidden.float() @ model.lm_head.weight.float().T
+    for prepack in (False, True):
+        if prepack:
+            model.prepack()
+        logits = model.logits(hidden)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        assert float((logits.bfloat16() == logits).float().mean()) < 0.1
+
+
 def test_every_supported_architecture_has_a_model() -> None:
     assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)
 

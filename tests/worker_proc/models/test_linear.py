@@ -30,10 +30,10 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> Linear:
+def _linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True, **settings: bool) -> Linear:
     weight = torch.nn.Parameter(_random(outputs, inputs, seed=1).to(dtype), requires_grad=False)
     own = torch.nn.Parameter(_random(outputs, seed=2).to(dtype), requires_grad=False)
-    return Linear(weight, own if bias else None)
+    return Linear(weight, own if bias else None, **settings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,6 +62,46 @@ def test_narrow_weight_times_wide_activations_is_exact() -> None:
             linear.prepack(deterministic=True)
         assert linear(x).dtype is torch.float32
         torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def _check_float32_output(linear: Linear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """The result equals the float32 product of the widened operands, and 16 bits would not hold it."""
+    out = linear(x)
+    assert out.dtype is torch.float32
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    if weight.dtype is not torch.float32:
+        assert float((out.to(weight.dtype) == out).float().mean()) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("deterministic", [None, False, True])
+def test_float32_output_is_not_rounded(library: str, dtype: torch.dtype, deterministic: bool | None) -> None:
+    """With the plain weight (None) and with a prepacked one."""
+    linear = _linear(700, 577, dtype, float32_output=True)
+    assert linear.bias is not None
+    weight, bias = linear.weight.data, linear.bias
+    if deterministic is not None:
+        linear.prepack(deterministic=deterministic)
+    for rows in (1, 5, 20):
+        _check_float32_output(linear, _random(rows, 577).to(dtype), weight, bias)
+    assert linear(torch.empty(0, 577, dtype=dtype)).shape == (0, 700)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_float32_output_is_not_rounded_on_a_gpu(dtype: torch.dtype) -> None:
+    linear = _linear(701, 577, dtype, float32_output=True).to("cuda")
+    assert linear.bias is not None
+    for rows in (1, 20):
+        x = _random(rows, 577).to("cuda", dtype)
+        eager = linear(x)
+        _check_float32_output(linear, x, linear.weight.data, linear.bias)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linear(x)
+        graph.replay()
+        assert torch.equal(captured, eager)
 
 
 def test_plain_weight_is_kept_on_request(library: str) -> None:
