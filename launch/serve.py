@@ -12,6 +12,7 @@ import msgspec
 
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
+from quire.launch.config.network_options import check_network
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
@@ -41,6 +42,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     """
     started = time.monotonic()
     check_ranges(options)
+    check_network(options)
     listener = _listen(options)
     keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
     config = with_api_keys(config, len(keys))

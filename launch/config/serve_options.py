@@ -24,6 +24,26 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             SERVER, "one or more API keys accepted by the server", metavar="KEY", default="the variable QUIRE_API_KEY"
         ),
     ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        Setting(
+            SERVER,
+            "origins of web pages that may use the server, such as https://chat.example.com; *: all. A page that the "
+            "server itself has sent is always allowed: [web pages](serving.md#web-pages)",
+            metavar="ORIGIN",
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        Setting(
+            SERVER,
+            "names under which clients may address the server, in addition to addresses and private names; *: all. "
+            "`*.NAME` allows all names below NAME. This protects a server without API keys from web pages that "
+            "rebind a name: [web pages](serving.md#web-pages)",
+            metavar="NAME",
+            default="any with API keys",
+        ),
+    ] = None
     max_num_queued_reqs_per_key: Annotated[
         int,
         Setting(

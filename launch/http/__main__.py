@@ -14,7 +14,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
+from quire.launch.http.serving.socket_protocol import RESPONSE_HEADERS, BoundedHttpProtocol
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
@@ -83,6 +83,9 @@ class FrontEnd:
                 api_keys=tuple(settings.api_key or ()),
                 max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
                 health_timeout=settings.health_timeout,
+                allowed_origins=tuple(settings.allowed_origins or ()),
+                allowed_hosts=tuple(settings.allowed_hosts or ()),
+                own_names=(settings.host,),
             ),
         )
         return HttpServer(
@@ -94,6 +97,8 @@ class FrontEnd:
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                headers=RESPONSE_HEADERS,
+                proxy_headers=False,  # X-Forwarded-For would let a client choose its address
             )
         )
 

@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,6 +20,7 @@ from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.tokens import detokenize, tokenize
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.gate import Gate
+from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.launch.http.serving.server import Server, ServerSettings
 
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
@@ -102,12 +104,31 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     server = Server(engine, settings)
     app = Starlette(
         routes=[Route(path, partial(handler, server), methods=[method]) for method, path, handler in ROUTES],
-        middleware=[Middleware(Gate, settings.api_keys)],
+        middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )
     # A redirect would contain the client's Host header.
     app.router.redirect_slashes = False
     return app
+
+
+def _middleware(settings: ServerSettings) -> list[Middleware]:
+    """Return the layers around the routes, outermost first."""
+    guard = Middleware(
+        OriginGuard,
+        settings.allowed_origins,
+        settings.allowed_hosts,
+        settings.own_names,
+        has_keys=bool(settings.api_keys),
+    )
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=[origin.lower() for origin in settings.allowed_origins],
+        allow_methods=CORS_METHODS,
+        allow_headers=["*"],
+        expose_headers=CORS_EXPOSED_HEADERS,
+    )
+    return [guard, *([cors] if settings.allowed_origins else []), Middleware(Gate, settings.api_keys)]
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

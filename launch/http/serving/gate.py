@@ -1,4 +1,4 @@
-"""The outermost ASGI middleware: API keys, limits on headers and bodies, and error responses."""
+"""The ASGI middleware around all routes: API keys, limits on headers and bodies, and error responses."""
 
 import hmac
 import re

@@ -28,6 +28,8 @@ class ServerSettings:
         api_keys: keys accepted on every route; if empty, requests need no key.
         max_num_queued_reqs_per_key: most sequences of one key that wait for their first token, or 0 for no limit.
         health_timeout: seconds without progress after which the engine counts as stuck.
+        allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
+        own_names: host names of this server.
     """
 
     text_in: TextIn
@@ -37,6 +39,9 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     max_num_queued_reqs_per_key: int = 0
     health_timeout: float = 60.0
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    own_names: tuple[str, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 

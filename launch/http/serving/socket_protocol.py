@@ -20,6 +20,8 @@ from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descripto
 
 # Key of the request's state: the connection exceeds the limit on connections, so only open routes are served.
 TOO_MANY_CONNECTIONS = "too_many_connections"
+# Headers of every response. A browser must not guess that a response is a page or a script.
+RESPONSE_HEADERS = [("x-content-type-options", "nosniff")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         body = error.body()
         head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        extra = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+        extra = "".join(f"{name}: {value}\r\n" for name, value in (*RESPONSE_HEADERS, *error.headers.items()))
         self.transport.write(f"{head}{extra}connection: close\r\n\r\n".encode() + body)
         self.transport.write_eof()
 

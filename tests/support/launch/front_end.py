@@ -15,7 +15,7 @@ import uvicorn
 from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
+from quire.launch.http.serving.socket_protocol import RESPONSE_HEADERS, BoundedHttpProtocol, ConnectionLimits
 from quire.launch.text.text_in import TextIn
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
@@ -128,6 +128,8 @@ class FrontEnd:
             log_level="critical",
             lifespan="off",
             access_log=False,
+            headers=RESPONSE_HEADERS,
+            proxy_headers=False,
         )
         self.uvicorn = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
