@@ -1,4 +1,8 @@
-"""Tile sizes of the attention kernels: queries and keys per program, by head size, dtype and GPU."""
+"""Tile sizes of the attention kernels: queries and keys per Triton program, by head size, dtype and GPU.
+
+A *lane* is one query vector: one query head of one token. The lanes of a KV head are the query heads that share it,
+for each token.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,10 +34,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile sizes of one program.
+    """Tile sizes of one Triton program.
 
     Attributes:
-        lanes: query vectors: tokens times query heads per KV head.
+        lanes: lanes (query vectors) of the program.
         keys: keys per tile.
         warps: warps of the program.
         stages: tiles of keys in flight.
@@ -99,7 +103,7 @@ def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability
 
 
 def lane_chunks(shape: AttentionShape, tiles: Tiles, tile_tokens: int) -> int:
-    """Return the number of programs among which the lanes of ``tile_tokens`` tokens and one KV head are divided."""
+    """Return the number of Triton programs that compute the lanes of one KV head for ``tile_tokens`` tokens."""
     return -(-shape.group * tile_tokens // tiles.lanes)
 
 

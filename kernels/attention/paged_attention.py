@@ -232,9 +232,11 @@ def cache_constants(
 
 
 def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
-    """Return the compile-time constants of the merge.
+    """Return the compile-time constants of the kernel that merges the partial results of a row's pieces of keys.
 
-    With ``fixed_split`` it adds one partial result at a time: slower, but the rounding depends on their order alone.
+    Args:
+        fixed_split: keys per piece if the plan is deterministic, else 0. With it, the kernel adds one partial result at
+            a time, which is slower, but then the rounding depends on the order of the partial results alone.
     """
     return {
         "HEAD_DIM": head_dim,

@@ -51,10 +51,13 @@ class CacheSet:
         if not caches or block_dim not in (0, 1) or caches[0].dim() < block_dim + 2:
             raise ValueError(f"{len(caches)} caches with blocks in dimension {block_dim}")
         first = caches[0]
-        for cache in caches:
-            like = (cache.shape, cache.dtype, cache.device, cache.stride())
-            if like != (first.shape, first.dtype, first.device, first.stride()):
-                raise ValueError(f"caches: {like}, expected {(first.shape, first.dtype, first.device, first.stride())}")
+        for index, cache in enumerate(caches):
+            for name in ("shape", "dtype", "device", "stride"):
+                own, expected = (getattr(each, name) for each in (cache, first))
+                if name == "stride":
+                    own, expected = own(), expected()
+                if own != expected:
+                    raise ValueError(f"caches[{index}]: {name} is {own}, expected {expected} as caches[0]")
         if not first[(0,) * (block_dim + 1)].is_contiguous():
             raise ValueError(f"caches: a block is not contiguous, strides are {first.stride()}")
         sizes = [stride * first.element_size() for stride in first.stride()[: block_dim + 1]]
@@ -98,9 +101,10 @@ def check_copies(pairs: torch.Tensor, num_blocks: int) -> None:
     check_blocks(pairs[:, 1], num_blocks)
     sources = pairs[:, 0]
     if len(sources) and not 0 <= int(sources.min()) <= int(sources.max()) < num_blocks:
-        raise ValueError(f"pairs: source block ids must be between 0 and {num_blocks - 1}")
+        raise ValueError(f"pairs: source block ids must be between 0 and {num_blocks - 1} ({_span(sources)})")
     if bool(torch.isin(sources, pairs[:, 1]).any()):
-        raise ValueError("pairs: a block is both source and target")
+        both = next(block for block in pairs[:, 1].tolist() if block in sources.tolist())
+        raise ValueError(f"pairs: block {both} is both source and target")
 
 
 def check_blocks(block_ids: torch.Tensor, num_blocks: int) -> None:
@@ -111,9 +115,15 @@ def check_blocks(block_ids: torch.Tensor, num_blocks: int) -> None:
     if not len(block_ids):
         return
     if not 0 <= int(block_ids.min()) <= int(block_ids.max()) < num_blocks:
-        raise ValueError(f"block_ids: target block ids must be between 0 and {num_blocks - 1}")
+        raise ValueError(f"block_ids: target block ids must be between 0 and {num_blocks - 1} ({_span(block_ids)})")
     if len(set(block_ids.tolist())) < len(block_ids):
-        raise ValueError("block_ids: duplicate target block")
+        ids = block_ids.tolist()
+        at = next(at for at, block in enumerate(ids) if block in ids[:at])
+        raise ValueError(f"block_ids: duplicate target block {ids[at]} at index {at}")
+
+
+def _span(block_ids: torch.Tensor) -> str:
+    return f"got {int(block_ids.min())} to {int(block_ids.max())}"
 
 
 def copy_blocks_reference(caches: CacheSet, pairs: torch.Tensor) -> None:

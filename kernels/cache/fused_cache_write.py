@@ -173,6 +173,11 @@ def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _missing(first: torch.Tensor | None, second: torch.Tensor | None) -> str:
+    given = ("None" if tensor is None else "a tensor" for tensor in (first, second))
+    return f"got {' and '.join(given)}"
+
+
 def _check_projection(
     qkv: torch.Tensor, num_heads: int, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor | None
 ) -> tuple[int, int, int]:
@@ -186,7 +191,8 @@ def _check_projection(
         raise ValueError(f"qkv: dimension 2 (head_dim) is {head_dim}, expected an even number")
     has_keys = all_heads > num_heads
     if (kv_cache is not None) != has_keys or (slot_mapping is not None) != has_keys:
-        raise ValueError("kv_cache, slot_mapping: expected both with keys, and neither with queries alone")
+        expected = "both, because qkv has keys" if has_keys else "neither, because qkv has queries alone"
+        raise ValueError(f"kv_cache, slot_mapping: expected {expected}; {_missing(kv_cache, slot_mapping)}")
     return num_tokens, (all_heads - num_heads) // 2, head_dim
 
 
@@ -194,7 +200,7 @@ def _check_norms(
     q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, qkv: torch.Tensor, num_kv_heads: int
 ) -> None:
     if num_kv_heads and (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm, k_norm: expected both or neither")
+        raise ValueError(f"q_norm, k_norm: expected both or neither; {_missing(q_norm, k_norm)}")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             check_tensor(name, weight, {"head_dim": qkv.shape[2]}, ACTIVATION_DTYPES, qkv.device)
@@ -204,7 +210,7 @@ def _check_rotary(rotary_table: torch.Tensor | None, positions: torch.Tensor | N
     """Check the rotary arguments and return the number of rotated dimensions (0 without rotation)."""
     if rotary_table is None or positions is None:
         if rotary_table is not None or positions is not None:
-            raise ValueError("rotary_table, positions: expected both or neither")
+            raise ValueError(f"rotary_table, positions: expected both or neither; {_missing(rotary_table, positions)}")
         return 0
     dims = {"cosines and sines": 2, "max_position": None, "rotary_dim": None}
     check_tensor("rotary_table", rotary_table, dims, ACTIVATION_DTYPES, qkv.device)
@@ -219,7 +225,7 @@ def _check_rotary(rotary_table: torch.Tensor | None, positions: torch.Tensor | N
 
 def _check_outputs(key_out: torch.Tensor | None, value_out: torch.Tensor | None, fresh: torch.Tensor) -> None:
     if (key_out is None) != (value_out is None):
-        raise ValueError("key_out, value_out: expected both or neither")
+        raise ValueError(f"key_out, value_out: expected both or neither; {_missing(key_out, value_out)}")
     for name, out in (("key_out", key_out), ("value_out", value_out)):
         if out is not None:
             dims = dict(zip(("num_tokens", "num_kv_heads", "head_dim"), fresh.shape, strict=True))

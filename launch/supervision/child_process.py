@@ -91,7 +91,11 @@ class ChildProcess:
         return f"the {name} process exited with status {code} without reporting a reason"
 
     def kill(self) -> None:
-        """Kill the process and wait for its end, at most ``KILL_DEADLINE`` (the kernel may hold it longer)."""
+        """Kill the process and wait for its end.
+
+        Returns without an error after ``KILL_DEADLINE`` seconds: the operating system may need longer to end a process,
+        for example while a device driver call runs.
+        """
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -173,7 +173,12 @@ def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Return the text before the tag. If the template trimmed the blank after it, trailing blanks are trimmed too."""
+    """Return a rendered conversation up to the end of its final message, so that the model continues that message.
+
+    ``render`` appended ``_FINAL_MESSAGE_TAG`` and a space to the message before it rendered the conversation. If the
+    space after the tag is missing in ``text``, the template trims messages: then the white space at the end of the
+    message is trimmed too.
+    """
     place = text.rfind(_FINAL_MESSAGE_TAG)
     if place < 0:
         raise InvalidRequest("this model's chat template cannot continue a final message", "continue_final_message")

@@ -92,10 +92,15 @@ def encode_messages(messages: list[Message], options: ChatOptions, text_in: Text
 
 
 def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", text: str | None = None) -> Prompt:
-    """Validate token ids.
+    """Return the prompt with these token ids, after validating them.
+
+    Args:
+        param: field that errors name.
+        text: the text that the ids were encoded from, or None for a prompt given as ids.
 
     Raises:
-        InvalidRequest: an empty list, too many to leave room for one output token, or an id outside the vocabulary.
+        InvalidRequest: the list is empty, has more ids than the context has room for besides one output token, or has
+            an id outside the vocabulary.
     """
     if not ids:
         raise InvalidRequest(f"{param} must hold at least one token", param)

@@ -53,15 +53,18 @@ def check(constraint: StructuredOutputs) -> None:
         case "regex":
             check_regex(str(constraint.regex))
         case "choice":
-            if max(map(len, constraint.choice or [])) > MAX_LITERAL:
-                raise GrammarRefused(f"each choice must have at most {MAX_LITERAL} characters")
+            for index, choice in enumerate(constraint.choice or []):
+                if len(choice) > MAX_LITERAL:
+                    raise GrammarRefused(
+                        f"choice {index} must have at most {MAX_LITERAL} characters (got {len(choice)})"
+                    )
         case "grammar":
             check_grammar(str(constraint.grammar))
 
 
 def check_regex(regex: str) -> None:
     if len(regex) > MAX_LITERAL:
-        raise GrammarRefused(f"the regular expression must have at most {MAX_LITERAL} characters")
+        raise GrammarRefused(f"the regular expression must have at most {MAX_LITERAL} characters (got {len(regex)})")
     if _RECURSION.search(regex):
         raise GrammarRefused("recursion in the regular expression is not supported")
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
@@ -73,11 +76,14 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def check_grammar(grammar: str) -> None:
-    if max(map(len, grammar.splitlines()), default=0) > MAX_GRAMMAR_LINE:
-        raise GrammarRefused(f"each line of the grammar must have at most {MAX_GRAMMAR_LINE} characters")
+    for number, line in enumerate(grammar.splitlines(), 1):
+        if len(line) > MAX_GRAMMAR_LINE:
+            raise GrammarRefused(
+                f"line {number} of the grammar has {len(line)} characters, more than {MAX_GRAMMAR_LINE}"
+            )
     if is_gbnf(grammar):
         if len(grammar) > MAX_GBNF:
-            raise GrammarRefused(f"a GBNF grammar must have at most {MAX_GBNF} characters")
+            raise GrammarRefused(f"a GBNF grammar must have at most {MAX_GBNF} characters (got {len(grammar)})")
         if not _ROOT.search(grammar):
             raise GrammarRefused("a GBNF grammar must have a rule named root")
         rules = grammar.count("::=")
@@ -100,7 +106,8 @@ def check_schema(text: str) -> Any:
     if schema is False:
         raise GrammarRefused("the JSON schema is false, which allows no text")
     if not isinstance(schema, dict | bool):
-        raise GrammarRefused("the JSON schema must be an object or true")
+        kind = "null" if schema is None else "a list" if isinstance(schema, list) else "a string or a number"
+        raise GrammarRefused(f"the JSON schema must be an object or true (got {kind})")
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise GrammarRefused("the JSON schema uses x-guidance, which is not supported")
     references: set[str] = set()
@@ -112,7 +119,7 @@ def check_schema(text: str) -> Any:
             num_objects += 1
             num_patterns += _check_object(node, references)
         elif isinstance(node, str) and len(node) > MAX_LITERAL:
-            raise GrammarRefused(f"each string in the JSON schema must have at most {MAX_LITERAL} characters")
+            raise GrammarRefused(f"a string in the JSON schema has {len(node)} characters, more than {MAX_LITERAL}")
         elif isinstance(node, int) and not -MAX_NUMBER <= node <= MAX_NUMBER:
             raise GrammarRefused(f"numbers in the JSON schema must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
     for count, most, name in (
@@ -134,7 +141,9 @@ def _check_object(node: dict[str, Any], references: set[str]) -> int:
     reference = node.get("$ref")
     if isinstance(reference, str):
         if not reference.startswith("#"):
-            raise GrammarRefused("$ref must start with #: references outside the JSON schema are not supported")
+            raise GrammarRefused(
+                f"$ref must start with # (got {reference[:40]!r}): references outside the JSON schema are not supported"
+            )
         references.add(reference)
     patterns = node.get("patternProperties")
     return len(patterns) if isinstance(patterns, dict) else 0
@@ -145,21 +154,26 @@ def _check_keywords(node: dict[str, Any]) -> None:
     kinds = node.get("type", "object")
     named = kinds if isinstance(kinds, list) else [kinds]
     if not isinstance(kinds, dict) and not all(isinstance(kind, str) for kind in named):
-        raise GrammarRefused("type must be a string or a list of strings")
+        raise GrammarRefused(f"type must be a string or a list of strings (got {kinds!r})")
     pattern = node.get("pattern")
     if isinstance(pattern, str):
         check_regex(pattern)
     step = node.get("multipleOf")
     if isinstance(step, int | float) and step <= 0:
-        raise GrammarRefused("multipleOf must be greater than 0")
+        raise GrammarRefused(f"multipleOf must be greater than 0 (got {step})")
 
 
 def _check_properties(properties: dict[str, Any], required: Any) -> None:
     if len(properties) > MAX_PROPERTIES:
-        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_PROPERTIES} properties")
+        raise GrammarRefused(
+            f"an object of the JSON schema has {len(properties)} properties, more than {MAX_PROPERTIES}"
+        )
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    if len(properties.keys() - names) > MAX_OPTIONAL:
-        raise GrammarRefused(f"an object of the JSON schema must have at most {MAX_OPTIONAL} optional properties")
+    num_optional = len(properties.keys() - names)
+    if num_optional > MAX_OPTIONAL:
+        raise GrammarRefused(
+            f"an object of the JSON schema has {num_optional} optional properties, more than {MAX_OPTIONAL}"
+        )
 
 
 def _walk(schema: Any) -> Iterator[tuple[Any, int]]:

@@ -121,4 +121,5 @@ def check_grammar_text(name: str, text: Any) -> None:
     except UnicodeEncodeError:
         raise InvalidRequest(f"{name} is not valid Unicode text", "structured_outputs") from None
     if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{name} must have at most {MAX_GRAMMAR_BYTES} bytes", "structured_outputs")
+        text = f"{name} must have at most {MAX_GRAMMAR_BYTES} bytes (got {size})"
+        raise InvalidRequest(text, "structured_outputs")

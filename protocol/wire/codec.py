@@ -70,15 +70,21 @@ class Codec(Generic[M]):
         Raises:
             ProtocolError: too many or too large frames, a wrong checksum, or anything but a known message.
         """
-        if not 1 <= len(frames) <= MAX_FRAMES or any(len(f) > MAX_FRAME_BYTES for f in frames) or len(frames[0]) < 5:
-            raise ProtocolError("frames", f"too many frames ({len(frames)}), or a frame of a wrong size")
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise ProtocolError("frames", f"number of frames must be between 1 and {MAX_FRAMES} (got {len(frames)})")
+        if any(len(f) > MAX_FRAME_BYTES for f in frames):
+            size = max(map(len, frames))
+            raise ProtocolError("frames", f"a frame must have at most {MAX_FRAME_BYTES} bytes (got {size})")
+        if len(frames[0]) < 5:
+            raise ProtocolError("frames", f"the first frame must have at least 5 bytes (got {len(frames[0])})")
         head = memoryview(frames[0])
         body = head[4:]
         crc = crc32(body)
         for frame in frames[1:]:
             crc = crc32(frame, crc)
         if crc != int.from_bytes(head[:4], "little"):
-            raise ProtocolError("crc", "checksum does not match")
+            sent = int.from_bytes(head[:4], "little")
+            raise ProtocolError("crc", f"checksum does not match: the message has {sent:08x}, its data has {crc:08x}")
         self._arrays, self._next = list(frames[1:]), 0
         try:
             worker_epoch, seq, message = self._decoder.decode(body)
@@ -87,7 +93,8 @@ class Codec(Generic[M]):
         except Exception as error:  # a struct's own check refused a value (InvalidRequest)
             raise ProtocolError("decode", f"value out of range: {error}") from None
         if self._next != len(self._arrays):
-            raise ProtocolError("frames", "more frames than arrays in the message")
+            sizes = f"{len(self._arrays)} array frames, but its header refers to {self._next}"
+            raise ProtocolError("frames", f"the message has {sizes}")
         return Envelope(worker_epoch, seq, message)
 
     def _put_array(self, array: Any) -> tuple[str, int | bytes]:
@@ -111,20 +118,25 @@ class Codec(Generic[M]):
 
     def _take_array(self, kind: Any, spec: Any) -> Any:
         if not isinstance(spec, list) or len(spec) != 2:
-            raise ValueError("not an array")
+            raise ValueError(f"expected an array as [dtype, data] (got {type(spec).__name__})")
         dtype = _WIRE_DTYPES.get(spec[0]) if isinstance(spec[0], str) else None
         data = spec[1] if isinstance(spec[1], bytes) else self._next_frame()
-        if dtype is None or len(data) % dtype.itemsize or not self._is_length(spec[1], len(data) // dtype.itemsize):
-            raise ValueError("array has a wrong dtype or length")
+        if dtype is None:
+            raise ValueError(f"array has dtype {str(spec[0])[:16]!r}, expected one of {', '.join(_WIRE_DTYPES)}")
+        if len(data) % dtype.itemsize:
+            raise ValueError(f"array of {dtype.str} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
+        if not self._is_length(spec[1], len(data) // dtype.itemsize):
+            length = f"{len(data) // dtype.itemsize} elements, but its header declares {str(spec[1])[:32]}"
+            raise ValueError(f"array of {dtype.str} has {length}")
         wanted = self._wanted(kind)
         if (dtype.kind == "f") != (wanted.kind == "f"):
-            raise ValueError("array has floats instead of integers, or integers instead of floats")
+            raise ValueError(f"array has dtype {dtype}, but the field has {wanted}")
         array = np.frombuffer(data, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)
 
     def _next_frame(self) -> memoryview | bytes:
         if self._next >= len(self._arrays):
-            raise ValueError("array without a frame")
+            raise ValueError(f"array {self._next + 1} has no frame: the message has {len(self._arrays)} array frames")
         self._next += 1
         return self._arrays[self._next - 1]
 

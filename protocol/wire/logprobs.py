@@ -18,7 +18,7 @@ class TokenLogprobs:
     """Log probabilities of one token and of the most likely tokens at its position.
 
     Attributes:
-        rank: rank of the token, from 1.
+        rank: token rank: the token's position in the vocabulary sorted by falling probability, from 1.
         top: (token id, log probability) in descending order; at least as many as the request wants.
     """
 
@@ -32,9 +32,11 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Log probabilities of a list of tokens: of each token itself, and of the most likely tokens at its position.
 
     Attributes:
-        token_ids, values: ``len(ranks) * width`` entries, row-major: column 0 is the token itself, the others are the
-            most likely tokens in descending order.
-        ranks: rank of the token itself, from 1.
+        token_ids: ids, ``[num_tokens, width]`` flattened: column 0 is the token itself, the other columns are the most
+            likely tokens in descending order.
+        values: log probability of each id in ``token_ids``.
+        ranks: ``[num_tokens]``: token rank of the token itself, which is its position in the vocabulary sorted by
+            falling probability, from 1.
         width: entries per token.
     """
 
@@ -99,20 +101,24 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
         """Return why sizes or token ids cannot be those of ``num_tokens`` tokens, or None if they can."""
         num_entries = num_tokens * self.width
         if not 1 <= self.width <= MAX_LOGPROBS + 1 or len(self) != num_tokens:
-            return "number of log probabilities does not match"
+            limits = f"expected {num_tokens} tokens and a width of 1 to {MAX_LOGPROBS + 1}"
+            return f"log probabilities of {len(self)} tokens with width {self.width}, {limits}"
         if not len(self.token_ids) == len(self.values) == num_entries:
-            return "number of log probabilities does not match"
+            sizes = f"{len(self.token_ids)} token ids and {len(self.values)} values"
+            return f"log probabilities have {sizes}, expected {num_entries} of each"
         # As unsigned, a negative id is a huge one.
-        if num_entries and self.token_ids.view(np.uint32).max() >= vocab_size:
-            return "log probability of a token id outside the vocabulary"
+        if num_entries and (highest := self.token_ids.view(np.uint32).max()) >= vocab_size:
+            return f"log probability of token id {highest.view(np.int32)}, but the vocabulary has {vocab_size} tokens"
         return None
 
     def value_error(self, vocab_size: int) -> str | None:
         """Return why the values or ranks are invalid, or None if they are valid."""
         if not (self.values <= HIGHEST_LOGPROB).all():  # NaN fails the comparison too
-            return "logprob is positive or NaN"
-        if not ((self.ranks >= 1) & (self.ranks <= vocab_size)).all():
-            return "rank outside the vocabulary"
+            wrong = self.values[~(self.values <= HIGHEST_LOGPROB)]
+            return f"a log probability must be at most 0 (got {wrong[0]:g})"
+        valid = (self.ranks >= 1) & (self.ranks <= vocab_size)
+        if not valid.all():
+            return f"token rank must be between 1 and {vocab_size} (got {self.ranks[~valid][0]})"
         return None
 
 

@@ -47,8 +47,12 @@ __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 class Scheduler:
     """Consumes events and decides steps. Owns all requests (RequestTable) and all blocks (KVCacheManager).
 
-    Invariants (``check``), besides those of its parts: a request holds blocks exactly while it is running or leaving;
-    steps in flight were sent and not answered; every accepted request ends exactly once.
+    ``check`` verifies the invariants of RequestTable and KVCacheManager, and these:
+
+    * A request has blocks exactly while it is running or leaving. *Leaving*: it has ended, but a step in flight still
+      writes to its blocks.
+    * Steps in flight were sent and not answered.
+    * Every accepted request ends exactly once.
     """
 
     def __init__(

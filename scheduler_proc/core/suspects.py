@@ -58,7 +58,7 @@ class Suspects:
         alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
         # Entries of requests outside of these steps stay: their turn to run alone may still come.
-        self._entries = {handle: entry for handle, entry in self._entries.items() if self._is_due(entry)}
+        self._entries = {handle: entry for handle, entry in self._entries.items() if self._still_counts(entry)}
         for request in present:
             entry = self._entries.get(request.handle)
             if entry is None or entry.request is not request:
@@ -80,7 +80,7 @@ class Suspects:
         if not self._entries:
             return None
         for handle, entry in list(self._entries.items()):
-            if not self._is_due(entry):
+            if not self._still_counts(entry):
                 del self._entries[handle]
             elif entry.num_deaths >= ALONE_AFTER:
                 return entry.request
@@ -90,6 +90,9 @@ class Suspects:
         confirmed, self._confirmed = self._confirmed, []
         return confirmed
 
-    def _is_due(self, entry: _Entry) -> bool:
-        """Whether the request still exists and got no token since."""
+    def _still_counts(self, entry: _Entry) -> bool:
+        """Return whether the entry still counts: its request has not ended and got no token since its first death.
+
+        The caller removes the entry otherwise.
+        """
         return not entry.request.status.is_finished and entry.request.num_tokens == entry.num_tokens

@@ -122,7 +122,11 @@ class SingleTypeKVCacheManager(ABC):
         return -(-num_tokens // self.block_size)
 
     def check(self) -> None:
-        """Raise AssertionError unless the blocks of each request have the shape of this kind of attention."""
+        """Raise AssertionError unless the blocks of each request are valid.
+
+        No block may occur twice, only the full blocks may have a hash, and null blocks may only be where this kind of
+        attention reads nothing (``check_request``): nowhere for full attention, left of the window for others.
+        """
         for handle, held in self.req_to_blocks.items():
             where = f"group {self.group_id}, handle {handle}"
             assert self.num_cached_block.get(handle, 0) <= len(held), f"{where}: more blocks cached than held"

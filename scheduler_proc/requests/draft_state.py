@@ -9,9 +9,14 @@ _FIND_RATE_STEP = 1 / 16
 
 
 class Acceptance:
-    """Estimated probability that a draft is accepted: a decaying mean over trials.
+    """Estimated probability that a draft token is accepted, as a mean over trials in which older trials count less.
 
-    A step tests drafts up to the first rejected one; the drafts after that are not counted as trials.
+    A trial is one draft token that a step verified. Draft tokens after the first rejected one of a step are no trials.
+
+    Attributes:
+        accepted, trials: number of accepted draft tokens and of trials; both decay, and their ratio is the estimate.
+        find_rate: estimated share of steps in which the proposer finds a draft.
+        rejected_in_a_row: steps in a row whose first draft token was rejected.
     """
 
     __slots__ = ("_decay", "accepted", "find_rate", "rejected_in_a_row", "trials")
@@ -19,9 +24,10 @@ class Acceptance:
     def __init__(self, chance: float, trials: float, remembered: float, find_rate: float = 1.0) -> None:
         """
         Args:
-            chance: initial estimate, with the weight of ``trials`` trials.
-            remembered: time constant of the decay, in trials.
-            find_rate: initial estimate of how often the proposer finds a draft at all.
+            chance: initial estimate of the probability that a draft token is accepted.
+            trials: weight of the initial estimate: it counts like this many trials.
+            remembered: number of trials after which the weight of a trial has fallen to 1/e.
+            find_rate: initial estimate of the share of steps in which the proposer finds a draft.
         """
         self.accepted = chance * trials
         self.trials = trials

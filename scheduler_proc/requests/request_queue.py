@@ -177,12 +177,12 @@ class RequestQueue:
         self._floor = 0
 
     def _take_turn(self, tenant: int) -> None:
-        """Update the rank of one of several waiting tenants."""
+        """Update the place of one of several waiting tenants in the order of tenants."""
         self._least.put(tenant, (self._served[tenant],))
         self._turns.put(tenant, self._rank(self._lines[tenant].head))
 
     def _rank(self, head: Request) -> _Key:
-        """Return the rank among tenants of the tenant whose first request is ``head``."""
+        """Return the sort key of the tenant whose first request is ``head``; the lowest key is next."""
         turn = self._served[head.tenant] if head.turn < 0 else head.turn
         if self.policy == "fcfs":
             return (turn, head.number)
@@ -201,19 +201,29 @@ class RequestQueue:
             yield from sorted(line.requests.values(), key=self.key)
 
     def check(self) -> None:
-        """Raise AssertionError unless each request is queued exactly once and each tenant has the correct rank."""
+        """Raise AssertionError unless each request is queued once and each tenant is at its place in the order."""
         assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, (
-            "wrong number of waiting requests"
+            f"{self._num_waiting} waiting requests are counted, but the queues have another number"
         )
         self._turns.check()
         self._least.check()
         several = self._lines.keys() if len(self._lines) > 1 else set()
-        assert self._turns.members() == several == self._least.members(), "a tenant has no turn"
+        assert self._turns.members() == several == self._least.members(), (
+            f"the waiting tenants are {sorted(several)}, but the orders of turns and of service have others"
+        )
         for tenant, line in self._lines.items():
             line.order.check()
-            assert line.order.members() == line.requests.keys(), "the queue and its heap disagree"
-            assert all(request.tenant == tenant for request in line.requests.values()), "request of another tenant"
+            assert line.order.members() == line.requests.keys(), (
+                f"tenant {tenant}: the queue and its heap have different requests"
+            )
+            assert all(request.tenant == tenant for request in line.requests.values()), (
+                f"tenant {tenant}: a request in its queue belongs to another tenant"
+            )
         for tenant in several:
             first = self._lines[tenant].head
-            assert self._turns.rank(tenant) == self._rank(first), f"tenant {tenant} has a wrong turn"
-            assert self._least.rank(tenant) == (self._served[tenant],), f"tenant {tenant} is wrongly ranked"
+            assert self._turns.rank(tenant) == self._rank(first), (
+                f"tenant {tenant} is at a wrong place in the order of turns"
+            )
+            assert self._least.rank(tenant) == (self._served[tenant],), (
+                f"tenant {tenant} is at a wrong place in the order of service"
+            )

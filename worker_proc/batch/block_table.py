@@ -1,6 +1,6 @@
 """Block table of one KV group: the blocks of each row on the host, and the device's copy that kernels read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,17 +99,24 @@ class BlockTable:
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
         self._changed = True
 
-    def require_blocks(self, block_ids: Sequence[int] | Ints) -> None:
-        """Raise StepRefused unless all ids are valid ids of the scheduler for this table."""
+    def require_blocks(self, block_ids: Sequence[int] | Ints, handle_of: Callable[[int], int] | None = None) -> None:
+        """Raise StepRefused unless all ids are valid ids of the scheduler for this table.
+
+        Args:
+            handle_of: maps an index into ``block_ids`` to the handle that the error names; None: no handle is named.
+        """
         ids = np.asarray(block_ids, np.int64)
         if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
-            raise StepRefused(f"block ids must be between {self._lowest_id} and {self._num_pool_blocks - 1}")
+            at = int(np.argmax((ids < self._lowest_id) | (ids >= self._num_pool_blocks)))
+            where = "" if handle_of is None else f"handle {handle_of(at)}: "
+            limits = f"between {self._lowest_id} and {self._num_pool_blocks - 1}"
+            raise StepRefused(f"{where}block ids must be {limits} (got {ids[at]})")
 
     def require_room(self, end: int) -> None:
         """Raise StepRefused if a row cannot have ``end`` entries."""
         if end > self._ids.shape[1]:
             limit = self._ids.shape[1] // self.ratio
-            raise StepRefused(f"a request has {end // self.ratio} blocks, more than the maximum of {limit}")
+            raise StepRefused(f"{end // self.ratio} blocks are more than the maximum of {limit} per request")
 
     def _kernel_blocks(self, block_ids: Ints) -> Ints:
         """Return the kernel blocks of each of the scheduler's blocks, ``[len(block_ids), ratio]``."""
@@ -170,10 +177,13 @@ class BlockTable:
         """
         index, offset = np.divmod(positions, self.block_size)
         if (index < 0).any() or (index >= self.num_blocks_per_row[rows]).any():
-            raise StepRefused("a token has no block for its slot")
+            at = int(np.argmax((index < 0) | (index >= self.num_blocks_per_row[rows])))
+            num_blocks = int(self.num_blocks_per_row[rows[at]])
+            raise StepRefused(f"row {rows[at]} has no block for position {positions[at]}: it has {num_blocks} blocks")
         blocks = self._ids[rows, index].astype(np.int64)
         if (blocks < self.ratio).any():  # the null block is the kernel's blocks 0 to ratio - 1
-            raise StepRefused("a token has no block for its slot: its block table entry is the null block")
+            at = int(np.argmax(blocks < self.ratio))
+            raise StepRefused(f"row {rows[at]} has the null block for position {positions[at]}, which is to be written")
         return blocks * self.block_size + offset
 
     # ---- invariants

@@ -4,7 +4,7 @@ Only the changes in the diff are checked, so a step without changes costs nothin
 block for a row whose last block is full; ``BlockTable.slots`` finds that before the step runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,24 +54,40 @@ class DiffCheck:
         for group, table in enumerate(self._tables.tables):
             span = table.block_size * table.ratio
             of_group = groups == group
-            _require_appended(table, ids[of_group])
-            appended = np.bincount(rows[of_group], minlength=batch.num_rows)
+            own_rows = rows[of_group]
+            _require_appended(table, group, ids[of_group], own_rows, self._handle)
+            appended = np.bincount(own_rows, minlength=batch.num_rows)
             held = table.num_blocks_per_row[: batch.num_rows] // table.ratio + appended
-            table.require_room(int(held.max(initial=0)) * table.ratio)
-            if ((held * span <= computed) & runs).any():
-                raise StepRefused("a token has no block for its slot")
+            _require_room(table, held, self._handle)
+            short = (held * span <= computed) & runs
+            if short.any():
+                row = int(short.argmax())
+                raise StepRefused(_no_block(self._handle(row), group, int(computed[row]), int(held[row])))
         self._tables.require_free(ids, ())
+
+    def _handle(self, row: int) -> int:
+        return int(self._batch.handles[row])
 
     def _require_new(self, step: SchedulerOutput, after: "_After") -> None:
         tokens = NOTHING if step.token_ids is None else step.token_ids
-        if len(tokens) != sum(new.num_tokens for new in step.new_requests):
-            raise StepRefused("number of token ids does not match the new requests")
+        total = sum(new.num_tokens for new in step.new_requests)
+        if len(tokens) != total:
+            raise StepRefused(f"number of token ids is {len(tokens)}, but the new requests have {total} tokens")
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:  # as unsigned, a negative id is a huge one
-            raise StepRefused("a new request has a token id outside the vocabulary")
+            at = int(np.argmax(tokens.view(np.uint32) >= self._vocab_size))
+            for new in step.new_requests:
+                if at < new.num_tokens:
+                    where = f"handle {new.handle}: token {at}"
+                    break
+                at -= new.num_tokens
+            raise StepRefused(f"{where} {self._outside(int(tokens.view(np.uint32).max().view(np.int32)))}")
         for new in step.new_requests:
             for name, ids in new.sampling.named_token_ids().items():
                 if max(ids, default=0) >= self._vocab_size:
-                    raise StepRefused(f"handle {new.handle}: {name} has a token id outside the vocabulary")
+                    raise StepRefused(f"handle {new.handle}: {name} {self._outside(max(ids))}")
+
+    def _outside(self, token_id: int) -> str:
+        return f"has id {token_id}, which is outside the vocabulary of {self._vocab_size} tokens"
 
     def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
         """Check that every position to compute has a block that no other row writes or reads."""
@@ -84,14 +100,18 @@ class DiffCheck:
             held = np.concatenate(
                 (table.num_blocks_per_row[: after.num_held] // table.ratio, [len(of[group]) for of in given])
             ).astype(np.int64)
-            for row, of in enumerate(given, after.num_held):
-                claimed.append(_require_new_blocks(table, of[group], int(after.computed[row])))
-            _require_appended(table, ids[own])
-            held += np.bincount(rows[own], minlength=len(held))
-            table.require_room(int(held.max(initial=0)) * table.ratio)
+            for row, (new, of) in enumerate(zip(step.new_requests, given, strict=True), after.num_held):
+                claimed.append(_require_new_blocks(table, group, of[group], int(after.computed[row]), new.handle))
+            own_rows = rows[own]
+            _require_appended(table, group, ids[own], own_rows, after.handle)
+            held += np.bincount(own_rows, minlength=len(held))
+            _require_room(table, held, after.handle)
             span = table.block_size * table.ratio
-            if (-(-(after.computed + after.lengths) // span) > held)[after.lengths > 0].any():
-                raise StepRefused("a token has no block for its slot")
+            short = (-(-(after.computed + after.lengths) // span) > held) & (after.lengths > 0)
+            if short.any():
+                row = int(short.argmax())
+                last = int(after.computed[row] + after.lengths[row]) - 1
+                raise StepRefused(_no_block(after.handle(row), group, last, int(held[row])))
         self._tables.require_free(np.concatenate(claimed), after.leaving)
 
 
@@ -100,7 +120,7 @@ class _After:
 
     Attributes:
         num_held: number of rows before the step, including those that the step removes.
-        leaving: rows of removed handles.
+        leaving: rows of the requests that the step removes.
         lengths: int64: maximum number of tokens that each row computes; 0 for removed and parked rows.
         computed: int64: number of computed positions of each row before the step.
     """
@@ -111,7 +131,7 @@ class _After:
         self._new = {new.handle: self.num_held + index for index, new in enumerate(step.new_requests)}
         self.leaving = [batch.row(handle) for handle in step.removed]
         if len(set(self.leaving)) != len(self.leaving):
-            raise StepRefused("duplicate handle among the removed requests")
+            raise StepRefused(f"duplicate handle {_duplicate(step.removed)} among the removed requests")
         self._removed = set(step.removed)
         self._require_rows(step)
         held, new = slice(0, self.num_held), step.new_requests
@@ -121,7 +141,7 @@ class _After:
         self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
         self.lengths = self._lengths(step)
         if not self.lengths.any():
-            raise StepRefused("step without running requests")
+            raise StepRefused(f"step {step.step} without running requests")
         if int(self.lengths.sum()) > max_tokens:
             raise StepRefused(f"step of {int(self.lengths.sum())} tokens exceeds the maximum of {max_tokens}")
 
@@ -132,17 +152,25 @@ class _After:
             raise StepRefused(f"handle {handle} is not held: this step removes it")
         return self._batch.row(handle) if found is None else found
 
+    def handle(self, row: int) -> int:
+        """Return the handle of a row after the diff."""
+        return int(self._batch.handles[row]) if row < self.num_held else list(self._new)[row - self.num_held]
+
     def _require_rows(self, step: SchedulerOutput) -> None:
         new, batch = step.new_requests, self._batch
         if self.num_held - len(step.removed) + len(new) > batch.max_rows:
             raise StepRefused(f"{len(new)} new requests do not fit in {batch.max_rows} rows")
         if len(self._new) != len(new):
-            raise StepRefused("duplicate handle among the new requests")
+            duplicate = _duplicate([request.handle for request in new])
+            raise StepRefused(f"duplicate handle {duplicate} among the new requests")
         for request in new:
             handle, longest = request.handle, batch.tokens.data.shape[1]
-            held = handle in batch.row_of and handle not in self._removed
-            if held or not 0 <= handle <= MAX_HANDLE or not 0 < request.num_tokens <= longest:
-                raise StepRefused(f"handle {handle} is in use or invalid, or its length is not between 1 and {longest}")
+            if not 0 <= handle <= MAX_HANDLE:
+                raise StepRefused(f"handle of a new request must be between 0 and {MAX_HANDLE} (got {handle})")
+            if handle in batch.row_of and handle not in self._removed:
+                raise StepRefused(f"handle {handle} of a new request is in use")
+            if not 0 < request.num_tokens <= longest:
+                raise StepRefused(f"handle {handle}: length must be between 1 and {longest} (got {request.num_tokens})")
             if not 0 < request.num_prompt_tokens <= request.num_tokens:
                 raise StepRefused(
                     f"handle {handle} has {request.num_prompt_tokens} prompt tokens of {request.num_tokens} tokens"
@@ -152,15 +180,17 @@ class _After:
                     f"handle {handle} has {request.num_computed_tokens} computed tokens of {request.num_tokens} tokens"
                 )
             if not 0 <= request.seed < 2**64:
-                raise StepRefused(f"handle {handle} has a seed outside 64 bits")
+                raise StepRefused(f"handle {handle}: seed must be between 0 and {2**64 - 1} (got {request.seed})")
 
     def _lengths(self, step: SchedulerOutput) -> npt.NDArray[np.int64]:
         lengths = np.ones(len(self.computed), np.int64)
         lengths[: self.num_held] = self._batch.active[: self.num_held]
         for handle in step.parked:
             row = self._batch.row(handle)
-            if not lengths[row] or handle in self._removed:
-                raise StepRefused(f"handle {handle} to park is already parked or removed")
+            if handle in self._removed:
+                raise StepRefused(f"handle {handle} to park is removed by this step")
+            if not lengths[row]:
+                raise StepRefused(f"handle {handle} to park is already parked")
             lengths[row] = 0
         for handle in step.unparked:
             row = self.row(handle)
@@ -170,8 +200,11 @@ class _After:
         lengths[self.leaving] = 0
         for handle, count in _once(step.counts):
             row = self.row(handle)
-            if not lengths[row] or not 0 < count <= self._batch.tokens.data.shape[1]:
-                raise StepRefused(f"handle {handle} is parked or removed, or has an invalid count of {count} tokens")
+            longest = self._batch.tokens.data.shape[1]
+            if not lengths[row]:
+                raise StepRefused(f"handle {handle} with a token count is parked")
+            if not 0 < count <= longest:
+                raise StepRefused(f"handle {handle}: token count must be between 1 and {longest} (got {count})")
             lengths[row] = count
         known = self._known
         if step.drafts:
@@ -181,8 +214,13 @@ class _After:
                 if not 0 < allowed < lengths[row] or self.computed[row] + lengths[row] - allowed != known[row]:
                     raise StepRefused(f"handle {handle} cannot have {allowed} draft tokens among {lengths[row]} tokens")
                 known[row] += allowed
-        if (self.computed + lengths > known)[lengths > 0].any():
-            raise StepRefused("a request would compute tokens that are not known")
+        unknown = (self.computed + lengths > known) & (lengths > 0)
+        if unknown.any():
+            row = int(unknown.argmax())
+            raise StepRefused(
+                f"handle {self.handle(row)} would compute {lengths[row]} tokens after {self.computed[row]}, "
+                f"but only {known[row]} are known"
+            )
         return lengths
 
 
@@ -193,7 +231,13 @@ def _changes(step: SchedulerOutput) -> bool:
         StepRefused: the diff uses fields that this version does not support.
     """
     if step.draft_token_ids is not None or step.block_copies or step.blocks_to_zero:
-        raise StepRefused("step uses a field that this version does not support")
+        reserved = {
+            "draft_token_ids": step.draft_token_ids is not None,
+            "block_copies": step.block_copies,
+            "blocks_to_zero": step.blocks_to_zero,
+        }
+        used = ", ".join(name for name, is_set in reserved.items() if is_set)
+        raise StepRefused(f"step {step.step} uses {used}, which this version does not support")
     lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
     arrays = (step.token_ids, step.block_ids, step.appended_handles, step.appended_block_ids, step.appended_groups)
     return bool(lists) or any(array is not None for array in arrays)
@@ -212,20 +256,28 @@ def _require_groups(groups: Ints, num_groups: int) -> None:
 
 def _once(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     if len({handle for handle, _ in pairs}) != len(pairs):
-        raise StepRefused("duplicate handle in a list of token counts")
+        raise StepRefused(f"duplicate handle {_duplicate([handle for handle, _ in pairs])} in a list of token counts")
     return pairs
+
+
+def _duplicate(handles: Sequence[int]) -> int:
+    """Return the first handle that occurs twice."""
+    return next(handle for at, handle in enumerate(handles) if handle in handles[:at])
 
 
 def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: int) -> list[list[Int32]]:
     """Return the blocks of each new request, per group."""
     ids = NOTHING if block_ids is None else block_ids
     for request in new:
-        if len(request.num_blocks) != num_groups or min(request.num_blocks) < 0:
+        if len(request.num_blocks) != num_groups:
             given = f"block counts for {len(request.num_blocks)} KV groups"
-            raise StepRefused(f"handle {request.handle} has {given} (expected {num_groups}), or a negative count")
+            raise StepRefused(f"handle {request.handle} has {given}, expected {num_groups}")
+        if min(request.num_blocks) < 0:
+            group = request.num_blocks.index(min(request.num_blocks))
+            raise StepRefused(f"handle {request.handle} has {request.num_blocks[group]} blocks in KV group {group}")
     lengths = [count for request in new for count in request.num_blocks]
     if len(ids) != sum(lengths):
-        raise StepRefused("number of block ids does not match the new requests")
+        raise StepRefused(f"number of block ids is {len(ids)}, but the new requests have {sum(lengths)} blocks")
     pieces = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
     return [pieces[start : start + num_groups] for start in range(0, len(pieces), num_groups)]
 
@@ -237,21 +289,40 @@ def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints,
     ids = NOTHING if ids is None else ids
     groups = np.zeros_like(handles) if groups is None else groups
     if not len(handles) == len(ids) == len(groups):
-        raise StepRefused("handles, groups and ids of appended blocks have different lengths")
+        sizes = f"{len(handles)} handles, {len(groups)} groups, {len(ids)} ids"
+        raise StepRefused(f"lists of appended blocks have different lengths: {sizes}")
     return np.array([held.row(handle) for handle in handles.tolist()], np.int64), groups, ids
 
 
-def _require_new_blocks(table: BlockTable, ids: Int32, num_computed: int) -> Int32:
+def _no_block(handle: int, group: int, position: int, num_blocks: int) -> str:
+    return f"handle {handle}, KV group {group}: no block for position {position} (the request has {num_blocks} blocks)"
+
+
+def _require_room(table: BlockTable, held: npt.NDArray[np.int64], handle_of: Callable[[int], int]) -> None:
+    """Check the number of blocks of each row after the diff. ``handle_of`` maps a row to its handle."""
+    try:
+        table.require_room(int(held.max(initial=0)) * table.ratio)
+    except StepRefused as error:
+        raise StepRefused(f"handle {handle_of(int(held.argmax()))}: {error}") from None
+
+
+def _require_new_blocks(table: BlockTable, group: int, ids: Int32, num_computed: int, handle: int) -> Int32:
     """Return the blocks that the row will write; the null block may only occur before them."""
-    table.require_blocks(ids)
-    own = ids[num_computed // (table.block_size * table.ratio) :]
+    table.require_blocks(ids, lambda at: handle)
+    first = num_computed // (table.block_size * table.ratio)
+    own = ids[first:]
     if not own.all():
-        raise StepRefused("a token has no block for its slot: its block table entry is the null block")
+        at = first + int(np.argmax(own == NULL_BLOCK_ID))
+        raise StepRefused(f"handle {handle}, KV group {group}: block {at} will be written, but is the null block")
     return own
 
 
-def _require_appended(table: BlockTable, ids: Ints) -> None:
-    """Check appended block ids; the null block is not allowed, because the row will write to them."""
-    table.require_blocks(ids)
+def _require_appended(table: BlockTable, group: int, ids: Ints, rows: Ints, handle_of: Callable[[int], int]) -> None:
+    """Check block ids appended to ``rows``, which will write to them, so the null block is not allowed.
+
+    ``handle_of`` maps a row to its handle.
+    """
+    table.require_blocks(ids, lambda at: handle_of(int(rows[at])))
     if not ids.all():
-        raise StepRefused(f"appended block ids must be at least {NULL_BLOCK_ID + 1}: the null block is never written")
+        handle = handle_of(int(rows[np.argmax(ids == NULL_BLOCK_ID)]))
+        raise StepRefused(f"handle {handle}, KV group {group}: appended block id {NULL_BLOCK_ID} is the null block")

@@ -107,7 +107,8 @@ class SlotOwners:
                 step.
         """
         if len(block_ids) > 1 and len(np.unique(block_ids)) < len(block_ids):
-            raise StepRefused("slot overlap: a block is assigned twice")
+            ids, counts = np.unique(block_ids, return_counts=True)
+            raise StepRefused(f"slot overlap: the step assigns block {ids[counts > 1][0]} twice")
         leaving_places = self._place_of_row[list(leaving)]
         taken = self._readers[block_ids] > self._num_reads(leaving_places, block_ids)
         places = self._owner[block_ids] % len(self._key_of_place)

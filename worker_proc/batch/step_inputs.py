@@ -84,12 +84,15 @@ def prepare_inputs(
         batch.tokens.data[row, known : known + len(own)] = own
     rows = np.flatnonzero(lengths)
     if not len(rows):
-        raise StepRefused("step without running requests")
+        raise StepRefused(f"step {step.step} without running requests")
     query_lens = lengths[rows]
     computed, known_or_draft = batch.num_computed[rows], batch.num_known[rows] + num_drafts[rows]
     seq_lens = computed + query_lens
-    if (seq_lens > known_or_draft).any() or (num_drafts[rows].astype(bool) & (seq_lens != known_or_draft)).any():
-        raise StepRefused("a request would compute tokens that are not known")
+    wrong = (seq_lens > known_or_draft) | (num_drafts[rows].astype(bool) & (seq_lens != known_or_draft))
+    if wrong.any():
+        at = int(wrong.argmax())
+        handle, end, known = batch.handles[rows[at]], seq_lens[at], known_or_draft[at]
+        raise StepRefused(f"handle {handle} would compute tokens up to {end}, but {known} are known or drafted")
     starts = np.cumsum(query_lens) - query_lens
     token_rows = np.repeat(rows, query_lens)
     offsets = np.arange(len(token_rows)) - np.repeat(starts, query_lens)

@@ -39,7 +39,15 @@ class TokenHistory:
         self._pending: deque[_Sampled] = deque()
 
     def sampled(self, rows: npt.NDArray[np.int64], copy: HostCopy) -> None:
-        """Record that a step sampled one token for each of ``rows``, before ``num_known`` counts it."""
+        """Record that a step sampled one token for each of ``rows``.
+
+        Call it after the launch and before the batch's ``num_known`` (known tokens per row) is increased for the
+        sampled tokens: it reads their positions from ``num_known``.
+
+        Args:
+            copy: the copy of the tokens to the host, which may still run. The tokens are stored in the batch when it is
+                ready.
+        """
         batch = self._batch
         self._pending.append(
             _Sampled(batch.handles[rows], batch.serial[rows], rows, batch.num_known[rows], batch.generation, copy)

@@ -66,8 +66,10 @@ def find_tensor_sources(
             unused.append(tensor)
         for slot, source in found.items():
             if slot in sources:
+                other = sources[slot].stored
                 raise ConfigError(
-                    f"{tensor.file}: tensor {tensor.name} duplicates tensor {sources[slot].stored.name} ({slot})"
+                    f"{tensor.file}: tensor {tensor.name} and tensor {other.name} of {other.file} are both "
+                    f"the weight {slot} of the model"
                 )
             sources[slot] = source
     missing = [name for name in slots if name not in sources]

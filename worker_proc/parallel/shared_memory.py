@@ -51,7 +51,10 @@ class SharedMemoryGroup:
         self._round = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum in rank order, in ``x``'s own memory if it is contiguous."""
+        """Return the sum of all ranks' ``x``, added in the order of ranks, so that every rank rounds equally.
+
+        The sum is in ``x``'s memory if ``x`` is contiguous, else in a new tensor.
+        """
         x = x.contiguous()
         flat = x.view(-1)
         step = CHUNK_BYTES // x.element_size()

@@ -65,7 +65,8 @@ def response_format(value: dict[str, Any]) -> StructuredOutputs | None:
     """Parse OpenAI's ``response_format``; None for plain text."""
     name, kind = "response_format", value.get("type")
     if kind not in FORMATS:
-        raise InvalidRequest(f"{name}.type must be one of {', '.join(FORMATS)}", f"{name}.type")
+        text = f"{name}.type must be one of {', '.join(FORMATS)} (got {shorten(str(kind))})"
+        raise InvalidRequest(text, f"{name}.type")
     if kind != "json_schema":
         read(PlainFormat, value, name)
         return StructuredOutputs(json_object=True) if kind == "json_object" else None
@@ -75,7 +76,7 @@ def response_format(value: dict[str, Any]) -> StructuredOutputs | None:
 
 
 def schema_constraint(schema: dict[str, Any], where: str) -> StructuredOutputs:
-    """Return the constraint to a JSON schema. Errors name ``where``, the field that holds the schema."""
+    """Return the constraint that the output matches a JSON schema. Errors name ``where``, the schema's field."""
     try:
         return StructuredOutputs(json=schema)
     except InvalidRequest as error:

@@ -17,6 +17,7 @@ from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 
+_USE_ROOFLINE = "use a roofline instead, such as --cost roofline:config.json,h200"
 _TOP = 16_384
 _HEAD_TOP = 512
 """Numbers of tokens, and of rows of the output projection, up to which times are tabulated."""
@@ -39,9 +40,9 @@ class KernelTableCost(ModelOnChips):
         """
         super().__init__(model, chip or CHIPS["h200"], tensor_parallel_size)
         if model.moe is not None:
-            raise ConfigError(f"{folder}: the tables do not cover mixture-of-experts models: use roofline:CONFIG,CHIP")
+            raise ConfigError(f"{folder}: the tables have no mixture-of-experts models, {_USE_ROOFLINE}")
         if model.head_dim != 128:
-            raise ConfigError(f"{folder}: head_dim must be 128 (got {model.head_dim}): use roofline:CONFIG,CHIP")
+            raise ConfigError(f"{folder}: head_dim must be 128 (got {model.head_dim}), {_USE_ROOFLINE}")
         self._folder = folder
         self._by_tokens = self._token_curve(folder)
         self._by_samples = self._head_curve(folder)

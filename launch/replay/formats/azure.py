@@ -48,9 +48,13 @@ def _nanoseconds(text: str) -> int:
     """Parse a time exactly: the trace has seven decimals, more than a datetime holds."""
     match = _TIME.fullmatch(text)
     if match is None:
-        raise ValueError(f"`TIMESTAMP` must be a date and time (got {text!r})")
+        raise ValueError(_not_a_time(text))
     try:
         since = datetime.fromisoformat(match[1]) - _EPOCH
     except ValueError:
-        raise ValueError(f"`TIMESTAMP` must be a date and time (got {text!r})") from None
+        raise ValueError(_not_a_time(text)) from None
     return (since.days * 86400 + since.seconds) * 10**9 + int((match[2] or "").ljust(9, "0"))
+
+
+def _not_a_time(text: str) -> str:
+    return f"`TIMESTAMP` must be a date and time, such as 2023-11-16 18:15:46.6805900 (got {text[:40]!r})"

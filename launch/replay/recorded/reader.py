@@ -137,7 +137,7 @@ class TraceReader:
 
 
 def read_header(file: Path) -> Header:
-    """Return the header of ``file``, in the current version of the format.
+    """Return the header of ``file``, converted to the current version of the format.
 
     Raises:
         ConfigError: ``file`` is not a Quire trace, or its version is not supported.

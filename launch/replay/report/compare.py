@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.launch.measure.report import Table
 from quire.launch.replay.report.figures import latency
-from quire.launch.replay.run.request_states import COMPUTING, QueueHead, seconds_by_reason, stretches_by_reason
+from quire.launch.replay.run.request_states import COMPUTING, QueueHead, intervals_by_reason, seconds_by_reason
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 MAX_SHOWN = 10
@@ -175,7 +175,7 @@ def _delta(a: RequestRun, b: RequestRun, heads: tuple[QueueHead, QueueHead]) -> 
 
 def _ran_meanwhile(run: RequestRun, others: Sequence[RequestRun]) -> list[tuple[str, float]]:
     """Return the requests that ran while ``run`` waited, with the seconds, the longest first. O(requests)."""
-    waits = [(begin, end) for begin, end, what in stretches_by_reason(run) if what not in COMPUTING]
+    waits = [(begin, end) for begin, end, what in intervals_by_reason(run) if what not in COMPUTING]
     if not waits:
         return []
     shares = []

@@ -7,7 +7,7 @@ from typing import Any
 from quire.launch.replay.report import bins, figures
 from quire.launch.replay.report.bins import microseconds
 from quire.launch.replay.report.compare import Comparison, compare
-from quire.launch.replay.run.request_states import STATES, run_end, stretches
+from quire.launch.replay.run.request_states import STATES, run_end, state_intervals
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 
 MAX_REQUESTS = 20_000
@@ -181,8 +181,8 @@ def _requests(
 ) -> dict[str, list[Any]]:
     """Return the requests as columns. Times other than ``arrival`` are relative to it; -1: none.
 
-    ``stretches``: state, microseconds, state, ... without gaps. ``moments``: time, what, reason, other, ..., where
-    other is a request's index, -1 for none, or -2 minus the number of a word.
+    ``state_intervals``: state, microseconds, state, ... without gaps. ``moments``: time, what, reason, other, ...,
+    where other is a request's index, -1 for none, or -2 minus the number of a word.
     """
     numbers = {run.request_id: number for number, run in enumerate(requests)}
 
@@ -214,13 +214,13 @@ def _requests(
         "scheduled": [since(run, run.scheduled) for run in requests],
         "first": [since(run, run.first_token) for run in requests],
         "end": [since(run, run.end) for run in requests],
-        "stretches": [_flat_stretches(run, end) for run in requests],
+        "state_intervals": [_flat_intervals(run, end) for run in requests],
         "moments": [flatten(run, kept) for run, kept in zip(requests, moments, strict=True)],
     }
 
 
-def _flat_stretches(run: RequestRun, end: float) -> list[int]:
+def _flat_intervals(run: RequestRun, end: float) -> list[int]:
     flat: list[int] = []
-    for each in stretches(run, end):
+    for each in state_intervals(run, end):
         flat += STATES.index(each.state), microseconds(each.end) - microseconds(each.begin)
     return flat

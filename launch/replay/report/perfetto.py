@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.launch.replay.run.request_states import Stretch, run_end, stretches
+from quire.launch.replay.run.request_states import StateInterval, run_end, state_intervals
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 Event = dict[str, Any]
@@ -112,7 +112,7 @@ def _counters(record: RunRecord) -> Iterator[Event]:
 class _Timeline(NamedTuple):
     run: RequestRun
     lane: int
-    stretches: list[Stretch]
+    intervals: list[StateInterval]
     begin: float
     end: float
 
@@ -134,7 +134,7 @@ def _timelines(record: RunRecord) -> list[_Timeline]:
             heapq.heappush(free, num_lanes)
             num_lanes += 1
         lane = heapq.heappop(free)
-        found = stretches(run, cut)
+        found = state_intervals(run, cut)
         end = found[-1].end if found else run.arrival
         timelines.append(_Timeline(run, lane, found, run.arrival, end))
         heapq.heappush(busy, (end, lane))
@@ -143,7 +143,7 @@ def _timelines(record: RunRecord) -> list[_Timeline]:
 
 def _slices(timeline: _Timeline) -> Iterator[Event]:
     run = timeline.run
-    if not timeline.stretches:
+    if not timeline.intervals:
         why = {"request": run.request_id, "why": run.finish_detail}
         yield _instant(timeline.lane, run.finish or "unfinished", run.arrival, why)
         return
@@ -158,7 +158,7 @@ def _slices(timeline: _Timeline) -> Iterator[Event]:
         "detail": run.finish_detail,
     }
     yield _slice(_REQUESTS, timeline.lane + 1, f"request {run.request_id}", timeline.begin, timeline.end, args)
-    for each in timeline.stretches:
+    for each in timeline.intervals:
         preemption = {"reason": each.reason, "beneficiary": each.other} if each.state == "preempted" else {}
         event = _slice(_REQUESTS, timeline.lane + 1, each.state, each.begin, each.end, preemption)
         yield event | {"cname": _COLOURS[each.state]}
@@ -185,10 +185,10 @@ def _flows(timelines: list[_Timeline]) -> Iterator[Event]:
         by_id.setdefault(timeline.run.request_id, []).append(timeline)
     number = 0
     for timeline in timelines:
-        for i, out in enumerate(timeline.stretches):
+        for i, out in enumerate(timeline.intervals):
             if out.state != "preempted":
                 continue
-            back = timeline.stretches[i + 1] if i + 1 < len(timeline.stretches) else out
+            back = timeline.intervals[i + 1] if i + 1 < len(timeline.intervals) else out
             if back.state != "preempted":
                 number += 1
                 yield _flow("s", "resume", number, timeline, out.begin)

@@ -17,7 +17,7 @@ recomputation after a preemption. preempted: until the request is admitted again
 COMPUTING = (PREFILL, DECODE)
 
 
-class Stretch(NamedTuple):
+class StateInterval(NamedTuple):
     """A state from ``begin`` to ``end``, in seconds on the run's clock.
 
     Attributes:
@@ -38,8 +38,8 @@ def run_end(requests: Sequence[RequestRun], step_ends: Iterable[float]) -> float
     return max([*times, *step_ends], default=0.0)
 
 
-def stretches(run: RequestRun, cut: float) -> list[Stretch]:
-    """Return the request's stretches in order of time, without gaps or empty ones; none for a rejected request.
+def state_intervals(run: RequestRun, cut: float) -> list[StateInterval]:
+    """Return the request's intervals in order of time, without gaps or empty ones; none for a rejected request.
 
     Args:
         cut: the end to use for an unfinished request.
@@ -47,8 +47,8 @@ def stretches(run: RequestRun, cut: float) -> list[Stretch]:
     if run.finish == "rejected":
         return []
     end = run.end if run.end >= 0 else max(cut, run.arrival)
-    made: list[Stretch] = []
-    last = Stretch(QUEUED, run.arrival, end)
+    made: list[StateInterval] = []
+    last = StateInterval(QUEUED, run.arrival, end)
     for change in _changes(run):
         begin = min(max(change.begin, last.begin), end)
         if begin > last.begin:
@@ -57,7 +57,7 @@ def stretches(run: RequestRun, cut: float) -> list[Stretch]:
     return [*made, last] if end > last.begin else made
 
 
-def _changes(run: RequestRun) -> list[Stretch]:
+def _changes(run: RequestRun) -> list[StateInterval]:
     """Return each change of state. A first token that arrives while its request is preempted changes nothing."""
     turns = [(run.scheduled, PREFILL, "", "")] if run.scheduled >= 0 else []
     turns += [(run.first_token, DECODE, "", "")] if run.first_token >= 0 else []
@@ -67,21 +67,21 @@ def _changes(run: RequestRun) -> list[Stretch]:
     for time, what, reason, other in sorted(turns, key=lambda turn: turn[0]):
         if what == "preempt":
             preempted = True
-            changes.append(Stretch(PREEMPTED, time, time, reason, other))
+            changes.append(StateInterval(PREEMPTED, time, time, reason, other))
         elif what == "resume":
             preempted = False
-            changes.append(Stretch(DECODE if 0 <= run.first_token <= time else PREFILL, time, time))
+            changes.append(StateInterval(DECODE if 0 <= run.first_token <= time else PREFILL, time, time))
         elif not preempted:
-            changes.append(Stretch(what, time, time))
+            changes.append(StateInterval(what, time, time))
     return changes
 
 
-def stretches_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
+def intervals_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
     """Return (begin, end, what) without gaps; ``what`` is the wait reason once it is known, before that the state."""
     last = max((moment.time for moment in run.moments), default=run.arrival)
     waits = [(moment.time, moment.reason) for moment in run.moments if moment.what == "wait"]
     found = []
-    for state, begin, end, *_ in stretches(run, max(last, run.scheduled)):
+    for state, begin, end, *_ in state_intervals(run, max(last, run.scheduled)):
         turns = [(begin, state), *(wait for wait in waits if state not in COMPUTING and begin <= wait[0] < end)]
         ends = [time for time, _ in turns[1:]] + [end]
         found += [(time, until, what) for (time, what), until in zip(turns, ends, strict=True) if until > time]
@@ -89,10 +89,13 @@ def stretches_by_reason(run: RequestRun) -> list[tuple[float, float, str]]:
 
 
 class QueueHead:
-    """The wait reason of the first request in the queue over time. The requests behind it wait for the same reason."""
+    """The wait reason of the first request in the queue over time. The requests behind it wait for the same reason.
+
+    Its parallel lists ``_begins``, ``_ends`` and ``_whats`` are intervals in order of time: begin, end, wait reason.
+    """
 
     def __init__(self, runs: Iterable[RequestRun]) -> None:
-        waits = sorted(stretch for run in runs for stretch in stretches_by_reason(run) if stretch[2] not in STATES)
+        waits = sorted(interval for run in runs for interval in intervals_by_reason(run) if interval[2] not in STATES)
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._whats: list[str] = []
@@ -115,12 +118,15 @@ class QueueHead:
         return found
 
     def _sums(self, what: str) -> list[float]:
-        """Return the seconds of ``what`` before each stretch."""
+        """Return the running sum of seconds of one wait reason: entry ``i`` is for the intervals before ``i``."""
         pairs = zip(self._begins, self._ends, self._whats, strict=True)
         return list(accumulate((end - begin if which == what else 0.0 for begin, end, which in pairs), initial=0.0))
 
     def _until(self, time: float, at: int, what: str, before: list[float]) -> float:
-        """Return the seconds of ``what`` before ``time``; ``at`` is the last stretch that begins by then, or -1."""
+        """Return the seconds of the wait reason ``what`` before ``time``.
+
+        ``at``: index of the last interval that begins at ``time`` or earlier, or -1.
+        """
         if at < 0:
             return 0.0
         part = min(time, self._ends[at]) - self._begins[at] if self._whats[at] == what else 0.0
@@ -134,7 +140,7 @@ def seconds_by_reason(run: RequestRun, head: QueueHead | None = None) -> dict[st
         head: reasons to attribute queueing time to while the request has none of its own.
     """
     spent: dict[str, float] = defaultdict(float)
-    for begin, end, what in stretches_by_reason(run):
+    for begin, end, what in intervals_by_reason(run):
         spent[what] += end - begin
         if head is not None and what == QUEUED:
             for reason, seconds in head.seconds(begin, end).items():

@@ -60,8 +60,8 @@ KEYS = torch.zeros(5, 2, 16)
     [
         ({"qkv": torch.zeros(5, 7, 16)}, r"qkv: dimension 1 is 7, expected 4 heads and twice a number of KV heads"),
         ({"qkv": torch.zeros(5, 8, 15)}, r"qkv: dimension 2 \(head_dim\) is 15, expected an even number"),
-        ({"kv_cache": None}, "expected both with keys, and neither with queries alone"),
-        ({"qkv": torch.zeros(5, 4, 16)}, "expected both with keys, and neither with queries alone"),
+        ({"kv_cache": None}, "expected both, because qkv has keys; got None and a tensor"),
+        ({"qkv": torch.zeros(5, 4, 16)}, "expected neither, because qkv has queries alone"),
         ({"kv_cache": torch.zeros(2, 3, 8, 3, 16)}, r"kv_cache: dimension 3 \(num_kv_heads\) is 3, expected 2"),
         ({"slot_mapping": torch.zeros(4).long()}, r"slot_mapping: dimension 0 \(num_tokens\) is 4, expected 5"),
         ({"v_scale": torch.ones(1)}, "v_scale: a cache of torch.float32 is not scaled"),

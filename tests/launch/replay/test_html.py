@@ -123,7 +123,7 @@ def test_figures_match_the_run(tmp_path: Path) -> None:
     assert run["left_out"] == {"requests": 0, "moments": 0}
     requests = run["requests"]
     for i, each in enumerate(record.requests):
-        assert sum(requests["stretches"][i][1::2]) == (0 if each.finish == "rejected" else requests["end"][i])
+        assert sum(requests["state_intervals"][i][1::2]) == (0 if each.finish == "rejected" else requests["end"][i])
         assert len(requests["moments"][i]) == 4 * len(each.moments)
     for distribution in data["distributions"]:
         ended = sum(count for _, count in record.itl) if distribution["name"] == "itl" else 60

@@ -52,7 +52,7 @@ def test_refuses_ids_that_no_request_may_write(ids: list[int]) -> None:
 def test_refuses_more_blocks_than_a_request_can_have() -> None:
     table = table_of(max_len=10)  # 3 blocks
     table.require_room(3)
-    with pytest.raises(StepRefused, match="has 4 blocks, more than the maximum of 3"):
+    with pytest.raises(StepRefused, match="4 blocks are more than the maximum of 3"):
         table.require_room(4)
 
 
@@ -100,7 +100,7 @@ def test_scheduler_block_is_several_kernel_blocks() -> None:
     assert view(table, [0], 96) == [[2, 3, 4, 5, 14, 15]]
     assert table.block_ids(0).tolist() == [1, 2, 7]
     assert slots(table, [0, 0, 0], [0, 31, 80]) == [32, 63, 15 * 16]
-    with pytest.raises(StepRefused, match="has 4 blocks, more than the maximum of 3"):
+    with pytest.raises(StepRefused, match="4 blocks are more than the maximum of 3"):
         table.require_room(8)
     with pytest.raises(StepRefused, match="must be between 1 and 99"):
         table.require_blocks([100])

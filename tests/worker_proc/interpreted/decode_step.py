@@ -166,7 +166,7 @@ def test_refuses_token_without_a_block() -> None:
     both.step(**adding((0, [5, 9, 2], [1])))
     both.step()
     for runner in (both.host, both.device):
-        with pytest.raises(StepRefused, match="a token has no block for its slot"):
+        with pytest.raises(StepRefused, match="has no block for position"):
             runner.execute(SchedulerOutput(3))
 
 

@@ -24,8 +24,11 @@ class Penalised:
     """Penalties of one request.
 
     Attributes:
-        slot: its row of the counts, -1 before it has one.
-        num_listed: tokens of ``output`` that are counted already; only ``apply`` uses it.
+        repetition, frequency, presence: the penalties, as in SamplingParams.
+        prompt, output: token ids of the request; ``output`` grows while the request runs.
+        slot: index of the request in the token counts (``token_counts.py``: counts per vocabulary entry); -1 before it
+            has one.
+        num_listed: number of ``output`` tokens that ``apply`` has already added to the token counts.
     """
 
     repetition: float

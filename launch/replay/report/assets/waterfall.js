@@ -27,7 +27,7 @@ function matchesFilter(run, i) {
 /** Per run, in seconds: begin, end and ordered states [state, begin, end] of each request; no states if rejected. */
 const timelines = data.runs.map(({ requests }) => {
   const begins = requests.arrival.map((time) => time / 1e6);
-  const states = requests.stretches.map((flat, i) => {
+  const states = requests.state_intervals.map((flat, i) => {
     let at = requests.arrival[i];
     const made = [];
     for (let j = 0; j < flat.length; j += 2) made.push([data.states[flat[j]], at / 1e6, (at += flat[j + 1]) / 1e6]);
