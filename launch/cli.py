@@ -13,7 +13,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError
 from quire.protocol.process.log_stream import survive_without_stderr
-from quire.version import __version__
+from quire.version import version_text
 
 EX_USAGE = 2
 
@@ -32,6 +32,14 @@ class _Parser(argparse.ArgumentParser):
             near = suggest(name.lstrip("-").replace("-", "_"), [f.lstrip("-").replace("-", "_") for f in flags])
             self.error(f"unknown flag {name}{_as_flag(near)}")
         self.error(f"unexpected argument {word!r}")
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which are looked up only when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(version_text())
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,7 +85,7 @@ def _chosen(arguments: Sequence[str]) -> str:
 def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
     """Return the whole parser and the chosen command's parser. Only the chosen command gets its flags."""
     parser = _Parser(prog="quire", description="Quire, a serving engine for large language models.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of quire, its commit and torch")
     groups = {"": parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")}
     found = parser
     for name, command in COMMANDS.items():

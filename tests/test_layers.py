@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
 ALLOWED = {
     "protocol": {"protocol"},
-    "scheduler_proc": {"protocol", "scheduler_proc"},
-    "kernels": {"kernels"},
-    "worker_proc": {"protocol", "kernels", "worker_proc"},
+    "scheduler_proc": {"protocol", "scheduler_proc", "version"},
+    "kernels": {"kernels", "version"},
+    "worker_proc": {"protocol", "kernels", "worker_proc", "version"},
     "launch": {"protocol", "scheduler_proc", "launch", "version"},
 }
 TORCH_FREE = ("protocol", "scheduler_proc", "launch")

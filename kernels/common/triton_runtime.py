@@ -2,6 +2,8 @@
 
 import functools
 
+from quire.version import install_command
+
 
 @functools.cache
 def require_launchable(device_type: str) -> None:
@@ -16,7 +18,7 @@ def require_launchable(device_type: str) -> None:
     try:
         import triton
     except ImportError as error:
-        raise RuntimeError("Triton kernels need the triton package: pip install 'quire[triton]'") from error
+        raise RuntimeError(f"Triton kernels need the triton package: {install_command('triton')}") from error
     if device_type != "cuda" and not triton.knobs.runtime.interpret:
         raise RuntimeError(
             f"Triton kernels need CUDA, and the tensors are on {device_type!r}; to run them slowly in Triton's "

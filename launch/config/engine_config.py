@@ -20,7 +20,7 @@ from quire.protocol.model.checkpoint import check_sizes, stored_tensors
 from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints
-from quire.version import __version__
+from quire.version import __version__, install_command
 
 KV_CACHE_DTYPES = {
     "float32": "float32",
@@ -188,5 +188,5 @@ def _hash_algo(wanted: str) -> str:
     if wanted == "sha256":
         return wanted
     if importlib.util.find_spec("xxhash") is None:
-        raise ConfigError(f"--prefix-caching-hash-algo {wanted} needs the package xxhash: pip install 'quire[xxhash]'")
+        raise ConfigError(f"--prefix-caching-hash-algo {wanted} needs the package xxhash: {install_command('xxhash')}")
     return "xxh3_128"

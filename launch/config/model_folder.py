@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from quire.protocol.errors import ConfigError
+from quire.version import install_command
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 
@@ -30,7 +31,7 @@ def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError(f"{name} is not a folder; to download it: pip install 'quire[hub]'") from None
+        raise ConfigError(f"{name} is not a folder; to download it: {install_command('hub')}") from None
     wanted = ["*.json", "*.safetensors", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quire.protocol.errors import ConfigError
+from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
 MAX_MARKER_TOKENS = 64
@@ -72,7 +73,7 @@ def _default_markers(path: Path, vocab_size: int) -> tuple[list[int], list[int]]
 def check_grammar_library(name: str) -> None:
     """Raise ConfigError if the grammar library is not installed. The default one always is."""
     if name != "llguidance" and importlib.util.find_spec(name) is None:
-        raise ConfigError(f"--structured-outputs-backend {name} needs the package {name}: pip install {name}")
+        raise ConfigError(f"--structured-outputs-backend {name} needs the package {name}: {install_command(name)}")
 
 
 def processor_name(given: object) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.protocol.errors import ConfigError
+from quire.version import install_command
 
 try:
     import httpx
 except ImportError:
-    raise ConfigError("httpx not found: pip install 'quire[bench]'") from None
+    raise ConfigError(f"httpx not found: {install_command('bench')}") from None
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 TIMEOUT_S = 600.0

@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 from quire.protocol.errors import ConfigError
+from quire.version import install_command
 
 SHORT_HASH_BYTES = 8
 """Bytes of a hash that traces keep. Among 2**30 blocks, two share 8 bytes of SHA-256 with probability 1 in 37."""
@@ -45,7 +46,7 @@ def hash_algorithm(name: str) -> Callable[[], _Hash]:
     try:
         make: Callable[[], _Hash] = importlib.import_module("xxhash").xxh3_128
     except ImportError:
-        raise ConfigError("--prefix-caching-hash-algo xxh3_128 needs: pip install 'quire[xxhash]'") from None
+        raise ConfigError(f"--prefix-caching-hash-algo xxh3_128 needs: {install_command('xxhash')}") from None
     return make
 
 

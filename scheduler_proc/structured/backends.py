@@ -9,6 +9,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.scheduler_proc.structured.backend import GrammarBackend
+from quire.version import install_command
 
 BACKENDS = ("llguidance", "xgrammar")
 
@@ -25,7 +26,7 @@ def backend_maker(config: EngineConfig) -> Callable[[], GrammarBackend]:
     if name not in BACKENDS:
         raise ConfigError(f"structured_outputs_backend must be {' or '.join(BACKENDS)} (got {name!r})")
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"structured_outputs_backend={name} needs the package {name}: pip install quire[{name}]")
+        raise ConfigError(f"structured_outputs_backend={name} needs the package {name}: {install_command(name)}")
     return lambda: make_backend(config)
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import End, Header, encode_line
+from quire.version import install_command
 
 ZSTD_LEVEL = 1
 """zstd level: recording must be cheap."""
@@ -98,6 +99,6 @@ def _compressor(path: Path) -> Callable[[bytes], bytes]:
     try:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:
-        raise ConfigError(f"--trace {path} needs the package zstandard: pip install 'quire[trace]'") from None
+        raise ConfigError(f"--trace {path} needs the package zstandard: {install_command('trace')}") from None
     compress: Callable[[bytes], bytes] = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress
     return compress

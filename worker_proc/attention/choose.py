@@ -10,6 +10,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.log import event_logger
+from quire.version import install_command
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.supports import Needs, Supports
 
@@ -110,7 +111,7 @@ def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     try:
         backend = flashinfer_backend.FlashInferBackend(gpu.device)
     except IMPORT_FAILURES as error:
-        raise Unsupported(f"cannot load the library ({error}): pip install 'quire[flashinfer]'") from None
+        raise Unsupported(f"cannot load the library ({error}): {install_command('flashinfer')}") from None
     mebibytes = flashinfer_backend.WORKSPACE_BYTES // 2**20
     return Chosen(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
 
@@ -130,7 +131,7 @@ def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
             reasons.append(f"{version.name}: {error}")
         else:
             return Chosen(FlashAttnBackend(library), f"flash_attn ({library.name})")
-    raise Unsupported("; ".join(reasons) + " (pip install 'quire[flash-attn]' installs version 2)")
+    raise Unsupported("; ".join(reasons) + f" ({install_command('flash-attn')} installs version 2)")
 
 
 ON_GPU: dict[str, BackendFactory] = {"triton": _triton, "flashinfer": _flashinfer, "flash_attn": _flash_attn}

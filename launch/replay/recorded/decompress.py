@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from quire.protocol.errors import ConfigError
+from quire.version import install_command
 
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 _MAX_MEMORY = 128 * 2**20
@@ -116,7 +117,7 @@ def _zstd(file: Path) -> _Zstd:
     try:
         return _Zstd(importlib.import_module("zstandard"))
     except ImportError:
-        raise ConfigError(f"{file}: package zstandard is not installed: pip install 'quire[trace]'") from None
+        raise ConfigError(f"{file}: package zstandard is not installed: {install_command('trace')}") from None
 
 
 class _DecompressedFile(io.RawIOBase):

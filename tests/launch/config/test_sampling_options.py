@@ -227,7 +227,7 @@ class TestOtherFlags:
 
     def test_a_missing_grammar_library_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="needs the package xgrammar: pip install xgrammar"):
+        with pytest.raises(ConfigError, match="needs the package xgrammar: pip install 'quire-serve\\[xgrammar\\]'"):
             config_of(structured_outputs_backend="xgrammar")
 
     def test_a_schema_is_read_from_a_file(self, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class TestHashAlgorithm:
         self, word: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "xxhash", None)
-        with pytest.raises(ConfigError, match=rf"--prefix-caching-hash-algo {word} .*pip install 'quire\[xxhash\]'"):
+        with pytest.raises(
+            ConfigError, match=rf"--prefix-caching-hash-algo {word} .*pip install 'quire-serve\[xxhash\]'"
+        ):
             config_of(prefix_caching_hash_algo=word)
         assert config_of().prefix_caching_hash_algo == "sha256"

@@ -269,7 +269,7 @@ class TestCompiling:
 
     def test_a_missing_library_is_a_configuration_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=r"needs the package xgrammar: pip install quire\[xgrammar\]"):
+        with pytest.raises(ConfigError, match=r"needs the package xgrammar: pip install 'quire-serve\[xgrammar\]'"):
             backend_maker(demo_config(structured_outputs_backend="xgrammar"))
         with pytest.raises(ConfigError, match="must be llguidance or xgrammar"):
             backend_maker(demo_config(structured_outputs_backend="outlines"))

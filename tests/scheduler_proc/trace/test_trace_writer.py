@@ -191,7 +191,7 @@ def test_the_error_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.M
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[trace\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'quire-serve\[trace\]'"):
         files_of(tmp_path / "t.zst")
     assert not list(tmp_path.iterdir())
 
