@@ -1,4 +1,4 @@
-"""Differences between model families: defaults of ``config.json``, and switches of the one decoder.
+"""Differences between model families: defaults of ``config.json``, and model settings of the one decoder.
 
 A checkpoint may omit fields that equal the defaults of its transformers class (Gemma 3 checkpoints do), so these
 defaults are part of the format.
@@ -22,7 +22,7 @@ class Family:
         defaults: default values of fields that a ``config.json`` may omit.
         slides: returns whether layer ``i`` has a sliding window if ``layer_types`` is absent; None if windows are not
             supported.
-        switches: fields of ``ModelConfig`` that depend on the architecture only.
+        model_settings: fields of ``ModelConfig`` that depend on the architecture only.
         qkv_bias, o_bias: whether the projections have biases; None means as ``attention_bias``.
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
         experts: the feed-forward layers are mixtures of experts.
@@ -31,7 +31,7 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     slides: Callable[[Fields, int], bool] | None = None
-    switches: Mapping[str, Any] = field(default_factory=dict)
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     scaled_embedding: bool = False
@@ -81,7 +81,7 @@ _GEMMA3 = Family(
         "sliding_window": 4096,
     },
     slides=_pattern,
-    switches={"norms": "both", "norm_offset": 1.0, "qk_norm": "head"},
+    model_settings={"norms": "both", "norm_offset": 1.0, "qk_norm": "head"},
     scaled_embedding=True,
 )
 
@@ -94,13 +94,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
         slides=_last_layers,
-        switches={"qk_norm": "head"},
+        model_settings={"qk_norm": "head"},
     ),
     "Phi3ForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, slides=_always, qkv_bias=False, o_bias=False
     ),
     "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0}),
-    "Olmo2ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5}, switches={"norms": "after", "qk_norm": "width"}),
+    "Olmo2ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5}, model_settings={"norms": "after", "qk_norm": "width"}),
     "SmolLM3ForCausalLM": Family(
         defaults={
             "rope_theta": 2e6,
@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
         slides=_without_rope,
     ),
     "GemmaForCausalLM": Family(
-        defaults=_GEMMA | {"max_position_embeddings": 8192}, switches={"norm_offset": 1.0}, scaled_embedding=True
+        defaults=_GEMMA | {"max_position_embeddings": 8192}, model_settings={"norm_offset": 1.0}, scaled_embedding=True
     ),
     "Gemma2ForCausalLM": Family(
         defaults=_GEMMA
@@ -123,12 +123,12 @@ FAMILIES: dict[str, Family] = {
             "attn_logit_softcapping": 50.0,
         },
         slides=_every_other,
-        switches={"norms": "both", "norm_offset": 1.0},
+        model_settings={"norms": "both", "norm_offset": 1.0},
         scaled_embedding=True,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": Family(
-        _GEMMA3.defaults, _GEMMA3.slides, _GEMMA3.switches, scaled_embedding=True, nested=True
+        _GEMMA3.defaults, _GEMMA3.slides, _GEMMA3.model_settings, scaled_embedding=True, nested=True
     ),
     "MixtralForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -140,7 +140,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
         slides=_when_asked,
-        switches={"qk_norm": "head"},
+        model_settings={"qk_norm": "head"},
         experts=True,
     ),
     "GptOssForCausalLM": Family(
@@ -154,7 +154,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
         },
         slides=_every_other,
-        switches={"attention_sinks": True},
+        model_settings={"attention_sinks": True},
         experts=True,
     ),
 }

@@ -189,7 +189,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         cache_sources=cache_sources(field, types),
         moe=_moe(field, num_layers, architecture) if family.experts else None,
         **_scales(field, family, hidden),
-        **family.switches,
+        **family.model_settings,
     )
 
 

@@ -11,7 +11,7 @@ _FIND_RATE_STEP = 1 / 16
 class Acceptance:
     """Estimated probability that a draft token is accepted, as a mean over trials in which older trials count less.
 
-    A trial is one draft token that a step verified. Draft tokens after the first rejected one of a step are no trials.
+    A trial is one draft token that a step verified. A step does not verify draft tokens after the first rejected one.
 
     Attributes:
         accepted, trials: number of accepted draft tokens and of trials; both decay, and their ratio is the estimate.

@@ -23,12 +23,12 @@ from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
 class Decoder(torch.nn.Module):
-    """One rank's share of a decoder-only transformer, with switches for the families in ``ModelConfig``.
+    """One rank's share of a decoder-only transformer, for all families; its ModelConfig has their settings.
 
     Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
 
     Args:
-        config: shape and switches.
+        config: shape, and settings of the family.
         dtype: dtype of the weights and, without ``activation_dtype``, of the activations. Logits are float32.
         device: device of the weights; ``meta`` is enough for counting them.
         max_position: positions that the rotary table covers (the engine's longest request); by default the model's.
