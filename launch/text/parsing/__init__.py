@@ -1,0 +1,1 @@
+"""Parsing of a model's text to thoughts, content and tool calls."""
