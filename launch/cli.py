@@ -118,14 +118,23 @@ def _add_serve_flags(parser: _Parser) -> None:
 
 def _add_generate_flags(parser: _Parser) -> None:
     parser.add_argument("--prompt", required=True, help="text to complete", metavar="TEXT")
+    _add_server_options(parser)
     _add_sampling_options(parser)
     _add_engine_options(parser)
 
 
 def _add_chat_flags(parser: _Parser) -> None:
     parser.add_argument("--prompt", help="message to answer", metavar="TEXT")
+    _add_server_options(parser)
     _add_sampling_options(parser)
     _add_engine_options(parser)
+
+
+def _add_server_options(parser: _Parser) -> None:
+    parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
+    parser.add_argument(
+        "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
+    )
 
 
 def _add_engine_options(parser: _Parser) -> None:

@@ -1,8 +1,10 @@
-"""Reader of prompts from a file of JSON lines, plain or compressed."""
+"""Prompts of a benchmark: random words, or a file of JSON lines, plain or compressed."""
 
 import gzip
 import json
 import lzma
+import random
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -10,6 +12,16 @@ from typing import IO
 from quire.protocol.errors import ConfigError
 
 FIELDS = ("input", "prompt")
+WORD_LENGTH = 5
+
+
+def random_prompts(count: int, num_words: int, seed: int) -> list[str]:
+    """Return prompts without a shared prefix; each has at least as many tokens as words."""
+    rng = random.Random(seed)
+    return [
+        " ".join("".join(rng.choices(string.ascii_lowercase, k=WORD_LENGTH)) for _ in range(num_words))
+        for _ in range(count)
+    ]
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:

@@ -35,9 +35,10 @@ def engine(parser: argparse.ArgumentParser) -> None:
 def serve(parser: argparse.ArgumentParser) -> None:
     url = "http://127.0.0.1:8000"
     parser.add_argument("--url", default=url, metavar="URL", help=f"address of the server ({url})")
-    dataset = "JSON lines with a field input or prompt; plain, .xz or .gz"
-    parser.add_argument("--dataset", type=Path, metavar="FILE", required=True, help=dataset)
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="use only the first N prompts")
+    dataset = "random prompts, or JSON lines with a field input or prompt; plain, .xz or .gz (random)"
+    parser.add_argument("--dataset", metavar="FILE|random", default="random", help=dataset)
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="prompts to send (random: 100; FILE: all)")
+    parser.add_argument("--input-len", type=int, metavar="N", help="tokens per prompt (random: 512; FILE: no limit)")
     concurrency = "closed loop: number of clients with one request each (8)"
     parser.add_argument("--concurrency", type=int, metavar="N", default=8, help=concurrency)
     rate = "open loop instead of --concurrency: requests per second, Poisson arrivals"

@@ -7,11 +7,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from quire.launch.bench.dataset import read_prompts
+from quire.launch.bench.dataset import random_prompts, read_prompts
 from quire.launch.measure.http_client import Prompt, RequestSettings, ServerClient, Timing
 from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
@@ -20,6 +21,7 @@ from quire.protocol.errors import ConfigError
 SETTLE_S = 2.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_usable_blocks")
 MAX_MESSAGE = 200
+RANDOM, NUM_RANDOM_PROMPTS, RANDOM_INPUT_LEN = "random", 100, 512
 
 Send = Callable[[Prompt], Awaitable[Timing]]
 Done = Callable[[], object]
@@ -32,14 +34,18 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a flag or the dataset is invalid, or the server cannot be reached.
     """
     _check(args)
-    prompts = read_prompts(args.dataset, args.num_prompts)
+    if args.dataset == RANDOM:
+        args.num_prompts, args.input_len = args.num_prompts or NUM_RANDOM_PROMPTS, args.input_len or RANDOM_INPUT_LEN
+        prompts = random_prompts(args.num_prompts, args.input_len, args.seed)
+    else:
+        prompts = read_prompts(Path(args.dataset), args.num_prompts)
     num_errors = asyncio.run(_run(args, prompts))
     if num_errors:
         sys.exit(1)
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "concurrency", "max_tokens"):
+    for name in ("num_prompts", "input_len", "concurrency", "max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
@@ -50,7 +56,11 @@ def _check(args: argparse.Namespace) -> None:
 async def _run(args: argparse.Namespace, texts: list[str]) -> int:
     async with ServerClient(args.url, args.api_key) as client:
         model, context = await client.find_model(args.model)
-        prompts, num_cut = await fit_prompts(client, model, texts, context - args.max_tokens, chat=args.chat)
+        room = context - args.max_tokens
+        if args.input_len is not None and args.input_len > room:
+            free = f"the context of {context} tokens without --max-tokens"
+            raise ConfigError(f"--input-len must be at most {room}, {free} (got {args.input_len})")
+        prompts, num_cut = await fit_prompts(client, model, texts, args.input_len or room, chat=args.chat)
         before = await client.metrics()
         settings = RequestSettings(model, args.max_tokens, args.temperature, args.seed, args.chat, args.ignore_eos)
 
@@ -65,6 +75,7 @@ async def _run(args: argparse.Namespace, texts: list[str]) -> int:
                 timings = await open_loop(prompts, arrivals(args.rate, args.seed), send, bar.update)
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         after = await _settled_metrics(client)
+    num_cut = 0 if args.dataset == RANDOM else num_cut  # a random prompt has more words than it needs
     report = make_report(_settings(args, context, len(prompts), num_cut), timings, wall)
     report.results["client_cpu_share"] = round(cpu / wall, 3)
     if cpu > 0.8 * wall:
@@ -216,9 +227,11 @@ def _totals_table(totals: dict[str, Any], num_failed: int) -> Table:
 
 def _settings(args: argparse.Namespace, context: int, num_prompts: int, num_cut: int) -> dict[str, Any]:
     load = {"concurrency": args.concurrency if args.rate is None else None, "rate": args.rate}
-    flags = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed", "chat", "ignore_eos")}
+    flags = {
+        name: getattr(args, name) for name in ("input_len", "max_tokens", "temperature", "seed", "chat", "ignore_eos")
+    }
     found = {"num_prompts": num_prompts, "num_cut": num_cut, "max_model_len": context}
-    return {"dataset": args.dataset.name} | found | load | flags
+    return {"dataset": Path(args.dataset).name} | found | load | flags
 
 
 async def _settled_metrics(client: ServerClient) -> dict[str, float]:

@@ -99,7 +99,7 @@ class ServerClient:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: must start with http:// or https://")
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None),

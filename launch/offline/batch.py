@@ -91,12 +91,19 @@ class Batch:
     """
 
     def __init__(
-        self, engine: BlockingEngine, text_in: TextIn, token_texts: TokenTexts, requests: list[BatchRequest]
+        self,
+        engine: BlockingEngine,
+        text_in: TextIn,
+        token_texts: TokenTexts,
+        requests: list[BatchRequest],
+        on_text: Callable[[int, str], None] | None = None,
     ) -> None:
+        """``on_text``: called with (index of the prompt, new text) of each prompt's first answer."""
         self._engine = engine
         self._text_in = text_in
         self._token_texts = token_texts
         self._requests = requests
+        self._on_text = on_text
         self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
         self._touched: deque[str] = deque()
         self._open: dict[str, _Sample] = {}
@@ -179,6 +186,8 @@ class Batch:
         self._leave_queue(sample)
         delta = sample.answer.assemble(update)
         self._append(self.outputs[sample.prompt].outputs[sample.index], delta)
+        if self._on_text is not None and delta.text and not sample.index:
+            self._on_text(sample.prompt, delta.text)
         if delta.prompt_logprobs is not None:
             num_best = self._requests[sample.prompt].params.prompt_logprobs or 0
             entries = [logprob_by_id(entry, self._token_texts) for entry in delta.prompt_logprobs.entries(num_best)]

@@ -3,7 +3,7 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from quire.protocol.request.sampling_params import SamplingParams, check_int
 from quire.protocol.wire.front_end_messages import Control, Statistics
 
 PromptInput = str | list[int] | Mapping[str, Any]
+OnText = Callable[[int, str], None]
 
 
 class LLM:
@@ -101,6 +102,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int | ListLike[int] | None = None,
+        on_text: OnText | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
@@ -110,6 +112,7 @@ class LLM:
             sampling_params: one for all prompts, or one per prompt.
             priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
                 ``scheduling_policy="priority"``.
+            on_text: called with (index of the prompt, new text) of each prompt's first answer, as it is generated.
 
         Returns:
             One RequestOutput per prompt, in order.
@@ -120,7 +123,7 @@ class LLM:
         """
         many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in many]
-        return self._run(encoded, sampling_params, priority, use_tqdm)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
 
     def chat(
         self,
@@ -130,6 +133,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool = False,
         priority: int | ListLike[int] | None = None,
+        on_text: OnText | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
@@ -139,7 +143,7 @@ class LLM:
         conversations: list[Any] = [messages] if one else list(messages)
         options = ChatOptions(tools=tools)
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
-        return self._run(encoded, sampling_params, priority, use_tqdm)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
 
     def statistics(self) -> EngineStatistics:
         """Return counters since the start, and current gauges."""
@@ -184,6 +188,7 @@ class LLM:
         params: SamplingParams | ListLike[SamplingParams] | None,
         priority: int | ListLike[int] | None,
         use_tqdm: bool,
+        on_text: OnText | None,
     ) -> list[RequestOutput]:
         each_params = self._params_for(params, len(prompts))
         each_priority = _priorities_for(priority, len(prompts))
@@ -194,7 +199,7 @@ class LLM:
                 BatchRequest(f"offline-{first + i}", *each)
                 for i, each in enumerate(zip(prompts, each_params, each_priority, strict=True))
             ]
-            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests)
+            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
             try:
                 with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
                     batch.finish(bar)

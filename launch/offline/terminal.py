@@ -1,7 +1,9 @@
-"""``quire generate`` and ``quire chat``. Only the answer is written to stdout."""
+"""``quire generate`` and ``quire chat``: answers are streamed to stdout, everything else goes to stderr."""
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +11,67 @@ import msgspec
 
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
+from quire.launch.offline.remote import RemoteModel
 from quire.launch.offline.request_output import RequestOutput
+from quire.launch.offline.terminal_answer import OnText, TerminalAnswer, TerminalModel
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 
+class LocalModel:
+    """A model in an engine of this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams, on_text: OnText) -> TerminalAnswer:
+        return _answer(self._llm.chat(messages, params, on_text=lambda prompt, text: on_text(text))[0])
+
+    def generate(self, prompt: str, params: SamplingParams, on_text: OnText) -> TerminalAnswer:
+        return _answer(self._llm.generate(prompt, params, on_text=lambda prompt, text: on_text(text))[0])
+
+
 def generate(args: argparse.Namespace, options: EngineOptions) -> None:
     """Complete ``--prompt`` as raw text."""
     params = _sampling(args)
-    with LLM(**_keywords(options)) as llm:
-        _print(llm.generate(args.prompt, params)[0], args.json)
+    with _model(args, options) as model:
+        _print(model.generate(args.prompt, params, _on_text(args.json)), args.json)
 
 
 def chat(args: argparse.Namespace, options: EngineOptions) -> None:
     """Answer ``--prompt``; without it, run a conversation with one message per line of input."""
     params = _sampling(args)
-    with LLM(**_keywords(options)) as llm:
-        if args.prompt is not None:
-            _print(llm.chat([{"role": "user", "content": args.prompt}], params)[0], args.json)
-            return
+    with _model(args, options) as model:
         messages: list[dict[str, Any]] = []
-        while line := _next_line():
+        while line := _next_line() if args.prompt is None else args.prompt:
             messages.append({"role": "user", "content": line})
-            output = llm.chat(messages, params)[0]
-            _print(output, args.json)
-            messages.append({"role": "assistant", "content": output.outputs[0].text})
+            answer = model.chat(messages, params, _on_text(args.json))
+            _print(answer, args.json)
+            messages.append({"role": "assistant", "content": answer.text})
+            if args.prompt is not None:
+                return
+
+
+@contextmanager
+def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[TerminalModel]:
+    """Connect to the server at --url, or start an engine and end it afterwards.
+
+    Raises:
+        ConfigError: engine flags are combined with --url, or as of RemoteModel and LLM.
+    """
+    if args.url is not None:
+        own = [name for name, value in _keywords(options).items() if value != getattr(EngineOptions(), name)]
+        if set(own) - {"model"}:
+            flag = sorted(set(own) - {"model"})[0].replace("_", "-")
+            raise ConfigError(f"--url cannot be combined with --{flag}: the server has settings of its own")
+        yield RemoteModel(args.url, options.model, args.server_key)
+        return
+    if sys.stderr.isatty():
+        first = "compiles CPU kernels if this is the first start on this machine"
+        print(f"starting the engine ({first}) ...", file=sys.stderr, flush=True)
+    with LLM(**_keywords(options)) as llm:
+        yield LocalModel(llm)
 
 
 def _next_line() -> str:
@@ -81,23 +118,26 @@ def _read_schema(path: Path) -> str:
     return text
 
 
-def _print(output: RequestOutput, as_json: bool) -> None:
+def _answer(output: RequestOutput) -> TerminalAnswer:
+    """Return the first answer of ``output``. Raise EngineError if it failed."""
     answer = output.outputs[0]
     if answer.error is not None:
         raise EngineError(answer.error)
-    if not as_json:
-        print(answer.text, flush=True)
-        return
-    usage = {
-        "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(answer.token_ids),
-        "cached_tokens": output.num_cached_tokens,
-    }
-    shown = {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "usage": usage,
-    }
-    print(msgspec.json.encode(shown).decode(), flush=True)
+    return TerminalAnswer(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        prompt_tokens=len(output.prompt_token_ids),
+        completion_tokens=len(answer.token_ids),
+        cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _on_text(as_json: bool) -> OnText:
+    return (lambda text: None) if as_json else (lambda text: print(text, end="", flush=True))
+
+
+def _print(answer: TerminalAnswer, as_json: bool) -> None:
+    """End the streamed text with a newline, or print the whole answer as JSON."""
+    print(msgspec.json.encode(answer.as_dict()).decode() if as_json else "", flush=True)

@@ -14,7 +14,7 @@ from quire.launch.bench.scheduler.scheduler_churn import load_churn_trace
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS
 from quire.launch.measure.report import Report, Table, flat
-from quire.protocol.errors import ConfigError, EngineError, did_you_mean
+from quire.protocol.errors import ConfigError, did_you_mean
 
 CHILD = "quire.launch.bench.scheduler.scheduler_sections"
 MAX_REPEATS = 100
@@ -61,7 +61,11 @@ class SchedulerReport(Report):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError for an invalid flag, EngineError if Quire's process fails."""
+    """Exit with status 1 if a section of Quire failed; the figures of the others are printed.
+
+    Raises:
+        ConfigError: a flag is invalid.
+    """
     sections = parse_sections(args.sections)
     if not 1 <= args.repeats <= MAX_REPEATS:
         raise ConfigError(f"--repeats must be from 1 to {MAX_REPEATS} (got {args.repeats})")
@@ -71,6 +75,8 @@ def run(args: argparse.Namespace) -> None:
     with one_core():
         own, other = measure_alternating(sections, args.repeats, peer, args.peer_driver, args.steady)
     make_report(sections, args, own, other).publish(args.json)
+    if any("error" in own.get(section, {}) for section in sections):
+        sys.exit(1)
 
 
 def parse_sections(text: str | None) -> list[str]:
@@ -99,7 +105,7 @@ def measure_alternating(
 ) -> tuple[Tree, Tree | None]:
     """Measure all sections, alternating with the peer. Return medians over the repeats of Quire and of the peer.
 
-    If the peer fails in a section, its figures there are the error.
+    If a section of Quire or of the peer fails, its figures there are the error.
     """
     own: list[Tree] = []
     other: list[Tree] = []
@@ -124,7 +130,7 @@ def _measure_section(section: str, driver: Path | None, steady: bool) -> Tree:
     try:
         return run_json(command if steady else [*command, "--no-steady"])
     except PeerFailed as error:
-        raise EngineError(f"section {section}: {error}") from None
+        return {section: {"error": str(error)}}
 
 
 def make_report(sections: list[str], args: argparse.Namespace, own: Tree, other: Tree | None) -> Report:
@@ -134,10 +140,12 @@ def make_report(sections: list[str], args: argparse.Namespace, own: Tree, other:
     report = SchedulerReport("scheduler", settings, {"ours": own, "peer": other, "ratio": ratio})
     report.tables = [make_table(section, own[section], other) for section in sections]
     report.notes = [STEP_NOTE, TIME_NOTE, BUILD_NOTE]
-    report.notes.append(f"reading the clock takes {own['env']['clock_call_us']} µs, which is not subtracted")
-    for section in sections if other is not None else ():
-        if "error" in (other or {})[section]:
-            report.notes.append(f"peer failed in {section}: {(other or {})[section]['error']}")
+    if "env" in own:
+        report.notes.append(f"reading the clock takes {own['env']['clock_call_us']} µs, which is not subtracted")
+    for name, figures in (("quire", own), ("peer", other or {})):
+        for section in sections:
+            if "error" in figures.get(section, {}):
+                report.notes.append(f"{name} failed in {section}: {figures[section]['error']}")
     return report
 
 

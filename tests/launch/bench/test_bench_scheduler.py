@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire.launch.bench.peers import PeerFailed, run_json
+from quire.launch.bench.scheduler import command as scheduler_command
 from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
@@ -244,6 +245,21 @@ class TestCommand:
         assert text[0].split() == ["outputs", "quire", "peer", "peer", "/", "quire"]
         assert any(row.startswith("encode.mean_us") for row in text)
         assert any("consume(), take_messages()" in row for row in text)
+
+    def test_failed_section_keeps_the_figures_of_others(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def measure_child(command: list[str]) -> dict[str, Any]:
+            if "trace" in command:
+                raise PeerFailed("it needs the package zstandard")
+            return {"env": {"clock_call_us": 0.1}, "outputs": {"bytes": 700}}
+
+        monkeypatch.setattr(scheduler_command, "run_json", measure_child)
+        with pytest.raises(SystemExit) as ended:
+            run(arguments(sections="outputs,trace"))
+        *text, line = capsys.readouterr().out.splitlines()
+        assert ended.value.code == 1 and "quire failed in trace: it needs the package zstandard" in text
+        assert json.loads(line)["ours"]["outputs"] == {"bytes": 700}
 
     def test_failed_peer_has_its_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         driver = tmp_path / "driver.py"

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.launch.bench.dataset import read_prompts
+from quire.launch.bench.dataset import random_prompts, read_prompts
 from quire.launch.bench.serve import arrivals, closed_loop, fit_prompts, make_report, open_loop, run
 from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing, parse_metrics
 from quire.protocol.errors import ConfigError
@@ -89,6 +89,12 @@ class TestTruncation:
             assert all(isinstance(p, str) and 1 <= len(p) + 3 <= 10 for p in prompts)
         else:
             assert prompts == [[ord(c) for c in text[:10]] for text in texts]
+
+    def test_random_prompts_have_exactly_the_length(self) -> None:
+        texts = random_prompts(3, 10, seed=1)
+        assert texts == random_prompts(3, 10, seed=1) != random_prompts(3, 10, seed=2)
+        prompts, _ = use_client(words_server, lambda c: fit_prompts(c, "m", texts, 10, chat=False))
+        assert [len(prompt) for prompt in prompts] == [10] * 3 and len(set(texts)) == 3
 
     def test_no_room(self) -> None:
         with pytest.raises(ConfigError, match="no room"):
@@ -265,9 +271,10 @@ def test_parse_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("concurrency", 0), ("max_tokens", 0), ("num_prompts", 0), ("rate", 0.0), ("rate", -1.0)]
+    ("name", "value"),
+    [("concurrency", 0), ("max_tokens", 0), ("num_prompts", 0), ("input_len", 0), ("rate", 0.0), ("rate", -1.0)],
 )
 def test_flags_out_of_range(name: str, value: float) -> None:
-    fine = {"num_prompts": None, "concurrency": 1, "max_tokens": 1, "rate": None, "dataset": Path("none")}
+    fine = {"num_prompts": None, "input_len": None, "concurrency": 1, "max_tokens": 1, "rate": None}
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be"):
         run(argparse.Namespace(**(fine | {name: value})))

@@ -1,0 +1,144 @@
+"""``quire chat`` and ``quire generate``: streamed text, a running server instead of an own engine, clear errors."""
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from quire.launch import cli
+
+TEXTS = ("Hel", "lo", " there")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Lists one model and streams ``events`` of the server for every POST."""
+
+    server: "FakeServer"
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "one"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append((self.path, body, self.headers.get("authorization")))
+        if self.server.status != 200:
+            self._send(json.dumps({"error": {"message": "too hot"}}).encode(), self.server.status)
+            return
+        self._send(b"".join(b"data: %b\n\n" % event for event in self.server.events))
+
+    def _send(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+class FakeServer(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[tuple[str, dict[str, Any], str | None]] = []
+        self.status = 200
+        self.events: list[bytes] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, *, chat: bool, end: bool = True) -> None:
+        texts = [{"delta": {"content": t}} if chat else {"text": t} for t in TEXTS]
+        choices = [*texts, {"delta": {}, "text": "", "finish_reason": "stop"}] if end else texts
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+        events: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
+        self.events = [json.dumps(event).encode() for event in (*events, {"choices": [], "usage": usage})]
+        self.events += [b"[DONE]"] if end else []
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    made = FakeServer()
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+@pytest.mark.parametrize("url_end", ["", "/", "/v1"])
+def test_chat_streams_the_answer_of_a_server(
+    server: FakeServer, url_end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer(chat=True)
+    flags = ["--temperature", "0.5", "--max-tokens", "9", "--api-key", "secret"]
+    cli.main(["chat", "--url", server.url + url_end, "--prompt", "Hi", *flags])
+    assert capsys.readouterr().out == "Hello there\n"
+    ((path, body, authorization),) = server.bodies
+    assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+    assert body["messages"] == [{"role": "user", "content": "Hi"}] and body["stream"] and body["model"] == "one"
+    assert (body["temperature"], body["max_tokens"]) == (0.5, 9) and "top_p" not in body
+
+
+def test_a_conversation_sends_earlier_answers(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer(chat=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n"))
+    cli.main(["chat", "--url", server.url])
+    assert capsys.readouterr().out == "Hello there\nHello there\n"
+    roles = [(m["role"], m["content"]) for m in server.bodies[1][1]["messages"]]
+    assert roles == [("user", "first"), ("assistant", "Hello there"), ("user", "second")]
+
+
+def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answer(chat=False)
+    cli.main(["generate", "--url", server.url, "--prompt", "Once", "--json", "--regex", "[a-z]+"])
+    printed = json.loads(capsys.readouterr().out)
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 4}
+    assert printed == {"text": "Hello there", "finish_reason": "stop", "stop_reason": None, "usage": usage}
+    assert server.bodies[0][0] == "/v1/completions"
+    assert server.bodies[0][1]["structured_outputs"] == {"regex": "[a-z]+"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--url", "ftp://x"], "--url ftp://x: must start with http:// or https://"),
+        (["--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: cannot reach the server"),
+        (["two", "--url", "URL"], "two is not served at URL (models: one)"),
+        (["--url", "URL", "--max-num-seqs", "3"], "--url cannot be combined with --max-num-seqs"),
+    ],
+)
+def test_an_unusable_server_is_one_line(
+    server: FakeServer, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "--prompt", "Hi", *(server.url if flag == "URL" else flag for flag in flags)])
+    assert ended.value.code
+    error = capsys.readouterr().err
+    assert text.replace("URL", server.url) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("status", "400 too hot"),
+        ("cut", "the connection ended before the answer did"),
+        ("event", "the engine failed"),
+    ],
+)
+def test_a_failed_answer_is_one_line(
+    server: FakeServer, fault: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer(chat=True, end=fault != "cut")
+    if fault == "status":
+        server.status = 400
+    elif fault == "event":
+        server.events = [server.events[0], b'{"error": {"message": "the engine failed"}}']
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--prompt", "Hi", "--url", server.url])
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
