@@ -1,6 +1,7 @@
 """The ``quire`` command: a table of subcommands. The modules of a subcommand are imported only when it is chosen."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,6 +13,7 @@ from quire.launch.config.options import EngineOptions, suggest
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError
+from quire.protocol.process.log import set_log_options, write_line
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import version_text
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except (QuireError, InvalidRequest) as error:
-        print(f"quire: error: {error}", file=sys.stderr, flush=True)
+        write_line(f"quire: error: {error}", logging.ERROR)
         sys.exit(getattr(error, "exit_status", 1))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -182,6 +184,7 @@ def _serve(args: argparse.Namespace) -> None:
     from quire.launch.serve import model_display_name, serve
 
     engine, front_end = read_options(args)
+    set_log_options(front_end.log_level, front_end.log_format)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import write_line
 from quire.version import __version__
 
 
@@ -58,10 +58,10 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         if not signals.count:
             host, port = listener.getsockname()[:2]
             seconds = time.monotonic() - started
-            print_status(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
+            write_line(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
         while not signals.count:
             supervisor.watch(None)
-        print_status(
+        write_line(
             f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
         )
         deadline = time.monotonic() + options.shutdown_timeout + 5
@@ -100,7 +100,3 @@ def _listen(options: ServeOptions) -> socket.socket:
 def model_display_name(folder: Path, given: str | None) -> str:
     """Return the model's default served name: the id as given, the folder's name, or ``quire-demo``."""
     return "quire-demo" if given is None else given if "/" not in given or not folder.is_absolute() else folder.name
-
-
-def print_status(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,12 +1,13 @@
 """The settings of ``quire serve`` other than the engine's."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from quire.protocol.settings import Setting
 
 SERVER = "Server"
+LOGS = "Logs and metrics"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SERVER,
             "number of front-end processes that share the port. When one dies, streams of the others continue. "
-            "Request metrics, and limits per key and on connections, are separate for each process",
+            "Metrics are summed over all of them; limits per key and on connections are separate for each process",
             range=(1, 64),
         ),
     ] = 1
@@ -89,6 +90,32 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        Setting(
+            LOGS,
+            "lowest level of the log lines. info: requests, responses, throughput; debug: also health checks, "
+            "scrapes and scheduling decisions",
+            default="the variable QUIRE_LOG_LEVEL, or info",
+        ),
+    ] = None
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        Setting(
+            LOGS,
+            "form of a log line: text, or one JSON object per line. All processes of the engine use it",
+            default="the variable QUIRE_LOG_FORMAT, or text",
+        ),
+    ] = None
+    metrics_prefix: Annotated[
+        str,
+        Setting(
+            LOGS,
+            "prefix of metric names. `vllm` fits dashboards and alerts written for vLLM: names, labels and units of "
+            "common metrics are the same",
+            metavar="NAME",
+        ),
+    ] = "quire"
     simulate: Annotated[
         str | None,
         Setting(

@@ -14,6 +14,7 @@ from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 from quire.protocol.process.log import event_logger
+from quire.protocol.process.restarts import Restarts
 
 log = event_logger("supervisor")
 
@@ -73,6 +74,7 @@ class SupervisionPolicy:
         self.standbys = Standbys(counts.num_ranks if counts.standby else 0)
         self.fatal_error: QuireError | None = None
         self._deaths: dict[Role, int] = {"scheduler": 0, "worker": 0, "frontend": 0}
+        self.restarts = Restarts()
         self._num_fatal_requests = 0
         self._due: dict[tuple[Role, int], float] = {}
         """When to start each missing process, by (role, index)."""
@@ -202,6 +204,7 @@ class SupervisionPolicy:
         """Kill the group and start another one under the next epoch."""
         if self._stopping or not self._count_death("worker", reason):
             return
+        self.restarts.worker += 1
         log.error("restarting the workers", reason=reason)
         self.worker_epoch += 1
         if (scheduler := self.scheduler) is not None:
@@ -224,6 +227,7 @@ class SupervisionPolicy:
     def _lose_scheduler(self, reason: str, now: float) -> None:
         if not self._count_death("scheduler", reason):
             return
+        self.restarts.scheduler += 1
         log.error("restarting the scheduler", reason=reason)
         self.incarnation += 1
         self._due["scheduler", 0] = now + self._backoff("scheduler")
@@ -234,6 +238,7 @@ class SupervisionPolicy:
             return
         if not self._count_death("frontend", reason):
             return
+        self.restarts.frontend += 1
         log.error("restarting a front end", reason=reason)
         if (scheduler := self.scheduler) is not None:
             self._runner.send(scheduler.process, Command("front_end_exited", pid=member.process.pid))

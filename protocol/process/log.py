@@ -1,18 +1,27 @@
 """Log records on stderr, one line each: time, level, component, message, then the data as key=value.
 
 2026-11-22T16:38:55.123Z ERROR quire.scheduler: worker group lost; running requests restart reason="rank 0 exited"
+
+With the format json, a line is an object with the fields time, level, component, pid and message, and one per datum.
 """
 
 import json
 import logging
+import math
 import os
+import select
 import sys
 import time
 from collections.abc import MutableMapping
 from typing import Any
 
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
+LOG_FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"
+"""Both variables are inherited by all processes of an engine."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+FORMATS = ("text", "json")
+BLOCKED_STDERR_S = 0.1
+"""Longest wait of a warning or error for a reader of stderr; other records do not wait."""
 LOGGING_KEYWORDS = {"exc_info", "stack_info", "stacklevel", "extra"}
 
 
@@ -24,6 +33,7 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         data = {key: kwargs.pop(key) for key in list(kwargs) if key not in LOGGING_KEYWORDS}
+        kwargs["extra"] = {"event": str(msg), "data": data, **(kwargs.get("extra") or {})}
         return " ".join([str(msg), *(f"{key}={_value(value)}" for key, value in data.items())]), kwargs
 
 
@@ -41,19 +51,94 @@ class LineFormatter(logging.Formatter):
         return _printable(super().format(record))
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line. Data whose name is that of a fixed field gets an underscore behind it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        milliseconds = int(record.msecs)
+        fields: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{milliseconds:03d}Z",
+            "level": record.levelname,
+            "component": record.name,
+            "pid": record.process,
+            "message": getattr(record, "event", None) or record.getMessage(),
+        }
+        for name, value in getattr(record, "data", {}).items():
+            is_nan = isinstance(value, float) and not math.isfinite(value)
+            fields[f"{name}_" if name in fields else name] = str(value) if is_nan else value
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class LineHandler(logging.StreamHandler[Any]):
+    """Writes lines to stderr. A reader that has stopped loses lines, and never stops the process."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_writable(BLOCKED_STDERR_S if record.levelno >= logging.WARNING else 0.0):
+            self._num_lost += 1
+            return
+        if self._num_lost:
+            lost, self._num_lost = self._num_lost, 0
+            text = f"log lines lost because stderr was not read count={lost}"
+            super().emit(logging.LogRecord("quire.log", logging.WARNING, "", 0, text, (), None))
+        super().emit(record)
+
+    def _is_writable(self, timeout: float) -> bool:
+        """Return whether the next line can be written without waiting for a reader."""
+        try:
+            poll = select.poll()
+            poll.register(self.stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # no file: a test captures it, or it was closed
+            return True
+        return bool(poll.poll(timeout * 1000))
+
+
 def event_logger(component: str) -> EventLogger:
     """Return the logger of ``component``: scheduler, worker, supervisor, http."""
     return EventLogger(logging.getLogger(f"quire.{component}"))
 
 
+def set_log_options(level: str | None, form: str | None) -> None:
+    """Set the level and the format of this process and of its children. None: as the environment says, or INFO, text.
+
+    To be called once, at the start of a command.
+    """
+    os.environ[LOG_LEVEL_VARIABLE] = (level or os.environ.get(LOG_LEVEL_VARIABLE) or "INFO").upper()
+    os.environ[LOG_FORMAT_VARIABLE] = form or os.environ.get(LOG_FORMAT_VARIABLE) or FORMATS[0]
+    start_logging()
+
+
 def start_logging() -> None:
-    """Write records of the level in ``QUIRE_LOG_LEVEL`` (default WARNING) and above to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
-    name = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
-    logging.basicConfig(level=name if name in LEVELS else logging.WARNING, handlers=[handler])
-    if name and name not in LEVELS:
-        event_logger("log").warning(f"{LOG_LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}", got=name)
+    """Write records to stderr: of the level in ``QUIRE_LOG_LEVEL`` (default WARNING) and above, in the format
+    ``QUIRE_LOG_FORMAT``. Libraries log warnings and errors."""
+    handler = LineHandler()
+    handler.setFormatter(JsonFormatter() if is_json() else LineFormatter())
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("quire").setLevel(level if level in LEVELS else logging.WARNING)
+    form = os.environ.get(LOG_FORMAT_VARIABLE, "")
+    for name, got, allowed in ((LOG_LEVEL_VARIABLE, level, LEVELS), (LOG_FORMAT_VARIABLE, form, FORMATS)):
+        if got and got not in allowed:
+            event_logger("log").warning(f"{name} must be one of {', '.join(allowed)}", got=got)
+
+
+def is_json() -> bool:
+    """Whether log lines are JSON objects."""
+    return os.environ.get(LOG_FORMAT_VARIABLE) == "json"
+
+
+def write_line(text: str, level: int = logging.INFO) -> None:
+    """Write a line for the user of the command, whatever the log level is: plain, or as a record in format json."""
+    if not is_json():
+        print(text, file=sys.stderr, flush=True)
+        return
+    logger = logging.getLogger("quire")
+    logger.handle(logger.makeRecord(logger.name, level, "", 0, text, (), None))
 
 
 def _value(value: Any) -> str:

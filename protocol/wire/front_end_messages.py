@@ -95,9 +95,13 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Introduced(msgspec.Struct, array_like=True, frozen=True):
+    """``admitted``: time of the first admission, in seconds of the monotonic clock that all processes share; 0 without
+    one."""
+
     handle: int
     request_id: str
     num_cached_tokens: int
+    admitted: float = 0.0
 
 
 class StepOutputs(Message, frozen=True, tag=21):
@@ -113,7 +117,7 @@ class StepOutputs(Message, frozen=True, tag=21):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Durations in seconds: ``counts[i]`` is that of the bucket up to ``bounds[i]``, the last one of all above."""
+    """Values such as seconds: ``counts[i]`` is that of the bucket up to ``bounds[i]``, the last one of all above."""
 
     bounds: list[float]
     counts: list[int]
@@ -157,6 +161,8 @@ class Statistics(Message, frozen=True, tag=22):
     """Worker groups lost; new workers recomputed their requests."""
     num_slow_steps: int = 0
     """Steps that took at least 0.5 s and five times the usual time for their size."""
+    step_tokens: Histogram | None = None
+    """Number of tokens of each step."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -76,7 +76,8 @@ class OutputCollector:
         """Send the request id with the first message about a request; later messages use the handle only."""
         if not request.introduced:
             request.introduced = True
-            introduced = Introduced(request.handle, request.request_id, max(request.num_cached_tokens, 0))
+            num_cached_tokens = max(request.num_cached_tokens, 0)
+            introduced = Introduced(request.handle, request.request_id, num_cached_tokens, request.admitted)
             self._client(request.client).introduced.append(introduced)
 
     def ended(

@@ -319,7 +319,7 @@ class Planner:
         self.table.admit(request)
         request.begin(num_hit_tokens)
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_hit_tokens
+            request.num_cached_tokens, request.admitted = num_hit_tokens, self.kv.pool.now
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
             self.table.waiting.charge(request.tenant, missing)

@@ -304,7 +304,7 @@ class Scheduler:
         self.in_flight.records.append(record)
         for request in plan.last:
             table.leave_steady(request)  # its last result ends it
-        self.stats.num_steps += 1
+        self.stats.steps_by_size[record.num_tokens] += 1
         return diff
 
     def _may_be_steady(self, request: Request) -> bool:

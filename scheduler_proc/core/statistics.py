@@ -1,8 +1,9 @@
 """Counters of the scheduler, recent decisions, and the Statistics message."""
 
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 
-from quire.protocol.wire.front_end_messages import Statistics
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
@@ -17,7 +18,6 @@ class Counters:
         self.prefix_cache_hit_tokens = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.num_steps = 0
         self.dropped_tokens = 0
         self.refused_messages = 0
         self.num_requests_refused = 0
@@ -26,8 +26,25 @@ class Counters:
         self.num_accepted_tokens = 0
         self.num_worker_restarts = 0
 
+        self.steps_by_size: defaultdict[int, int] = defaultdict(int)
+        """Number of steps by their number of tokens: one cheap operation per step."""
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.steps_by_size.values())
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """The number of tokens of each step."""
+        bounds = [2**i for i in range(15)]
+        counts = [0] * (len(bounds) + 1)
+        for size, count in self.steps_by_size.items():
+            counts[bisect_left(bounds, size)] += count
+        total = sum(size * count for size, count in self.steps_by_size.items())
+        return Histogram([float(bound) for bound in bounds], counts, float(total))
+
     def as_dict(self) -> dict[str, int]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
 
 class RecentDecisions:
@@ -68,6 +85,8 @@ def make_statistics(
         kv_block_lifetime=pool.metrics.lifetime,
         kv_block_idle_before_evict=pool.metrics.idle_before_evict,
         kv_block_reuse_gap=pool.metrics.reuse_gap,
+        num_steps=counters.num_steps,
+        step_tokens=counters.step_tokens,
         waiting_by_reason=dict(reasons),
         preemptions_by_reason=dict(decisions.preemptions),
         **counters.as_dict(),

@@ -50,6 +50,7 @@ class Request:
         order: order of admission among running requests; new at each admission.
         handle: identifies the request in messages; -1 until the scheduler allocates it.
         client: index of the front end that sent the request.
+        admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics only; 0 before.
         tenant: account for fair scheduling of the queue, rows and blocks (tenants.py).
         turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
         stop_tokens: token ids that end the request.
@@ -73,6 +74,7 @@ class Request:
         "_num_computed_tokens",
         "_num_in_flight",
         "_num_output_placeholders",
+        "admitted",
         "arrival",
         "block_step",
         "client",
@@ -136,6 +138,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.priority = priority
         self.arrival = arrival
+        self.admitted = 0.0
         self.tenant = tenant
         self.turn = -1
         self.status = RequestStatus.WAITING

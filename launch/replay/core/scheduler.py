@@ -125,7 +125,7 @@ class ReplayScheduler(Scheduler):
             records.popleft()
         clock.sent += count
         clock.acknowledged += count
-        self.stats.num_steps += count
+        self.stats.steps_by_size[newest.num_tokens] += count
         self.stats.generation_tokens += count * len(self.steady_decode.batch)
 
 

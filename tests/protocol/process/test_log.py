@@ -1,12 +1,23 @@
 """Log records: one line each, with the data of an event as key=value."""
 
 import io
+import json
 import logging
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from quire.protocol.process.log import EventLogger, LineFormatter, start_logging
+from quire.protocol.process.log import (
+    EventLogger,
+    JsonFormatter,
+    LineFormatter,
+    LineHandler,
+    set_log_options,
+    start_logging,
+)
 
 
 @pytest.fixture
@@ -21,6 +32,7 @@ def log(stream: io.StringIO) -> Iterator[EventLogger]:
     handler.setFormatter(LineFormatter())
     logger.addHandler(handler)
     logger.propagate = False
+    logger.setLevel(logging.DEBUG)
     yield EventLogger(logger)
     logger.removeHandler(handler)
 
@@ -44,14 +56,75 @@ def test_data_and_tracebacks_cannot_begin_a_line(log: EventLogger, stream: io.St
     assert "100 %s of it" in lines[0] and r"RuntimeError: first\nsecond \x1b[31m" in lines[1]
 
 
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], logging.Logger]]:
+    """Return a function that installs a root logger of its own; the level of the logger ``quire`` is restored."""
+
+    def install() -> logging.Logger:
+        monkeypatch.setattr(logging, "root", root := logging.Logger("root"))
+        return root
+
+    before = logging.getLogger("quire").level
+    yield install
+    logging.getLogger("quire").setLevel(before)
+
+
 @pytest.mark.parametrize(("name", "level"), [("", "WARNING"), ("debug", "DEBUG"), ("LOUD", "WARNING")])
 def test_the_environment_sets_the_level(
-    name: str, level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    level: str,
+    root: Callable[[], logging.Logger],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    root = logging.Logger("root")
-    monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(EventLogger, "warning", lambda self, message, **data: print(message, data))
     monkeypatch.setenv("QUIRE_LOG_LEVEL", name)
+    own = root()
     start_logging()
-    assert logging.getLevelName(root.level) == level
+    assert logging.getLevelName(logging.getLogger("quire").level) == level
+    assert own.level == logging.WARNING
     assert ("must be one of DEBUG, INFO, WARNING, ERROR {'got': 'LOUD'}" in capsys.readouterr().out) == (name == "LOUD")
+
+
+def test_flags_override_the_environment_and_reach_children(
+    root: Callable[[], logging.Logger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "text")
+    root()
+    set_log_options("debug", "json")
+    assert (os.environ["QUIRE_LOG_LEVEL"], os.environ["QUIRE_LOG_FORMAT"]) == ("DEBUG", "json")
+    assert logging.getLogger("quire").level == logging.DEBUG
+    set_log_options(None, None)
+    assert (os.environ["QUIRE_LOG_LEVEL"], os.environ["QUIRE_LOG_FORMAT"]) == ("DEBUG", "json")
+
+
+def test_json_lines_hold_data_of_any_kind(log: EventLogger, stream: io.StringIO) -> None:
+    for handler in logging.getLogger("quire.test_log").handlers:
+        handler.setFormatter(JsonFormatter())
+    log.info("slow step", step=5, seconds=math.nan, time="mine", text="a\nb\ud800 \x1b", path=Path("/x"))
+    try:
+        raise RuntimeError("first\nsecond")
+    except RuntimeError:
+        log.exception("failed")
+    logging.getLogger("quire.test_log").info("plain %s", "text")
+    lines = stream.getvalue().splitlines()
+    first, second, third = (json.loads(line) for line in lines)
+    assert first["message"] == "slow step" and first["component"] == "quire.test_log" and first["level"] == "INFO"
+    assert first["time"].endswith("Z") and first["pid"] == os.getpid()
+    assert (first["step"], first["seconds"], first["time_"], first["path"]) == (5, "nan", "mine", "/x")
+    assert first["text"] == "a\nb\ud800 \x1b" and all(line.isprintable() for line in lines)
+    assert "RuntimeError: first\nsecond" in second["traceback"] and third["message"] == "plain text"
+
+
+def test_a_reader_that_stops_loses_lines_and_stops_nothing() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as source, os.fdopen(writer, "w", buffering=1) as sink:
+        handler = LineHandler()
+        handler.setStream(sink)
+        record = logging.LogRecord("quire.http", logging.INFO, "", 0, "x" * 1000, (), None)
+        for _ in range(200):  # 200 kB into a pipe of 64 KiB
+            handler.emit(record)
+        os.read(reader, 2**20)
+        handler.emit(record)
+        assert b"log lines lost because stderr was not read count=" in source.read(2**20)
