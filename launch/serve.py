@@ -1,6 +1,7 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -43,6 +44,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     started = time.monotonic()
     check_ranges(options)
     check_network(options)
+    _check_metrics_prefix(options.metrics_prefix)
     listener = _listen(options)
     keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
     config = with_api_keys(config, len(keys))
@@ -80,6 +82,14 @@ def _write_settings(directory: Path, options: ServeOptions, keys: list[str], mod
     path = directory / "frontend"
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(settings))
+
+
+def _check_metrics_prefix(prefix: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", prefix):
+        raise ConfigError(
+            f"--metrics-prefix must be 1 to 64 letters, digits and underscores, and not begin with a digit "
+            f"(got {prefix[:64]!a})"
+        )
 
 
 def _listen(options: ServeOptions) -> socket.socket:

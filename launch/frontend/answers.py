@@ -33,6 +33,7 @@ class OutputDelta:
         stop_reason: the stop string, or the stop token's id, that ended the answer.
         num_output_tokens: output tokens of the answer so far, including this delta.
         detail: the reason, if the finish reason is error.
+        admitted: time of the first admission, as ``Update.admitted``.
         prompt_logprobs: on the first delta, if requested: of all prompt tokens but the first.
     """
 
@@ -45,6 +46,7 @@ class OutputDelta:
     num_cached_tokens: int
     detail: str
     prompt_logprobs: LogprobArrays | None = None
+    admitted: float = 0.0
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
@@ -111,6 +113,7 @@ class Answer:
             num_cached_tokens=update.num_cached_tokens,
             detail=update.detail,
             prompt_logprobs=self._prompt_logprobs(update.prompt_logprobs),
+            admitted=update.admitted,
         )
 
     def abort(self) -> None:

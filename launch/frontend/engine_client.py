@@ -26,6 +26,7 @@ class Update:
         stop_reason: id of the stop token that ended the sequence.
         num_output_tokens: total output tokens to bill so far, including this update.
         num_cached_tokens: number of prompt tokens found in the prefix cache.
+        admitted: time of the first admission, in seconds of the monotonic clock of all processes; 0 if not known.
         detail: if ``ended`` is ERROR, one line that may be sent to the client.
         prompt_logprobs: with the first tokens, if requested: of the prompt tokens from the second on. Arrays, because
             prompts are long.
@@ -37,6 +38,7 @@ class Update:
     stop_reason: int | None = None
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    admitted: float = 0.0
     detail: str = ""
     prompt_logprobs: LogprobArrays | None = None
 

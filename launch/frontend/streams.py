@@ -39,6 +39,7 @@ class Stream:
         self.handle: int | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = -1
+        self.admitted = 0.0
         self.error: QuireError | None = None
         self.muted = False
         self.over = False
@@ -53,6 +54,7 @@ class Stream:
         if update is not None:
             update.num_output_tokens = self.num_output_tokens
             update.num_cached_tokens = max(self.num_cached_tokens, 0)
+            update.admitted = self.admitted
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
 
@@ -139,6 +141,7 @@ class StreamTable:
             stream.handle = introduced.handle
             if stream.num_cached_tokens < 0:  # not after a resubmission, which may hit the request's own blocks
                 stream.num_cached_tokens = introduced.num_cached_tokens
+                stream.admitted = introduced.admitted
             self._by_handle[introduced.handle] = stream
         if message.prompt_logprobs is not None:
             for handle, start, part in message.prompt_logprobs.parts():

@@ -13,6 +13,7 @@ import uvicorn
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
+from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import RESPONSE_HEADERS, BoundedHttpProtocol
 from quire.launch.http.serving.thinking import Thinking
@@ -47,6 +48,7 @@ class FrontEnd:
         self._config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
         self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=ServeOptions)
         self._child = child
+        self._directory, self._index = directory, index
         config = self._config
         self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
         self._draining = asyncio.Event()
@@ -86,6 +88,7 @@ class FrontEnd:
                 allowed_origins=tuple(settings.allowed_origins or ()),
                 allowed_hosts=tuple(settings.allowed_hosts or ()),
                 own_names=(settings.host,),
+                metrics=MetricsOptions(settings.metrics_prefix, self._directory, self._index, _cache_config(config)),
             ),
         )
         return HttpServer(
@@ -142,6 +145,20 @@ class FrontEnd:
         while True:
             self._child.progress()
             await asyncio.sleep(TICK_S)
+
+
+def _cache_config(config: EngineConfig) -> dict[str, str]:
+    """Return the labels of ``cache_config_info``, with vLLM's names."""
+    return {
+        "block_size": str(config.block_size),
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes or None),
+        "num_gpu_blocks_override": str(config.num_blocks_override or None),
+        "prefix_caching_hash_algo": config.prefix_caching_hash_algo,
+        "sliding_window": str(max(config.model.windows, default=0) or None),
+    }
 
 
 def main() -> None:

@@ -231,12 +231,12 @@ def _record(event: dict[str, Any], timing: Timing, now: float) -> None:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parse the Prometheus text format: a map from name without the prefix ``quire:`` to value, summed over labels."""
+    """Parse the Prometheus text format: a map from name without its prefix to value, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        if name.startswith("quire:"):
-            key = name.removeprefix("quire:").partition("{")[0]
+        prefix, colon, key = name.partition("{")[0].partition(":")
+        if colon and prefix.isidentifier():
             found[key] = found.get(key, 0.0) + float(value)
     return found
 

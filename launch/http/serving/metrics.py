@@ -1,23 +1,27 @@
-"""Prometheus metrics: vLLM's names with the prefix ``quire:``.
+"""Prometheus metrics, with vLLM's names after the prefix.
 
 The front end times its own requests. The scheduler's statistics are requested at each scrape, so that they cost
-nothing in between.
+nothing in between. One scrape has the sums over all front ends, whichever of them answers.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
+from quire.launch.http.schema.errors import STATUS_OF_CODE
+from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames
+from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
-from quire.protocol.wire.front_end_messages import Histogram as Seconds
-from quire.protocol.wire.front_end_messages import Statistics
+from quire.protocol.process.restarts import read_restarts
+from quire.protocol.wire.front_end_messages import EndReason, Histogram
 
 STATISTICS_TIMEOUT_S = 2.0
 LATENCY_BUCKETS = (
@@ -26,93 +30,110 @@ LATENCY_BUCKETS = (
 )
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0, 2.5, 5.0)
 TOKEN_BUCKETS = tuple(float(2**i) for i in range(21))
+OTHER = "other"
+"""Label of a reason that no label is reserved for."""
 
-# Metrics of the scheduler: name, HELP text, field of Statistics.
-GAUGES = (
-    ("num_requests_running", "Number of requests in the running batch.", "num_running"),
-    ("num_requests_waiting", "Number of requests in the waiting queue.", "num_waiting"),
-    ("num_free_blocks", "Number of KV blocks that can be allocated: free, or cached and unused.", "num_free_blocks"),
-    ("num_usable_blocks", "Number of KV blocks without the null block.", "num_usable_blocks"),
-    ("num_cached_blocks", "Number of KV blocks whose content is in the prefix cache.", "num_cached_blocks"),
-)
+# Counters of the front ends: name, HELP text, label, values of the label.
 COUNTERS = (
-    ("prompt_tokens", "Number of prompt tokens of all requests.", "prompt_tokens"),
-    ("generation_tokens", "Number of generated tokens.", "generation_tokens"),
-    ("prefix_cache_queries", "Number of tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    ("prefix_cache_hits", "Number of tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
-    ("num_evicted_blocks", "Number of cached blocks evicted.", "num_evicted_blocks"),
-    ("num_preemptions", "Number of preemptions.", "num_preemptions"),
-    ("num_requests_refused", "Number of sequences that the scheduler refused.", "num_requests_refused"),
-    ("spec_decode_num_draft_tokens", "Number of draft tokens proposed.", "num_draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", "num_accepted_tokens"),
-    ("num_worker_restarts", "Number of restarts of the worker group.", "num_worker_restarts"),
-    ("num_slow_steps", "Number of steps slower than 5 times the usual time and 0.5 s.", "num_slow_steps"),
-    ("num_trace_lines_lost", "Number of trace lines dropped because the disk was too slow.", "num_trace_lines_lost"),
-)
-HISTOGRAMS = (
-    ("kv_block_lifetime_seconds", "Time from a KV block's allocation to its eviction.", "kv_block_lifetime"),
     (
-        "kv_block_idle_before_evict_seconds",
-        "Time from the last use of a KV block's content to its eviction.",
-        "kv_block_idle_before_evict",
+        "request_success",
+        "Number of ended sequences, by finish reason.",
+        "finished_reason",
+        (*(reason.finish_reason for reason in EndReason), OTHER),
     ),
-    ("kv_block_reuse_gap_seconds", "Time between two hits of the same cached content.", "kv_block_reuse_gap"),
+    (
+        "admission_rejections",
+        "Number of valid requests refused before generation, by error code.",
+        "reason",
+        (*STATUS_OF_CODE, OTHER),
+    ),
+    ("slow_readers", "Number of streams aborted because the client read too slowly.", "", ("",)),
 )
+# Histograms of the front ends: name, HELP text, bounds of the buckets.
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", LATENCY_BUCKETS),
+    ("inter_token_latency_seconds", "Time between tokens: one mean per delta sent.", TOKEN_LATENCY_BUCKETS),
+    ("e2e_request_latency_seconds", "Time from a request's arrival to its last token.", LATENCY_BUCKETS),
+    ("request_queue_time_seconds", "Time from a request's arrival to its first admission.", LATENCY_BUCKETS),
+    ("request_prefill_time_seconds", "Time from a request's first admission to its first token.", LATENCY_BUCKETS),
+    ("request_decode_time_seconds", "Time from a request's first token to its last token.", LATENCY_BUCKETS),
+    ("request_inference_time_seconds", "Time from a request's first admission to its last token.", LATENCY_BUCKETS),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean time per output token after the first, per sequence.",
+        TOKEN_LATENCY_BUCKETS,
+    ),
+    ("request_prompt_tokens", "Prompt tokens per sequence.", TOKEN_BUCKETS),
+    ("request_generation_tokens", "Output tokens per sequence.", TOKEN_BUCKETS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """What the metrics of one front end are named, and where they are shared.
+
+    Attributes:
+        prefix: begins every name, before a colon.
+        directory: folder of the shared values and of the supervisor's counts; None: they are not shared.
+        index: number of this front end.
+        cache_config: labels of ``cache_config_info``.
+    """
+
+    prefix: str = "quire"
+    directory: Path | None = None
+    index: int = 0
+    cache_config: Mapping[str, str] = field(default_factory=dict)
 
 
 class Metrics:
-    """The metrics registry of one front end."""
+    """The metrics of one front end, and the text of a scrape."""
 
-    def __init__(self, model_name: str, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        options: MetricsOptions | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``now``: the clock of ``OutputDelta.admitted``, which all processes share."""
         self.now = now
+        options = options or MetricsOptions()
+        names = MetricNames(options.prefix, {"model_name": model_name})
+        num_counters = sum(len(labels) for *_, labels in COUNTERS)
+        num_values = num_counters + sum(len(bounds) + 2 for *_, bounds in HISTOGRAMS)
+        values = SharedValues(num_values, options.directory, options.index)
+        slots = iter(range(num_counters))
+        counters = {
+            name: {label: SharedCounter(values, next(slots)) for label in labels} for name, *_, labels in COUNTERS
+        }
+        self._success, self._rejections = counters["request_success"], counters["admission_rejections"]
+        self._slow_readers = counters["slow_readers"][""]
+        histograms, at = {}, num_counters
+        for name, _, bounds in HISTOGRAMS:
+            histograms[name] = SharedHistogram(values, at, bounds)
+            at += len(bounds) + 2
+        self.time_to_first_token = histograms["time_to_first_token_seconds"]
+        self.inter_token_latency = histograms["inter_token_latency_seconds"]
+        self.e2e_latency = histograms["e2e_request_latency_seconds"]
+        self.queue_time = histograms["request_queue_time_seconds"]
+        self.prefill_time = histograms["request_prefill_time_seconds"]
+        self.decode_time = histograms["request_decode_time_seconds"]
+        self.inference_time = histograms["request_inference_time_seconds"]
+        self.time_per_output_token = histograms["request_time_per_output_token_seconds"]
+        self.prompt_tokens = histograms["request_prompt_tokens"]
+        self.generation_tokens = histograms["request_generation_tokens"]
+        self._directory = options.directory
+        self._engine = EngineCollector(names, options.cache_config)
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
-        self._model_name = model_name
+        self._registry.register(_FrontEndCollector(names, values))
         self._scrape: asyncio.Task[bytes] | None = None
-        self._success = Counter(
-            "quire:request_success",
-            "Number of ended sequences, by finish reason.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._rejections = Counter(
-            "quire:admission_rejections",
-            "Number of valid requests refused before generation, by error code.",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
-        self._slow_readers = Counter(
-            "quire:slow_readers",
-            "Number of streams aborted because the client read too slowly.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(model_name)
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", LATENCY_BUCKETS
-        )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between tokens: one mean per delta sent.", TOKEN_LATENCY_BUCKETS
-        )
-        self.e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "Time from a request's arrival to its last token.", LATENCY_BUCKETS
-        )
-        self.time_per_output_token = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time per output token after the first, per sequence.",
-            TOKEN_LATENCY_BUCKETS,
-        )
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per sequence.", TOKEN_BUCKETS)
-        self.generation_tokens = self._histogram(
-            "request_generation_tokens", "Output tokens per sequence.", TOKEN_BUCKETS
-        )
 
     def ended(self, reason: str) -> None:
-        self._success.labels(self._model_name, reason).inc()
+        self._success.get(reason, self._success[OTHER]).inc()
 
     def rejected(self, reason: str) -> None:
         """``reason``: the code of an InvalidRequest. Codes are a fixed set: clients cannot add labels."""
-        self._rejections.labels(self._model_name, reason).inc()
+        self._rejections.get(reason, self._rejections[OTHER]).inc()
 
     def cut_slow_reader(self) -> None:
         self._slow_readers.inc()
@@ -132,23 +153,22 @@ class Metrics:
             self._engine.statistics = await asyncio.wait_for(engine.statistics(), STATISTICS_TIMEOUT_S)
         except (EngineError, TimeoutError):
             self._engine.statistics = None
+        if self._directory is not None:
+            self._engine.restarts = read_restarts(self._directory)
         return generate_latest(self._registry)
 
     def _forget_scrape(self, scrape: asyncio.Task[bytes]) -> None:
         self._scrape = None
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"quire:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return family.labels(self._model_name)
-
 
 class SequenceClock:
-    """Latency measurement of one sequence. At most one observation per delta, as each costs microseconds."""
+    """Latency measurement of one sequence. At most one observation per delta."""
 
     def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._num_prompt_tokens = num_prompt_tokens
+        self._admitted = 0.0
         self._first = 0.0
         self._last = 0.0
         self._num_tokens = 0
@@ -158,6 +178,7 @@ class SequenceClock:
         new = delta.num_output_tokens - self._num_tokens
         if new > 0 and not self._num_tokens:
             self._first = now
+            self._admitted = min(max(delta.admitted, self._arrival), now)
             self._metrics.time_to_first_token.observe(now - self._arrival)
         elif new > 0:
             self._metrics.inter_token_latency.observe((now - self._last) / new)
@@ -176,74 +197,33 @@ class SequenceClock:
         metrics.e2e_latency.observe(metrics.now() - self._arrival)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
+        if self._num_tokens:
+            metrics.queue_time.observe(self._admitted - self._arrival)
+            metrics.prefill_time.observe(self._first - self._admitted)
+            metrics.decode_time.observe(self._last - self._first)
+            metrics.inference_time.observe(self._last - self._admitted)
         if self._num_tokens > 1:
             metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
 
 
-class _EngineCollector(Collector):
-    """The scheduler's statistics at the current scrape."""
+class _FrontEndCollector(Collector):
+    """The sums over all front ends."""
 
-    def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
-        self.statistics: Statistics | None = None
+    def __init__(self, names: MetricNames, values: SharedValues) -> None:
+        self._names = names
+        self._values = values
 
     def collect(self) -> Iterator[Metric]:
-        current = self.statistics
-        if current is None:
-            return
-        usable = current.num_usable_blocks
-        usage = 1.0 - current.num_free_blocks / usable if usable else 0.0
-        for name, text, field in GAUGES:
-            yield self._gauge(name, text, getattr(current, field))
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use (0 to 1).", usage)
-        for name, text, field in COUNTERS:
-            yield self._counter(name, text, getattr(current, field))
-        yield self._by_reason(
-            GaugeMetricFamily,
-            "num_requests_waiting_by_reason",
-            "Number of waiting requests, by wait reason.",
-            current.waiting_by_reason,
-        )
-        yield self._by_reason(
-            CounterMetricFamily,
-            "num_preemptions_by_reason",
-            "Number of preemptions, by reason.",
-            current.preemptions_by_reason,
-        )
-        for name, text, field in HISTOGRAMS:
-            yield from self._histogram(name, text, getattr(current, field))
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"quire:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"quire:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _by_reason(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        values: Mapping[str, int],
-    ) -> Metric:
-        family = kind(f"quire:{name}", text, labels=[*self._labels, "reason"])
-        for reason, value in values.items():
-            family.add_metric([*self._labels.values(), reason], value)
-        return family
-
-    def _histogram(self, name: str, text: str, values: Seconds | None) -> Iterator[HistogramMetricFamily]:
-        """Yield the histogram with cumulative counts, or nothing if the scheduler does not sample blocks."""
-        if values is None:
-            return
-        family = HistogramMetricFamily(f"quire:{name}", text, labels=list(self._labels))
-        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
-        buckets = list(zip(edges, accumulate(values.counts), strict=True))
-        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=values.total)
-        yield family
+        names, totals = self._names, iter(self._values.totals())
+        for name, text, label, labels in COUNTERS:
+            found = {each: next(totals) for each in labels}
+            if label:
+                yield names.by_label(CounterMetricFamily, name, text, label, found)
+            else:
+                yield names.counter(name, text, found[""])
+        for name, text, bounds in HISTOGRAMS:
+            counts = [int(next(totals)) for _ in range(len(bounds) + 1)]
+            yield names.histogram(name, text, Histogram(list(bounds), counts, next(totals)))
 
     def describe(self) -> list[Metric]:
         return []

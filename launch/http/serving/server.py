@@ -8,7 +8,7 @@ from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
-from quire.launch.http.serving.metrics import Metrics
+from quire.launch.http.serving.metrics import Metrics, MetricsOptions
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
@@ -30,6 +30,7 @@ class ServerSettings:
         health_timeout: seconds without progress after which the engine counts as stuck.
         allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
         own_names: host names of this server.
+        metrics: names of the metrics, and where the front ends share them.
     """
 
     text_in: TextIn
@@ -42,6 +43,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     own_names: tuple[str, ...] = ()
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,7 +69,7 @@ class Server:
         self.texts = TextLanes()
         self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
-        self.metrics = Metrics(settings.served_model_names[0])
+        self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 
     @property

@@ -14,9 +14,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
-from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.app import make_app
-from quire.launch.http.serving.metrics import Metrics, SequenceClock
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
@@ -169,24 +167,6 @@ class TestMetrics:
         app = make_app(engine, ServerSettings(text_in=text_in, served_model_names=(name,)))
         lines = type(client)(app).get("/metrics").text.splitlines()
         assert not [line for line in lines if line.startswith("quire:fake")]
-
-    def test_times(self) -> None:
-        times = [101.0, 101.5, 103.5, 103.5]
-        metrics = Metrics("tiny", lambda: times.pop(0))
-        clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
-        for num_tokens, reason in ((1, None), (2, None), (6, "length")):
-            clock.record(OutputDelta("", [], None, reason, None, num_tokens, 0, ""))
-        assert metrics.time_to_first_token._sum.get() == 1.0
-        assert metrics.inter_token_latency._sum.get() == 1.0
-        assert metrics.e2e_latency._sum.get() == 3.5
-        assert metrics.time_per_output_token._sum.get() == 0.5
-        assert metrics.generation_tokens._sum.get() == 6
-
-    def test_aborted_sequence_is_counted(self) -> None:
-        metrics = Metrics("tiny", lambda: 1.0)
-        SequenceClock(metrics, 0.0, 3).end("abort")
-        assert metrics._success.labels("tiny", "abort")._value.get() == 1
-        assert metrics.e2e_latency._sum.get() == 0
 
 
 @pytest.fixture

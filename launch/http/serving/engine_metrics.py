@@ -1,0 +1,147 @@
+"""Metrics that are read at each scrape: the scheduler's statistics, restarts, and the configuration of the cache."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.protocol.process.restarts import Restarts
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
+
+# Metrics of the scheduler: name, HELP text, field of Statistics.
+GAUGES = (
+    ("num_requests_running", "Number of requests in the running batch.", "num_running"),
+    ("num_requests_waiting", "Number of requests in the waiting queue.", "num_waiting"),
+    ("num_free_blocks", "Number of KV blocks that can be allocated: free, or cached and unused.", "num_free_blocks"),
+    ("num_usable_blocks", "Number of KV blocks without the null block.", "num_usable_blocks"),
+    ("num_cached_blocks", "Number of KV blocks whose content is in the prefix cache.", "num_cached_blocks"),
+)
+COUNTERS = (
+    ("prompt_tokens", "Number of prompt tokens of all requests.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Number of prompt tokens that needed no prefill.", "prefix_cache_hit_tokens"),
+    ("generation_tokens", "Number of generated tokens.", "generation_tokens"),
+    ("prefix_cache_queries", "Number of tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Number of tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("num_evicted_blocks", "Number of cached blocks evicted.", "num_evicted_blocks"),
+    ("num_preemptions", "Number of preemptions.", "num_preemptions"),
+    ("num_requests_refused", "Number of sequences that the scheduler refused.", "num_requests_refused"),
+    ("spec_decode_num_draft_tokens", "Number of draft tokens proposed.", "num_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", "num_accepted_tokens"),
+    ("num_slow_steps", "Number of steps slower than 5 times the usual time and 0.5 s.", "num_slow_steps"),
+    ("num_trace_lines_lost", "Number of trace lines dropped because the disk was too slow.", "num_trace_lines_lost"),
+)
+HISTOGRAMS = (
+    ("iteration_tokens_total", "Number of tokens per step, prefill and decode together.", "step_tokens"),
+    ("kv_block_lifetime_seconds", "Time from a KV block's allocation to its eviction.", "kv_block_lifetime"),
+    (
+        "kv_block_idle_before_evict_seconds",
+        "Time from the last use of a KV block's content to its eviction.",
+        "kv_block_idle_before_evict",
+    ),
+    ("kv_block_reuse_gap_seconds", "Time between two hits of the same cached content.", "kv_block_reuse_gap"),
+)
+# Counted by the supervisor, so that they survive the processes: name, HELP text, field of Restarts.
+RESTARTS = (
+    ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
+    ("num_scheduler_restarts", "Number of restarts of the scheduler.", "scheduler"),
+    ("num_front_end_restarts", "Number of restarts of front ends.", "frontend"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricNames:
+    """Prefix of all names, and labels of all samples."""
+
+    prefix: str
+    labels: Mapping[str, str]
+
+    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def by_label(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        family = kind(f"{self.prefix}:{name}", text, labels=[*self.labels, label])
+        for key, value in values.items():
+            family.add_metric([*self.labels.values(), key], value)
+        return family
+
+    def histogram(self, name: str, text: str, values: Histogram) -> HistogramMetricFamily:
+        """Return the histogram with cumulative counts."""
+        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+        buckets = list(zip(edges, accumulate(values.counts), strict=True))
+        family.add_metric(list(self.labels.values()), buckets=buckets, sum_value=values.total)
+        return family
+
+
+@dataclass(eq=False)
+class EngineCollector(Collector):
+    """The engine's metrics at the current scrape.
+
+    Attributes:
+        cache_config: settings of the KV cache, as the labels of ``cache_config_info``.
+        statistics: the scheduler's, or None if it did not answer; its metrics are then left out.
+    """
+
+    names: MetricNames
+    cache_config: Mapping[str, str] = field(default_factory=dict)
+    statistics: Statistics | None = None
+    restarts: Restarts = field(default_factory=Restarts)
+    _num_blocks: int = 0
+
+    def collect(self) -> Iterator[Metric]:
+        names = self.names
+        for name, text, field_name in RESTARTS:
+            yield names.counter(name, text, getattr(self.restarts, field_name))
+        if self.statistics is not None:
+            self._num_blocks = self.statistics.num_usable_blocks or self._num_blocks
+            yield from self._of_scheduler(self.statistics)
+        if self.cache_config and self._num_blocks:
+            labels = {**names.labels, **self.cache_config, "num_gpu_blocks": str(self._num_blocks), "engine": "0"}
+            text = "Settings of the KV cache, as labels; the value is 1."
+            yield MetricNames(names.prefix, labels).gauge("cache_config_info", text, 1.0)
+
+    def _of_scheduler(self, current: Statistics) -> Iterator[Metric]:
+        names, usable = self.names, current.num_usable_blocks
+        usage = 1.0 - current.num_free_blocks / usable if usable else 0.0
+        for name, text, field_name in GAUGES:
+            yield names.gauge(name, text, getattr(current, field_name))
+        yield names.gauge("kv_cache_usage_perc", "Share of the KV blocks in use (0 to 1).", usage)
+        for name, text, field_name in COUNTERS:
+            yield names.counter(name, text, getattr(current, field_name))
+        yield names.by_label(
+            GaugeMetricFamily,
+            "num_requests_waiting_by_reason",
+            "Number of waiting requests, by wait reason.",
+            "reason",
+            current.waiting_by_reason,
+        )
+        yield names.by_label(
+            CounterMetricFamily,
+            "num_preemptions_by_reason",
+            "Number of preemptions, by reason.",
+            "reason",
+            current.preemptions_by_reason,
+        )
+        for name, text, field_name in HISTOGRAMS:
+            values = getattr(current, field_name)
+            if values is not None:
+                yield names.histogram(name, text, values)
+
+    def describe(self) -> list[Metric]:
+        return []

@@ -1,0 +1,155 @@
+"""Metrics of several front ends, their survival, and the times of a request."""
+
+import asyncio
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from front_end import EndlessEngine
+
+from quire.launch.frontend.answers import OutputDelta
+from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
+from quire.protocol.process.restarts import Restarts, write_restarts
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
+
+
+def scrape(metrics: Metrics, engine: EndlessEngine | None = None) -> dict[str, float]:
+    """Return value by name and labels of one scrape, without the label of the model."""
+    page = asyncio.run(metrics.render(engine or EndlessEngine())).decode()
+    found = re.findall(r"^(\w+:\w+)\{(.*)\} ([\d.e+-]+)$", page, re.M)
+    values = {}
+    for name, labels, value in found:
+        kept = [label for label in labels.split(",") if not label.startswith("model_name=")]
+        values[name + (f"{{{','.join(kept)}}}" if kept else "")] = float(value)
+    return values
+
+
+def front_end(directory: Path, index: int) -> Metrics:
+    return Metrics("tiny", MetricsOptions(directory=directory, index=index), lambda: 103.5)
+
+
+def end_one(metrics: Metrics) -> None:
+    clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
+    clock.record(OutputDelta("", [], None, "length", None, 6, 0, "", admitted=101.0))
+
+
+def test_every_front_end_answers_with_the_sums(tmp_path: Path) -> None:
+    first, second = front_end(tmp_path, 0), front_end(tmp_path, 1)
+    for metrics in (first, first, second):
+        end_one(metrics)
+    second.rejected("queue_full")
+    second.rejected("a code of a later version")
+    first.cut_slow_reader()
+    for metrics in (first, second):
+        found = scrape(metrics)
+        assert found['quire:request_success_total{finished_reason="length"}'] == 3
+        assert found["quire:request_generation_tokens_sum"] == 18
+        assert found["quire:e2e_request_latency_seconds_count"] == 3
+        assert found['quire:admission_rejections_total{reason="queue_full"}'] == 1
+        assert found['quire:admission_rejections_total{reason="other"}'] == 1
+        assert found["quire:slow_readers_total"] == 1
+
+
+def test_counters_survive_a_front_end(tmp_path: Path) -> None:
+    survivor, dead = front_end(tmp_path, 0), front_end(tmp_path, 1)
+    end_one(survivor)
+    end_one(dead)
+    del dead
+    name = "quire:request_generation_tokens_sum"
+    assert scrape(survivor)[name] == 12
+    successor = front_end(tmp_path, 1)
+    end_one(successor)
+    assert scrape(survivor)[name] == scrape(successor)[name] == 18
+    (tmp_path / "metrics-2").touch()  # a front end that has just begun
+    assert scrape(survivor)[name] == 18
+
+
+def test_concurrent_scrapes_never_fall(tmp_path: Path) -> None:
+    writer, reader = front_end(tmp_path, 0), front_end(tmp_path, 1)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            end_one(writer)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    before: dict[str, float] = {}
+    for _ in range(50):
+        found = {name: value for name, value in scrape(reader).items() if name.startswith("quire:request_")}
+        assert all(found[name] >= value for name, value in before.items())
+        before = found
+    done.set()
+    thread.join()
+
+
+def test_shared_values_need_room(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        front_end(tmp_path / "missing", 0)
+
+
+def test_restarts_of_processes_are_those_of_the_supervisor(tmp_path: Path) -> None:
+    metrics = front_end(tmp_path, 0)
+    assert scrape(metrics)["quire:num_scheduler_restarts_total"] == 0
+    write_restarts(tmp_path, Restarts(scheduler=1, worker=2, frontend=3))
+    found = scrape(metrics)
+    roles = ("scheduler", "worker", "front_end")
+    assert [found[f"quire:num_{role}_restarts_total"] for role in roles] == [1, 2, 3]
+
+
+def test_parts_of_a_request_add_up() -> None:
+    times = [101.0, 101.5, 103.5, 103.5]
+    metrics = Metrics("tiny", now=lambda: times.pop(0))
+    clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
+    for num_tokens, reason in ((1, None), (2, None), (6, "length")):
+        clock.record(OutputDelta("", [], None, reason, None, num_tokens, 0, "", admitted=100.25))
+    found = scrape(metrics)
+    assert {name: found[f"quire:{name}_sum"] for name, _, _ in HISTOGRAMS} == {
+        "time_to_first_token_seconds": 1.0,
+        "inter_token_latency_seconds": 1.0,
+        "e2e_request_latency_seconds": 3.5,
+        "request_queue_time_seconds": 0.25,
+        "request_prefill_time_seconds": 0.75,
+        "request_decode_time_seconds": 2.5,
+        "request_inference_time_seconds": 3.25,
+        "request_time_per_output_token_seconds": 0.5,
+        "request_prompt_tokens": 7,
+        "request_generation_tokens": 6,
+    }
+    assert found['quire:request_queue_time_seconds_bucket{le="0.25"}'] == 1
+    assert found['quire:request_queue_time_seconds_bucket{le="0.1"}'] == 0
+
+
+@pytest.mark.parametrize("admitted", [0.0, 99.0, 10**6])
+def test_an_impossible_admission_time_makes_no_negative_part(admitted: float) -> None:
+    metrics = Metrics("tiny", now=lambda: 103.5)
+    clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
+    clock.record(OutputDelta("", [], None, "stop", None, 1, 0, "", admitted=admitted))
+    found = scrape(metrics)
+    assert found["quire:request_queue_time_seconds_sum"] + found["quire:request_prefill_time_seconds_sum"] == 3.5
+    assert min(found.values()) >= 0
+
+
+def test_aborted_sequence_is_counted_without_times() -> None:
+    metrics = Metrics("tiny", now=lambda: 1.0)
+    SequenceClock(metrics, 0.0, 3).end("abort")
+    found = scrape(metrics)
+    assert found['quire:request_success_total{finished_reason="abort"}'] == 1
+    assert found["quire:e2e_request_latency_seconds_count"] == 0
+
+
+class Engine(EndlessEngine):
+    async def statistics(self) -> Statistics:
+        return Statistics(1, num_usable_blocks=100, num_free_blocks=50, step_tokens=Histogram([1.0, 2.0], [3, 1, 1], 9))
+
+
+def test_vllm_prefix_and_names() -> None:
+    cache = {"block_size": "16", "cache_dtype": "bfloat16"}
+    found = scrape(Metrics("tiny", MetricsOptions("vllm", cache_config=cache)), Engine())
+    assert not [name for name in found if not name.startswith("vllm:")]
+    assert found["vllm:iteration_tokens_total_sum"] == 9 and found["vllm:iteration_tokens_total_count"] == 5
+    assert found['vllm:iteration_tokens_total_bucket{le="2.0"}'] == 4
+    assert found["vllm:prompt_tokens_cached_total"] == 0
+    info = 'vllm:cache_config_info{block_size="16",cache_dtype="bfloat16",engine="0",num_gpu_blocks="100"}'
+    assert found[info] == 1
