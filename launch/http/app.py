@@ -19,6 +19,7 @@ from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.tokens import detokenize, tokenize
 from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.access_log import AccessLog
 from quire.launch.http.serving.gate import Gate
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.launch.http.serving.server import Server, ServerSettings
@@ -128,7 +129,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    return [guard, *([cors] if settings.allowed_origins else []), Middleware(Gate, settings.api_keys)]
+    return [Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), Middleware(Gate, settings.api_keys)]
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

@@ -17,13 +17,17 @@ from starlette.types import Receive, Scope, Send
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
 from quire.launch.http.schema.errors import ClientDisconnected, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
+from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import DATA_EVENTS, EventStream, EventStyle, SlowReader, run_until_disconnect
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.logprobs import LogprobArrays
+
+log = event_logger("http")
 
 # Most log probabilities, of about 150 bytes each, that are kept until a response is complete.
 MAX_COLLECTED_VALUES = 2**22
@@ -105,12 +109,32 @@ class Generation:
         self._tenant = 0
         self._num_output_tokens = [0] * num_sequences
         self._num_cached_tokens = [0] * num_sequences
+        self._finish_reasons: set[str] = set()
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._tenant = scope["state"][TENANT]
         streamed = self._request.stream
-        await run_until_disconnect(receive, self._stream(send) if streamed else self._respond(scope, receive, send))
+        self._log_start()
+        try:
+            await run_until_disconnect(receive, self._stream(send) if streamed else self._respond(scope, receive, send))
+        finally:
+            if (answered := scope["state"].get(ANSWERED)) is not None:
+                answered.prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+                answered.output_tokens = sum(self._num_output_tokens)
+                answered.finish = ",".join(sorted(self._finish_reasons | ({"abort"} if self._unfinished else set())))
+
+    def _log_start(self) -> None:
+        request = self._request
+        log.info(
+            "request",
+            id=self._formatter.request_id,
+            prompts=len(self._prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
+            n=request.params.n,
+            max_tokens=request.params.max_tokens,
+            stream=request.stream,
+        )
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected = [Collected() for _ in self._unfinished]
@@ -212,6 +236,7 @@ class Generation:
         self._num_cached_tokens[index] = delta.num_cached_tokens
         if delta.finish_reason is not None:
             self._unfinished.discard(index)
+            self._finish_reasons.add(delta.finish_reason)
 
     def _usage(self) -> Usage:
         """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's."""
