@@ -129,7 +129,12 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    return [Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), Middleware(Gate, settings.api_keys)]
+    return [
+        Middleware(AccessLog),
+        guard,
+        *([cors] if settings.allowed_origins else []),
+        Middleware(Gate, settings.api_keys),
+    ]
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

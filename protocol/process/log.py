@@ -133,7 +133,7 @@ def is_json() -> bool:
 
 
 def write_line(text: str, level: int = logging.INFO) -> None:
-    """Write a line for the user of the command, whatever the log level is: plain, or as a record in format json."""
+    """Write a line for the user of the command at any log level: plain, or as a record in format json."""
     if not is_json():
         print(text, file=sys.stderr, flush=True)
         return

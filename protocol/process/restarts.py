@@ -8,7 +8,7 @@ FILE = "restarts"
 
 
 class Restarts(msgspec.Struct):
-    """Number of restarts. A worker group counts once, whatever the number of its ranks."""
+    """Number of restarts. A worker group counts once for all its ranks."""
 
     scheduler: int = 0
     worker: int = 0

@@ -31,6 +31,7 @@ from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
 from quire.scheduler_proc.process.step_deadline import StepDeadline
+from quire.scheduler_proc.process.throughput import ThroughputLog
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -74,6 +75,7 @@ class SchedulerLoop:
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
         self._scheduler: Scheduler | None = None
+        self._throughput = ThroughputLog(clock())
         self._num_too_large = 0
         self._progress_due = True
         """Whether to report the next generated token to the supervisor."""
@@ -134,7 +136,10 @@ class SchedulerLoop:
     def _wait(self) -> None:
         self._journal.pause()
         timeout_ms = COMPILING_MS if self._grammars.has_waiting_requests else IDLE_MS
-        remaining = self._deadline.remaining(self._clock())
+        now = self._clock()
+        if now >= self._throughput.due:
+            self._throughput.report(self._scheduler, now)
+        remaining = self._deadline.remaining(now)
         if remaining is not None:
             timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         if not self._transport.wait(timeout_ms):
@@ -196,10 +201,7 @@ class SchedulerLoop:
         decisions = scheduler.decisions.take()
         self._journal.note(decisions)
         for decision in decisions:
-            if decision.kind == "preempt":
-                log.info(str(decision))
-            else:
-                log.debug(str(decision))
+            log.debug(str(decision))
 
     # ---- cache events
 

@@ -61,7 +61,7 @@ def test_counters_survive_a_front_end(tmp_path: Path) -> None:
     successor = front_end(tmp_path, 1)
     end_one(successor)
     assert scrape(survivor)[name] == scrape(successor)[name] == 18
-    (tmp_path / "metrics-2").touch()  # a front end that has just begun
+    (tmp_path / "metrics-2").touch()  # a front end that is starting
     assert scrape(survivor)[name] == 18
 
 
