@@ -18,24 +18,31 @@ from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Su
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import write_line
+from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.version import __version__
 
 
 class _Signals:
-    """Counts SIGTERM and SIGINT and wakes the supervisor: the first drains, the second stops at once."""
+    """Counts STOP_SIGNALS and wakes the supervisor: the first drains, the second stops at once.
+
+    SIGHUP stays ignored under ``nohup``. IGNORED_SIGNALS are ignored, also by children from their first instruction.
+    """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.count = 0
         signal.set_wakeup_fd(supervisor.wakeup_fd)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        for number in IGNORED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
 
 
 def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
-    """Serve until SIGTERM or SIGINT. A second signal stops at once.
+    """Serve until one of STOP_SIGNALS. A second signal stops at once.
 
     Raises:
         ConfigError: the port is in use, or a child refused its settings or checkpoint.

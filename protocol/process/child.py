@@ -31,6 +31,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, QuireError
 from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
+from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 
 EX_CONFIG = 78
 HEARTBEAT_S = 0.5
@@ -213,8 +214,8 @@ def child_parser(description: str | None) -> argparse.ArgumentParser:
 def init_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signal: int = signal.SIGCONT) -> Child:
     """Tie this process to its parent and leave signals to the supervisor; must be called first.
 
-    SIGTERM and SIGINT are ignored: they go to the whole process group, and the supervisor then sends each child its
-    command, in order.
+    STOP_SIGNALS are ignored: they go to the whole process group, and the supervisor then sends each child its command,
+    in order.
 
     Args:
         death_signal: signal from the kernel when the parent exits. SIGCONT wakes a stopped process, so that it can exit
@@ -222,7 +223,7 @@ def init_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signa
     """
     survive_without_stderr()
     start_logging()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (*STOP_SIGNALS, *IGNORED_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
         os.set_inheritable(fd, False)

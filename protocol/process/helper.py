@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from quire.protocol.process.signals import IGNORED_SIGNALS
+
 Answer = Callable[[bytes], bytes]
 
 START_SECONDS = 60.0
@@ -202,7 +204,8 @@ def serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the caller's signal mask and handlers are inherited
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGABRT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *IGNORED_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # a library's prints must not mix with answers
     start_large_stack_thread(lambda: _serve(make, extra_bytes, answers), "helper").join()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engine_processes import processes_of
 from served import QUIRE, Served
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
@@ -235,6 +236,26 @@ class TestCommandLine:
         error = json.loads(last.removeprefix("data: "))["error"]
         assert (error["code"], error["message"]) == ("server_shutdown", "the server is shutting down")
         assert served.stop() == 0
+
+    @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+    def test_signals_to_all_processes_stop_the_server_in_order_or_not_at_all(self, number: signal.Signals) -> None:
+        served = Served("--num-gpu-blocks-override", "300")
+        processes = processes_of(served.process.pid, "quire.")
+        directory = next(word for each in processes for word in each.cmdline() if "/quire-" in word)
+        body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for harmless in (signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2):
+                for process in processes:
+                    process.send_signal(harmless)
+            next(lines)
+            for process in processes:  # the server itself is one of them
+                process.send_signal(number)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert served.stop(0) == 0
+        assert not Path(directory).exists()
 
     def test_a_second_signal_stops_at_once(self) -> None:
         served = Served("--num-gpu-blocks-override", "300")

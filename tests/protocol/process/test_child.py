@@ -158,6 +158,24 @@ def test_failure_is_reported_in_one_line(ends: Ends, error: Exception, text: str
     assert (report.event, report.text, report.exit_status) == ("failed", text, status)
 
 
+def test_child_leaves_signals_of_its_group_to_the_supervisor(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, os, sys\n"
+        "from quire.protocol.process.child import init_child\n"
+        f"init_child(1, 0, pathlib.Path({str(tmp_path)!r}))\n"
+        "sys.stdout.write(open('/proc/self/status').read())"
+    )
+    stdin, other_end = os.pipe()
+    status = subprocess.run(
+        [sys.executable, "-P", "-c", program], stdin=stdin, capture_output=True, text=True, check=True
+    ).stdout
+    os.close(stdin)
+    os.close(other_end)
+    ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+    for number in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM"):
+        assert ignored >> (getattr(signal, f"SIG{number}") - 1) & 1, number
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("death_signal", [signal.SIGCONT, signal.SIGKILL])
 def test_child_exits_with_its_parent_and_removes_the_socket_directory(
