@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from quire.launch.config.api_keys import hide_in_command_line
 from quire.launch.config.command_line import add_config_file, add_options, read_options
 from quire.launch.config.options import EngineOptions, suggest
 from quire.launch.config.serve_options import ServeOptions
@@ -47,6 +48,8 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. An expected failure prints one line to stderr and exits with a non-zero status."""
     args = parse(list(sys.argv[1:] if argv is None else argv))
+    keys = getattr(args, "api_key", None) or []
+    hide_in_command_line([keys] if isinstance(keys, str) else keys)
     try:
         args.run(args)
     except (QuireError, InvalidRequest) as error:

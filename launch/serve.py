@@ -1,19 +1,19 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
-import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
+from quire.launch.config.api_keys import read_api_keys
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.network_options import check_network
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.listener import Listener
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -45,17 +45,29 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     """Serve until one of STOP_SIGNALS. A second signal stops at once.
 
     Raises:
-        ConfigError: the port is in use, or a child refused its settings or checkpoint.
+        ConfigError: a setting cannot be used, the address is in use, or a child refused its settings or checkpoint.
         EngineError: the engine cannot continue, with the reason.
     """
     started = time.monotonic()
     check_ranges(options)
     check_network(options)
     _check_metrics_prefix(options.metrics_prefix)
-    listener = _listen(options)
-    keys = options.api_key or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
+    keys = read_api_keys(options)
     config = with_api_keys(config, len(keys))
-    fd = listener.fileno()
+    with Listener(options) as listener:
+        _run(config, options, keys, model_name, worker, listener, started)
+
+
+def _run(
+    config: EngineConfig,
+    options: ServeOptions,
+    keys: list[str],
+    model_name: str,
+    worker: WorkerProgram,
+    listener: Listener,
+    started: float,
+) -> None:
+    fd = listener.socket.fileno()
     front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
     with Supervisor(config, worker=worker, front_end=front_end, standby=options.standby_workers) as supervisor:
         signals = _Signals(supervisor)
@@ -65,9 +77,8 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         while not supervisor.is_ready and not signals.count:
             supervisor.watch(None)
         if not signals.count:
-            host, port = listener.getsockname()[:2]
             seconds = time.monotonic() - started
-            write_line(f"Quire {__version__} serves {model_name} on http://{host}:{port} (ready in {seconds:.1f} s)")
+            write_line(f"Quire {__version__} serves {model_name} on {listener.address} (ready in {seconds:.1f} s)")
         while not signals.count:
             supervisor.watch(None)
         write_line(
@@ -97,21 +108,6 @@ def _check_metrics_prefix(prefix: str) -> None:
             f"--metrics-prefix must be 1 to 64 letters, digits and underscores, and not begin with a digit "
             f"(got {prefix[:64]!a})"
         )
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    """Bind the port before any process is started, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        reason = "is in use" if error.errno == 98 else f"cannot be used: {error.strerror or error}"
-        raise ConfigError(f"{options.host}:{options.port} {reason}: set --host and --port") from None
-    return listener
 
 
 def model_display_name(folder: Path, given: str | None) -> str:

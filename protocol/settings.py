@@ -90,8 +90,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "sha256"
     isolate_prefix_cache_by_key: Annotated[
-        bool, Setting(MEMORY, "reuse cached prefixes only between requests with the same API key")
-    ] = False
+        bool | None,
+        Setting(
+            MEMORY,
+            "reuse cached prefixes only between requests with the same API key. Otherwise a client can find out by "
+            "`cached_tokens`, and by the time to first token, which prompts the clients with other keys have sent",
+            default="on with several API keys",
+        ),
+    ] = None
 
     async_scheduling: Annotated[bool, Setting(SCHEDULING, "schedule each step while the previous one runs")] = True
     enable_chunked_prefill: Annotated[

@@ -109,11 +109,20 @@ def parse_priority_range(text: str | None) -> tuple[int, int] | None:
 
 
 def with_api_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
-    """Return ``config`` for a server with ``num_keys`` API keys, which may not raise their priority by default."""
+    """Return ``config`` for a server with ``num_keys`` API keys.
+
+    By default, requests may not raise their priority, and several keys do not share the prefix cache.
+    """
     allowed = config.priority_range
     if allowed is None and num_keys:
         allowed = (0, MAX_PRIORITY)
-    return msgspec.structs.replace(config, num_tenants=num_keys, priority_range=allowed)
+    isolated = config.isolate_prefix_cache_by_key
+    return msgspec.structs.replace(
+        config,
+        num_tenants=num_keys,
+        priority_range=allowed,
+        isolate_prefix_cache_by_key=num_keys > 1 if isolated is None else isolated,
+    )
 
 
 def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[SpeculativeConfig | None, int]:

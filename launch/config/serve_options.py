@@ -25,6 +25,42 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             SERVER, "one or more API keys accepted by the server", metavar="KEY", default="the variable QUIRE_API_KEY"
         ),
     ] = None
+    api_key_file: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "file with one API key per line, in addition to --api-key. Unlike an argument, it is not visible to other "
+            "users of the machine",
+            metavar="FILE",
+        ),
+    ] = None
+    uds: Annotated[
+        str | None,
+        Setting(
+            SERVER,
+            "listen on a unix socket at this path instead of a port: [addresses](serving.md#addresses)",
+            metavar="FILE",
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        str | None,
+        Setting(
+            SERVER, "serve HTTPS with this certificate chain, in PEM format: [TLS](serving.md#tls)", metavar="FILE"
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Setting(SERVER, "private key of the certificate, in PEM format", metavar="FILE", default="in --ssl-certfile"),
+    ] = None
+    root_path: Annotated[
+        str,
+        Setting(
+            SERVER,
+            "prefix of all paths behind a reverse proxy, such as /quire. Requests are served with and without it",
+            metavar="PATH",
+            default="none",
+        ),
+    ] = ""
     allowed_origins: Annotated[
         list[str] | None,
         Setting(

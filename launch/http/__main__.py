@@ -4,18 +4,17 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
+from quire.launch.config.network_options import tls_context
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
+from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import RESPONSE_HEADERS, BoundedHttpProtocol
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
@@ -30,14 +29,6 @@ COLLECT_AFTER = (700, 10, 50)
 """Arguments of gc.set_threshold: Python's defaults, but one full collection per 50 middle ones instead of 10. With a
 thousand streams a full collection takes 0.15 s, during which no stream gets a token. Cyclic garbage is collected after
 at most 350,000 new objects."""
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn.Server without signal handlers: the supervisor decides when it stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class FrontEnd:
@@ -89,21 +80,10 @@ class FrontEnd:
                 allowed_hosts=tuple(settings.allowed_hosts or ()),
                 own_names=(settings.host,),
                 metrics=MetricsOptions(settings.metrics_prefix, self._directory, self._index, _cache_config(config)),
+                root_path=settings.root_path,
             ),
         )
-        return HttpServer(
-            uvicorn.Config(
-                app,
-                http=BoundedHttpProtocol,
-                ws="none",  # BoundedHttpProtocol does not limit web socket connections
-                log_level="error",  # a warning per malformed request would let any client fill the disk
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                headers=RESPONSE_HEADERS,
-                proxy_headers=False,  # X-Forwarded-For would let a client choose its address
-            )
-        )
+        return HttpServer(app, tls_context(settings))
 
     def _take_commands(self) -> None:
         for command in self._child.take_commands():

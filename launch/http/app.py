@@ -22,6 +22,7 @@ from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
 from quire.launch.http.serving.gate import Gate
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
+from quire.launch.http.serving.root_path import RootPath
 from quire.launch.http.serving.server import Server, ServerSettings
 
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
@@ -129,12 +130,9 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    return [
-        Middleware(AccessLog),
-        guard,
-        *([cors] if settings.allowed_origins else []),
-        Middleware(Gate, settings.api_keys),
-    ]
+    gate = Middleware(Gate, settings.api_keys)
+    prefix = [Middleware(RootPath, settings.root_path)] if settings.root_path else []
+    return [*prefix, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

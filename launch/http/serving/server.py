@@ -31,6 +31,7 @@ class ServerSettings:
         allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
         own_names: host names of this server.
         metrics: names of the metrics, and where the front ends share them.
+        root_path: prefix of all paths behind a reverse proxy, or "".
     """
 
     text_in: TextIn
@@ -44,6 +45,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     own_names: tuple[str, ...] = ()
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    root_path: str = ""
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 

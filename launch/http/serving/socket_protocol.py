@@ -20,8 +20,6 @@ from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descripto
 
 # Key of the request's state: the connection exceeds the limit on connections, so only open routes are served.
 TOO_MANY_CONNECTIONS = "too_many_connections"
-# Headers of every response. A browser must not guess that a response is a page or a script.
-RESPONSE_HEADERS = [("x-content-type-options", "nosniff")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +29,7 @@ class ConnectionLimits:
     Attributes:
         head_bytes: most bytes of a request line with its headers; also of the chunk headers and trailers of a body,
             beyond the size of the body.
+        handshake_s: most time for a TLS handshake, before which a connection does not count as one.
         head_s: most time for a head, counted from the start of the connection or the previous response.
         body_s, body_bytes_per_s: most time for a body: ``body_s``, and one second more per ``body_bytes_per_s``
             bytes received.
@@ -46,6 +45,7 @@ class ConnectionLimits:
     """
 
     head_bytes: int = 128 * 1024
+    handshake_s: float = 10.0
     head_s: float = 20.0
     body_s: float = 30.0
     body_bytes_per_s: int = 16 * 1024
@@ -243,9 +243,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         body = error.body()
         head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        extra = "".join(f"{name}: {value}\r\n" for name, value in (*RESPONSE_HEADERS, *error.headers.items()))
+        extra = "".join(f"{name}: {value}\r\n" for name, value in (*self.config.headers, *error.headers.items()))
         self.transport.write(f"{head}{extra}connection: close\r\n\r\n".encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:  # TLS
+            self.transport.close()
 
     def _disconnect_cycles(self) -> list[RequestResponseCycle]:
         """Mark all requests of this connection as disconnected; uvicorn marks only the newest.

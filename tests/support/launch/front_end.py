@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 
 from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
+from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import RESPONSE_HEADERS, BoundedHttpProtocol, ConnectionLimits
+from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
 from quire.launch.text.text_in import TextIn
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
@@ -113,33 +113,26 @@ class EndlessEngine:
 
 
 class FrontEnd:
-    """The application behind uvicorn in a thread, with limits that the test sets, and a canary request."""
+    """The application and its server in a thread, with limits that the test sets, and a canary request."""
 
     def __init__(self, engine: EndlessEngine | None = None, *, keys: tuple[str, ...] = (), **limits: Any) -> None:
-        settings = limits.pop("settings", {})
+        settings, tls = limits.pop("settings", {}), limits.pop("tls", None)
+        listener = limits.pop("listener", None)
         self.engine = engine or EndlessEngine()
         self.limits = ConnectionLimits(check_s=0.01, **limits)
         serve = ServerSettings(text_in=TextIn(), served_model_names=("endless",), api_keys=keys, **settings)
         protocol = type("Limited", (BoundedHttpProtocol,), {"limits": self.limits})
-        config = uvicorn.Config(
-            make_app(self.engine, serve),
-            http=protocol,
-            ws="none",
-            log_level="critical",
-            lifespan="off",
-            access_log=False,
-            headers=RESPONSE_HEADERS,
-            proxy_headers=False,
-        )
-        self.uvicorn = uvicorn.Server(config)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        self.uvicorn = HttpServer(make_app(self.engine, serve), tls, protocol)
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
+        name = self._listener.getsockname()
+        uds, self.port = (name, 80) if isinstance(name, str) else (None, name[1])
         self._thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self._listener]}, daemon=True)
         self._thread.start()
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-        alone = httpx.Limits(max_keepalive_connections=0)  # a test's limits may close an idle connection at any time
-        url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=url, timeout=WAIT_S, headers=headers, limits=alone)
+        # A test's limits may close an idle connection at any time.
+        alone = httpx.HTTPTransport(verify=tls is None, limits=httpx.Limits(max_keepalive_connections=0), uds=uds)
+        url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=url, timeout=WAIT_S, headers=headers, transport=alone)
         self._right = self._ask()
 
     def _ask(self) -> str:
