@@ -94,7 +94,9 @@ class WorkerLoop:
             made = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
             self._loaded = _Loaded(configure, *made, group)
         elif self._loaded.configure.config != configure.config:
-            raise EngineError("configuration differs from that of the previous scheduler")
+            previous, new = self._loaded.configure.config, configure.config
+            names = [name for name in new.__struct_fields__ if getattr(new, name) != getattr(previous, name)]
+            raise EngineError(f"configuration differs from that of the previous scheduler in {', '.join(names)}")
         return self._loaded
 
     def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:

@@ -160,8 +160,11 @@ def plan_attention(
     visible = Visible(window, common_prefix_len)
     check_options(visible, fixed_split, min_piece)
     lens, seqs = query_lens.astype(np.int64), seq_lens.astype(np.int64)
-    if len(lens) != len(seqs) or (lens > seqs).any():
-        raise ValueError("query_lens: each row needs a seq_len of at least its query length")
+    if len(lens) != len(seqs):
+        raise ValueError(f"query_lens: {len(lens)} rows, but seq_lens has {len(seqs)}")
+    if (lens > seqs).any():
+        row = int((lens > seqs).argmax())
+        raise ValueError(f"query_lens: row {row} has query length {lens[row]}, more than its seq_len {seqs[row]}")
     if (seqs < common_prefix_len).any():
         raise ValueError(f"common_prefix_len: {common_prefix_len} exceeds a row's {seqs.min()} keys")
     maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
@@ -284,7 +287,8 @@ def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:
         sizes = f"window {visible.window}, common_prefix_len {visible.prefix_len}, fixed_split {fixed_split}"
         raise ValueError(f"{sizes}: none may be negative")
     if visible.prefix_len and (visible.window or fixed_split):
-        raise ValueError("common_prefix_len: cannot be combined with a window or fixed_split")
+        other = f"window {visible.window}" if visible.window else f"fixed_split {fixed_split}"
+        raise ValueError(f"common_prefix_len: {visible.prefix_len} cannot be combined with {other}")
     if fixed_split % KEY_ALIGN:
         raise ValueError(f"fixed_split: {fixed_split} is not a multiple of {KEY_ALIGN}")
     if min_piece <= 0 or min_piece % KEY_ALIGN:

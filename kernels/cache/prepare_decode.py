@@ -76,7 +76,8 @@ def prepare_decode_reference(
     live = row_of >= 0
     num_live = int(live.sum())
     if not bool(live[:num_live].all()):
-        raise ValueError("row_of: padding before a row, expected it after all rows")
+        first = int((~live).nonzero()[0])
+        raise ValueError(f"row_of: padding at index {first} before a row, expected it after all {num_live} rows")
     row = row_of[:num_live].long()
     for values in (out.input_ids, out.positions, out.seq_lens):
         values.zero_()

@@ -182,8 +182,9 @@ def _check(
     check_tensor("expert_ids", expert_ids, {"num_tokens": num_tokens, "top_k": None}, (torch.int32,), device)
     dims = {"num_tokens": num_tokens, "top_k": expert_ids.shape[1]}
     check_tensor("weights", weights, dims, (torch.float32,), device)
-    if not (expert_ids.is_contiguous() and weights.is_contiguous()):
-        raise ValueError("expert_ids and weights: expected contiguous tensors")
+    for name, tensor in (("expert_ids", expert_ids), ("weights", weights)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, strides are {tensor.stride()}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
     for name, bias, columns in (("bias13", bias13, 2 * width), ("bias2", bias2, hidden_size)):

@@ -158,9 +158,11 @@ def _check(
         raise ValueError(f"x: dimension 1 (hidden_size) is {hidden_size}, expected a multiple of {GROUP_SIZE}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
-    for tensor in (w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights):
+    names = ("w13_blocks", "w13_scales", "w2_blocks", "w2_scales", "expert_ids", "weights")
+    tensors = (w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights)
+    for name, tensor in zip(names, tensors, strict=True):
         if not tensor.is_contiguous():
-            raise ValueError("blocks, scales, expert_ids and weights: expected contiguous tensors")
+            raise ValueError(f"{name}: expected a contiguous tensor, strides are {tensor.stride()}")
     return hidden_size, width
 
 

@@ -126,7 +126,7 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
     """
     check_tensor("expert_ids", expert_ids, {"num_tokens": None, "top_k": None}, (torch.int32,), expert_ids.device)
     if not expert_ids.is_contiguous():
-        raise ValueError("expert_ids: expected a contiguous tensor")
+        raise ValueError(f"expert_ids: expected a contiguous tensor, strides are {expert_ids.stride()}")
     if not 0 < num_experts <= MAX_EXPERTS or tile_pairs < 1 or tile_pairs & (tile_pairs - 1) != 0:
         raise ValueError(
             f"num_experts must be between 1 and {MAX_EXPERTS} and tile_pairs a power of two "

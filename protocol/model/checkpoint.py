@@ -11,9 +11,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
-from quire.protocol.model.config_fields import printable, read_json
+from quire.protocol.model.config_fields import read_json
 from quire.protocol.model.model_config import ModelConfig
 
 SINGLE = "model.safetensors"

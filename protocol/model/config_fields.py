@@ -4,21 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 
 MAX_JSON_BYTES = 64 * 2**20
-MAX_SHOWN = 160
-
-
-def printable(value: object) -> str:
-    """Format a value of an untrusted file for a one-line error: short, and without control characters."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        is_short = len(value) <= 4 and not any(isinstance(part, dict | list) for part in value)
-        return f"[{', '.join(map(printable, value))}]" if is_short else "a list"
-    text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
 
 
 class Fields:
@@ -100,7 +88,7 @@ def token_ids(value: Any, where: str) -> list[int]:
     """Return a list from a token id, a list of token ids or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ConfigError(f"{where} must be a token id or a list of token ids")
+        raise ConfigError(f"{where} must be a token id or a list of token ids (got {printable(value)})")
     return list(ids)
 
 

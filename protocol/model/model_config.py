@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
-from quire.protocol.model.config_fields import Fields, printable, read_json, token_ids
+from quire.protocol.model.config_fields import Fields, read_json, token_ids
 from quire.protocol.model.families import (
     FAMILIES,
     Family,

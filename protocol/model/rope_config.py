@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.config_fields import Fields, printable
+from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.config_fields import Fields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}

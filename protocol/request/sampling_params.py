@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 MAX_N = 128
@@ -102,7 +102,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false", name, "invalid_type")
+                raise InvalidRequest(
+                    f"{name} must be true or false (got {printable(getattr(self, name))})", name, "invalid_type"
+                )
         self._check_lengths()
         self._check_penalties()
         self._check_tokens()
@@ -114,7 +116,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens must be from 0 to {self.max_tokens} (max_tokens)", "min_tokens")
+            raise InvalidRequest(
+                f"min_tokens must be from 0 to {self.max_tokens} (max_tokens); got {self.min_tokens}", "min_tokens"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -139,7 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.allowed_token_ids is not None:
             check_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
             if len(set(self.allowed_token_ids)) != len(self.allowed_token_ids):
-                raise InvalidRequest("allowed_token_ids must not contain duplicates", "allowed_token_ids")
+                ids = self.allowed_token_ids
+                twice = next(token for at, token in enumerate(ids) if token in ids[:at])
+                raise InvalidRequest(f"allowed_token_ids has {twice} more than once", "allowed_token_ids")
         if not isinstance(self.bad_words, list) or len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
         for word in self.bad_words:
@@ -185,11 +191,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(
-                    f"each entry of stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop"
+                    f"each entry of stop must be a string of 1 to {MAX_STOP_LENGTH} characters (got {printable(text)})",
+                    "stop",
                 )
-        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+        if (size := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
-                f"all entries of stop together must have at most {MAX_STOP_CHARACTERS} characters", "stop"
+                f"all entries of stop together must have at most {MAX_STOP_CHARACTERS} characters (got {size})", "stop"
             )
         if not isinstance(self.stop_token_ids, list) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
@@ -222,7 +229,7 @@ def check_int(name: str, value: Any, low: int, high: int, *, param: str | None =
     ``param``: field reported in the error, if it is not ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be an integer from {low} to {high}", param or name)
+        raise InvalidRequest(f"{name} must be an integer from {low} to {high} (got {printable(value)})", param or name)
     return value
 
 
@@ -230,7 +237,8 @@ def check_ids(name: str, value: Any, least: int, most: int) -> None:
     """Raise InvalidRequest unless ``value`` is a list of ``least`` to ``most`` non-negative integers."""
     good = isinstance(value, list) and least <= len(value) <= most
     if not good or not all(type(token) is int and 0 <= token <= MAX_TOKENS_LIMIT for token in value):
-        raise InvalidRequest(f"{name} must be a list of {least} to {most} token ids", name)
+        given = f"{len(value)} entries" if isinstance(value, list) else printable(value)
+        raise InvalidRequest(f"{name} must be a list of {least} to {most} token ids (got {given})", name)
 
 
 def check_float(
@@ -243,14 +251,14 @@ def check_float(
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high or (open_low and value == low):
         edge = f"above {low:g} and at most" if open_low else f"from {low:g} to"
-        raise InvalidRequest(f"{name} must be a number {edge} {high:g}", param or name)
+        raise InvalidRequest(f"{name} must be a number {edge} {high:g} (got {printable(value)})", param or name)
     return float(value)
 
 
 def seed_for_sample(seed: int, sample: int) -> int:
-    """Return the 64-bit seed of answer ``sample`` of a request, by SplitMix64 (Steele et al., 2014).
+    """Return the 64-bit seed of completion ``sample`` of a prompt, by SplitMix64 (Steele et al., 2014).
 
-    Sample 0 is hashed as well, so that n = 1 and the first answer of n = 4 are the same text.
+    Sample 0 is hashed as well, so that n = 1 and the first completion of n = 4 are the same text.
     """
     mask = (1 << 64) - 1
     z = ((seed & mask) + 0x9E3779B97F4A7C15 * (sample + 1)) & mask

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 
 MAX_GRAMMAR_BYTES = 512 * 1024
 """Size limit of a schema, a regular expression, a grammar, or all choices together."""
@@ -46,7 +46,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 "structured_outputs",
             )
         if not isinstance(self.json_object, bool):
-            raise InvalidRequest("structured_outputs.json_object must be true or false", "structured_outputs")
+            given_text = printable(self.json_object)
+            raise InvalidRequest(
+                f"structured_outputs.json_object must be true or false (got {given_text})", "structured_outputs"
+            )
         if isinstance(self.json, dict | bool):
             msgspec.structs.force_setattr(self, "json", encode_schema(self.json))
         if self.choice is not None:
@@ -98,7 +101,8 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise InvalidRequest(
-                    f"repetition_detection.{name} must be an integer from {low} to {high}", "repetition_detection"
+                    f"repetition_detection.{name} must be an integer from {low} to {high} (got {printable(value)})",
+                    "repetition_detection",
                 )
 
 
@@ -106,8 +110,10 @@ def encode_schema(schema: Any) -> str:
     """Encode a schema as JSON text; key order is kept because it determines the order in the answer."""
     try:
         return msgspec.json.encode(schema).decode()
-    except (RecursionError, TypeError, ValueError, OverflowError):
-        raise InvalidRequest("the JSON schema is nested too deeply, or is not JSON", "structured_outputs") from None
+    except RecursionError:
+        raise InvalidRequest("the JSON schema is nested too deeply", "structured_outputs") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"the JSON schema is not JSON: {printable(str(error))}", "structured_outputs") from None
 
 
 def check_grammar_text(name: str, text: Any) -> None:
@@ -115,11 +121,12 @@ def check_grammar_text(name: str, text: Any) -> None:
     if text is None:
         return
     if not isinstance(text, str) or not text:
-        raise InvalidRequest(f"{name} must be a non-empty string", "structured_outputs")
+        raise InvalidRequest(f"{name} must be a non-empty string (got {printable(text)})", "structured_outputs")
     try:
         size = len(text.encode())
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{name} is not valid Unicode text", "structured_outputs") from None
+    except UnicodeEncodeError as error:
+        where = f"a lone surrogate at character {error.start}"
+        raise InvalidRequest(f"{name} is not valid Unicode text: {where}", "structured_outputs") from None
     if size > MAX_GRAMMAR_BYTES:
         text = f"{name} must have at most {MAX_GRAMMAR_BYTES} bytes (got {size})"
         raise InvalidRequest(text, "structured_outputs")

@@ -33,8 +33,12 @@ def check_socket_directory(path: Path) -> None:
         EngineError: not a directory, not owned by this user, or open to others.
     """
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise EngineError("the socket directory must be a directory of mode 0700 that belongs to this user")
+    if not stat.S_ISDIR(info.st_mode):
+        raise EngineError(f"socket directory {path}: not a directory")
+    if info.st_uid != os.getuid():
+        raise EngineError(f"socket directory {path}: belongs to user id {info.st_uid}, expected {os.getuid()}")
+    if info.st_mode & 0o077:
+        raise EngineError(f"socket directory {path}: must have mode 0700 (has {stat.S_IMODE(info.st_mode):04o})")
 
 
 def frontend_address(directory: Path, incarnation: int = 1) -> str:

@@ -76,7 +76,7 @@ class Admission:
     def check_order(self, event: ArrivalFields) -> None:
         """Raise Refusal unless arrival, priority and tenant define a place in the queue, and are allowed."""
         if not math.isfinite(event.arrival):  # NaN has no order
-            raise Refusal("invalid_value", "arrival", "arrival must be a finite number")
+            raise Refusal("invalid_value", "arrival", f"arrival must be a finite number (got {event.arrival})")
         if not -(2**31) <= event.priority < 2**31:
             text = f"priority must be from {-(2**31)} to {2**31 - 1} (got {event.priority})"
             raise Refusal("invalid_value", "priority", text)
@@ -86,7 +86,11 @@ class Admission:
         if self.config.priority_range is not None:
             low, high = self.config.priority_range
             if not low <= event.priority <= high:
-                raise Refusal("priority_not_allowed", "priority", f"this server allows a priority from {low} to {high}")
+                raise Refusal(
+                    "priority_not_allowed",
+                    "priority",
+                    f"this server allows a priority from {low} to {high} (got {event.priority})",
+                )
 
     def check_length(self, num_prompt_tokens: int) -> None:
         """Raise Refusal unless the prompt and one token fit into the context and the block pool."""
@@ -116,13 +120,15 @@ class Admission:
         self.check_length(len(prompt))
         for known in (prompt, event.output_token_ids):
             if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
-                raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1}")
+                worst = known.min() if known.min() < 0 else known.max()
+                raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1} (got {worst})")
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-        reserved = (event.job_id, event.resumable, event.lora, event.mm_features, event.kv_transfer)
-        if any(reserved) or not event.is_last_step:
-            raise Refusal("unsupported", "", "request uses a field that is reserved for later versions")
+        reserved = ("job_id", "resumable", "lora", "mm_features", "kv_transfer")
+        used = [name for name in reserved if getattr(event, name)] + ["is_last_step"] * (not event.is_last_step)
+        if used:
+            raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
 
     def build(self, event: ArrivalFields, client: int, tokens: TokenStore, num_prompt_tokens: int) -> Request:
         sampling, config = event.sampling, self.config
@@ -160,7 +166,8 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
     vocab_size = config.model.vocab_size
     for name, tokens in sampling.named_token_ids().items():
         if max(tokens, default=0) >= vocab_size:
-            raise Refusal("invalid_value", name, f"token ids of {name} must be from 0 to {vocab_size - 1}")
+            text = f"token ids of {name} must be from 0 to {vocab_size - 1} (got {max(tokens)})"
+            raise Refusal("invalid_value", name, text)
     if sampling.thinking_token_budget is not None and not config.thinking_end_token_ids:
         raise Refusal(
             "invalid_value",

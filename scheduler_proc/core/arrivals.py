@@ -67,7 +67,7 @@ class Arrivals:
 
     def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
         if (client, request_id) in self._table.requests:
-            raise Refusal("duplicate_request_id", "request_id", "request_id is in use")
+            raise Refusal("duplicate_request_id", "request_id", f"request_id {request_id!r} is in use")
         if limit and self._table.num_waiting >= limit:
             raise Refusal("queue_full", "", f"the queue is full: {limit} requests wait already")
         return make()

@@ -141,7 +141,8 @@ class StepsInFlight:
         check_counts(record, output, handles, tokens)
         # Viewed as unsigned, a negative id is a large one.
         if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
-            raise WorkerFault(f"result of step {output.step}: token id outside of the vocabulary")
+            worst = int(tokens.view(np.uint32).max().view(np.int32))
+            _raise(output, f"token id {worst} outside of the vocabulary of {self._vocab_size} tokens")
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
@@ -178,7 +179,10 @@ class StepsInFlight:
         received = handles.tolist()
         expected = record.steady.keys() | {handle for handle, row in record.rows.items() if row.samples}
         if len(received) != len(expected) or set(received) != expected:
-            raise WorkerFault(f"result of step {output.step}: handles differ from those of the sampling requests")
+            missing, extra = sorted(expected - set(received))[:8], sorted(set(received) - expected)[:8]
+            if not missing and not extra:
+                _raise(output, "handles differ from those of the sampling requests: a handle occurs twice")
+            _raise(output, f"handles differ from those of the sampling requests: missing {missing}, unexpected {extra}")
 
 
 def _raise(output: ModelRunnerOutput, fault: str | None) -> None:
@@ -193,22 +197,30 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
     if counts is None and verified is None:
         return
     if counts is not None and (len(counts) != len(handles) or int(counts.sum()) != len(tokens)):
-        _raise(output, "counts do not match handles and tokens")
+        sizes = f"{len(counts)} counts with sum {int(counts.sum())}, {len(handles)} handles, {len(tokens)} tokens"
+        _raise(output, f"counts do not match handles and tokens: {sizes}")
     if verified is None:
         verified = np.zeros(len(handles), np.int32)
-    if len(verified) != len(handles) or (verified < 0).any():
-        _raise(output, "invalid counts of drafts")
+    if len(verified) != len(handles):
+        _raise(output, f"{len(verified)} counts of drafts for {len(handles)} handles")
+    if (verified < 0).any():
+        _raise(output, f"handle {handles[verified.argmin()]} has {verified.min()} drafts")
     rows = record.rows
     most = np.array([rows[h].num_drafts if h in rows else 0 for h in handles.tolist()], np.int32)
     if (verified > most).any():
-        _raise(output, "more drafts for a request than were scheduled")
-    if counts is not None and ((counts < 1).any() or (counts - 1 > verified).any()):
-        _raise(output, "token count of a request outside of 1 to 1 + drafts")
+        at = int((verified > most).argmax())
+        _raise(output, f"handle {handles[at]} has {verified[at]} drafts, more than the {most[at]} scheduled")
+    if counts is not None:
+        wrong = (counts < 1) | (counts - 1 > verified)
+        if wrong.any():
+            at = int(wrong.argmax())
+            _raise(output, f"handle {handles[at]} has {counts[at]} tokens, expected 1 to {1 + verified[at]}")
 
 
 def _marks_fault(result: ModelRunnerOutput, handles: Int32) -> str | None:
     marked = {*result.bad, *(handle for handle, _ in result.failed)}
-    return None if marked <= set(handles.tolist()) else "bad or failed handles that did not sample"
+    extra = sorted(marked - set(handles.tolist()))
+    return f"bad or failed handles that did not sample: {extra[:8]}" if extra else None
 
 
 def logprobs_fault(
@@ -216,13 +228,15 @@ def logprobs_fault(
 ) -> str | None:
     """Return why the logprobs of a result are invalid, or None. ``token_handles``: the handle of each token."""
     rows = logprobs.rows
-    if len(set(rows)) != len(rows) or not set(rows) <= set(range(len(token_handles))):
-        return "logprobs for rows that did not sample"
+    if len(set(rows)) != len(rows):
+        return "two logprobs for one token"
+    if not set(rows) <= set(range(len(token_handles))):
+        return f"logprobs for token {max(rows, key=abs)}, but the result has {len(token_handles)} tokens"
     handles = token_handles[rows].tolist() if rows else []
     for handle in handles:
         request = record.member(handle)
         if request is None or request.sampling.logprobs is None:
-            return "logprobs that were not requested"
+            return f"logprobs for handle {handle}, which did not request them"
     if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault
     # Values of bad and failed rows are not checked: their logits may not be finite, and their clients get an error.
@@ -237,11 +251,15 @@ def prompt_logprobs_fault(record: InFlightStep, prompts: PromptLogprobs, vocab_s
     """Return why the prompt logprobs of a result are invalid, or None."""
     handles, starts, counts = prompts.handles, prompts.starts, prompts.counts
     if not len(handles) == len(starts) == len(counts) == len(set(handles)):
-        return "handles, starts and counts of prompt logprobs do not match"
+        sizes = f"{len(set(handles))} distinct of {len(handles)} handles, {len(starts)} starts, {len(counts)} counts"
+        return f"handles, starts and counts of prompt logprobs do not match: {sizes}"
     for handle, start, count in zip(handles, starts, counts, strict=True):
         request = record.member(handle)
         if request is None or request.sampling.prompt_logprobs is None:
-            return "prompt logprobs that were not requested"
+            return f"prompt logprobs for handle {handle}, which did not request them"
         if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
-            return "prompt logprobs outside of the prompt"
+            part = f"from {start}, {count} tokens"
+            return (
+                f"prompt logprobs of handle {handle} ({part}) outside of its {request.num_prompt_tokens} prompt tokens"
+            )
     return prompts.arrays.shape_error(sum(counts), vocab_size)

@@ -168,8 +168,10 @@ class RequestTable:
     def restore(self, removed: list[int], retired: list[int]) -> None:
         """Restore the ``ended_handles`` of another table into this empty one. Raises ValueError if they are invalid."""
         self.handles.restore(retired)
-        if len(set(removed)) < len(removed) or not set(removed) <= set(retired):
-            raise ValueError("removed handles must be distinct and retired")
+        if len(set(removed)) < len(removed):
+            raise ValueError(f"removed handles must be distinct (got {removed[:16]})")
+        if not set(removed) <= set(retired):
+            raise ValueError(f"removed handles must be retired (got {sorted(set(removed) - set(retired))[:16]})")
         self._removed, self._retired = removed.copy(), retired.copy()
 
     def _leave_running(self, request: Request) -> None:

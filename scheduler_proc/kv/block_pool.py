@@ -310,10 +310,16 @@ class BlockPool:
         Raises:
             ValueError: the arguments do not fit this pool, or a block is held.
         """
-        if sorted(free) != list(range(1, self.num_blocks)) or not self.reset_prefix_cache():
-            raise ValueError("cannot restore: a block is held, or the free blocks are not those of this pool")
-        if (cached and not self.enable_caching) or any(not 0 < block < self.num_blocks for block, _ in cached):
-            raise ValueError("cannot restore: cached contents with caching disabled or with invalid block ids")
+        if sorted(free) != list(range(1, self.num_blocks)):
+            expected = f"each of blocks 1 to {self.num_blocks - 1} once"
+            raise ValueError(f"cannot restore: the free blocks are {len(free)} ids, expected {expected}")
+        if not self.reset_prefix_cache():
+            raise ValueError("cannot restore: a request holds a block of this pool")
+        if cached and not self.enable_caching:
+            raise ValueError(f"cannot restore {len(cached)} cached contents: prefix caching is disabled")
+        for block, _ in cached:
+            if not 0 < block < self.num_blocks:
+                raise ValueError(f"cannot restore: cached block id {block} is not between 1 and {self.num_blocks - 1}")
         self.free_block_queue.popleft_n(self.num_usable_blocks)
         self._restore_free([self.blocks[block] for block in free], tenants)
         self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
@@ -322,7 +328,7 @@ class BlockPool:
     def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
         """Fill the empty free queue. Raises ValueError when ``tenants`` does not fit."""
         if tenants:
-            raise ValueError("cannot restore tenants: this pool does not track them")
+            raise ValueError(f"cannot restore {len(tenants)} tenants: this pool does not track tenants")
         self.free_block_queue.append_n(free)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:

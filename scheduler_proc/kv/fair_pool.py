@@ -124,8 +124,12 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         counts = [count for _, _, count in tenants]
         numbers = [tenant for tenant, _, _ in tenants]
         at = len(blocks) - sum(counts)
-        if at < 0 or min(counts, default=1) < 1 or len(set(numbers)) < len(numbers):
-            raise ValueError("invalid block counts or duplicate tenants in the free queue's tenants")
+        if at < 0:
+            raise ValueError(f"the free queue's tenants have {sum(counts)} blocks of {len(blocks)}")
+        if min(counts, default=1) < 1:
+            raise ValueError(f"block counts of the free queue's tenants must be at least 1 (got {min(counts)})")
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"the free queue's tenants must be distinct (got {numbers[:16]})")
         self._uncached.append_n(blocks[:at])
         for tenant, age, count in tenants:
             self._append_to(tenant, blocks[at : at + count], self.num_taken - age)

@@ -324,8 +324,9 @@ class SchedulerLoop:
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
         scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
-        if min(ready.num_blocks) != scheduler.kv.pool.num_usable_blocks + 1:
-            raise EngineError("the new workers have a different number of KV blocks than the previous ones")
+        found, expected = min(ready.num_blocks), scheduler.kv.pool.num_usable_blocks + 1
+        if found != expected:
+            raise EngineError(f"the new workers have {found} KV blocks, but the previous workers had {expected}")
         self._child.report(Report("ready", detail=ready.timings, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._report_progress()  # no request will generate a token

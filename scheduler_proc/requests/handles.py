@@ -25,8 +25,11 @@ class HandlePool:
 
     def restore(self, taken: Collection[int]) -> None:
         """Make ``taken`` the only allocated handles. Raises ValueError if one is invalid or occurs twice."""
-        if len(set(taken)) < len(taken) or any(not 0 <= handle < MAX_HANDLES for handle in taken):
-            raise ValueError("invalid or duplicate handles")
+        for handle in taken:
+            if not 0 <= handle < MAX_HANDLES:
+                raise ValueError(f"handles must be between 0 and {MAX_HANDLES - 1} (got {handle})")
+        if len(set(taken)) < len(taken):
+            raise ValueError(f"{len(taken) - len(set(taken))} duplicate handles among {len(taken)}")
         self._next = max(taken, default=-1) + 1
         self._free = sorted(set(range(self._next)) - set(taken))
 

@@ -16,8 +16,11 @@ def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict
         WorkerFault: the message does not match the step.
     """
     handles, counts, tokens = proposed.handles.tolist(), proposed.counts.tolist(), proposed.tokens.tolist()
-    if len(handles) != len(counts) or len(set(handles)) != len(handles) or sum(counts) != len(tokens):
-        raise WorkerFault(f"drafts of step {record.step}: lengths differ, or duplicate handles")
+    if len(set(handles)) != len(handles):
+        raise WorkerFault(f"drafts of step {record.step}: duplicate handles in {handles[:16]}")
+    if len(handles) != len(counts) or sum(counts) != len(tokens):
+        sizes = f"{len(handles)} handles, {len(counts)} counts with sum {sum(counts)}, {len(tokens)} tokens"
+        raise WorkerFault(f"drafts of step {record.step}: lengths differ: {sizes}")
     drafts: dict[int, list[int]] = {}
     start = 0
     for handle, count in zip(handles, counts, strict=True):
@@ -26,6 +29,9 @@ def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict
             raise WorkerFault(f"drafts of step {record.step}: {count} for handle {handle}, more than requested")
         drafts[handle] = tokens[start : start + count]
         start += count
-    if any(not 0 <= token < vocab_size for token in tokens):
-        raise WorkerFault(f"drafts of step {record.step}: a token id outside the vocabulary")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise WorkerFault(
+                f"drafts of step {record.step}: token id {token} outside the vocabulary of {vocab_size} tokens"
+            )
     return drafts

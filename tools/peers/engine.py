@@ -57,8 +57,10 @@ def serve(folder: str, mode: str, dtype: str, threads: int, answers: Any) -> Non
             start = time.perf_counter()
             outputs = peer.generate(order["prompts"], order["output_len"])
             seconds = time.perf_counter() - start
-            if [len(ids) for ids in outputs] != [order["output_len"]] * len(order["prompts"]):
-                raise RuntimeError("answers of a wrong length")
+            lengths = [len(ids) for ids in outputs]
+            if lengths != [order["output_len"]] * len(order["prompts"]):
+                expected = f"{len(order['prompts'])} of {order['output_len']} tokens"
+                raise RuntimeError(f"outputs have lengths {lengths[:8]}, expected {expected}")
             answer(seconds=seconds, tokens=sum(map(len, outputs)))
     except Exception as error:  # any error of the library is the peer's result
         answer(error=f"{type(error).__name__}: {error}")

@@ -108,8 +108,13 @@ def read_windows(file: Path) -> list[Window]:
         except (ValueError, IndexError):
             raise ConfigError(f"{file}:{number}: must be start, rate, cv, family (got {line[:80]!r})") from None
         is_usable = rate == 0 or (family in ("gamma", "weibull") and 0 < cv <= 1e9)
-        if not (last < start <= 1e9 and 0 <= rate <= 1e9 and is_usable):
-            raise ConfigError(f"{file}:{number}: start, rate, cv or family is out of range: {line[:80]!r}")
+        if not last < start <= 1e9:
+            raise ConfigError(f"{file}:{number}: start must be above {last:g} and at most 1e9 (got {start:g})")
+        if not 0 <= rate <= 1e9:
+            raise ConfigError(f"{file}:{number}: rate must be from 0 to 1e9 (got {rate:g})")
+        if not is_usable:
+            allowed = "family must be gamma or weibull, and cv above 0 and at most 1e9"
+            raise ConfigError(f"{file}:{number}: {allowed} (got {family[:40]!r}, {cv:g})")
         last = start
         if rate > 0:
             windows.append(Window(start, rate, cv, family))
@@ -141,8 +146,10 @@ def draw_lengths(text: str, count: int, random: np.random.Generator) -> npt.NDAr
     except (ValueError, OverflowError):
         raise ConfigError(f"histogram must have the form {{tokens: weight, ...}} (got {text[:80]!r})") from None
     sums = np.cumsum(weights)
-    if not (tokens.min() >= 0 and tokens.max() <= MAX_TOKENS and weights.min() >= 0 and 0 < sums[-1] < np.inf):
-        raise ConfigError(f"a length or a weight is out of range: {text[:80]!r}")
+    if not (tokens.min() >= 0 and tokens.max() <= MAX_TOKENS):
+        raise ConfigError(f"lengths must be from 0 to {MAX_TOKENS} (got {tokens.min()} to {tokens.max()})")
+    if not (weights.min() >= 0 and 0 < sums[-1] < np.inf):
+        raise ConfigError(f"weights must be at least 0, with a finite sum above 0 (got {text[:80]!r})")
     places = np.searchsorted(sums, random.random(count) * sums[-1], side="right")
     return np.maximum(1, tokens[np.minimum(places, len(tokens) - 1)])
 

@@ -153,9 +153,11 @@ def _unfailed(rows: Rows) -> dict[int, PluginRequest]:
 def _check(result: object, before: torch.Tensor, usable: torch.Tensor, sampled: torch.Tensor) -> None:
     """Raise InvalidResult unless ``result`` can replace ``before`` in all ``sampled`` rows that were usable."""
     if not isinstance(result, torch.Tensor):
-        raise InvalidResult("result is not a tensor")
-    if result.shape != before.shape or result.dtype != before.dtype or result.device != before.device:
-        raise InvalidResult("wrong shape or dtype")
+        raise InvalidResult(f"result is not a tensor (got {type(result).__name__})")
+    for name in ("shape", "dtype", "device"):
+        got, expected = getattr(result, name), getattr(before, name)
+        if got != expected:
+            raise InvalidResult(f"wrong {name} of the logits: got {got}, expected {expected}")
     spoilt = usable & ~(result.amax(-1) < torch.inf)
     if bool(spoilt[sampled].any()):
-        raise InvalidResult("NaN or infinity")
+        raise InvalidResult("NaN or infinity in the logits")

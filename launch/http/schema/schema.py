@@ -134,7 +134,7 @@ class Parser:
         try:
             return check_int(name, value, minimum, min(self.limits.max_model_len, MAX_TOKENS_LIMIT))
         except InvalidRequest as error:
-            context = f"{error.message}, this model's maximum context length"
+            context = f"{error.message}: this model's maximum context length is {self.limits.max_model_len}"
             raise InvalidRequest(context, name, error.code) from None
 
     def _params(

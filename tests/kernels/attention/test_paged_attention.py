@@ -210,7 +210,7 @@ def test_mixed_step_has_a_decode_and_a_prefill_launch() -> None:
     ("options", "message"),
     [
         ({"window": -1}, "window -1, .* negative"),
-        ({"common_prefix_len": 16, "window": 4}, "common_prefix_len: cannot be combined with a window"),
+        ({"common_prefix_len": 16, "window": 4}, "common_prefix_len: 16 cannot be combined with window 4"),
         ({"fixed_split": 100}, "fixed_split: 100 is not a multiple of 128"),
         ({"min_piece": 64}, "min_piece: 64 is not a positive multiple of 128"),
     ],
@@ -221,7 +221,7 @@ def test_plan_rejects_contradicting_options(options: dict[str, int], message: st
 
 
 def test_plan_rejects_lengths_and_buffers_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="query_lens: each row needs a seq_len of at least its query length"):
+    with pytest.raises(ValueError, match="query_lens: row"):
         plan_attention(lengths(2), lengths(1), SHAPE, CPU)
     with pytest.raises(ValueError, match="common_prefix_len: 16 exceeds a row's 9 keys"):
         plan_attention(lengths(1, 1), lengths(20, 9), SHAPE, CPU, common_prefix_len=16)

@@ -43,7 +43,7 @@ def test_two_steps_of_three_rows() -> None:
 
 
 def test_rejects_padding_before_a_row() -> None:
-    with pytest.raises(ValueError, match="padding before a row"):
+    with pytest.raises(ValueError, match="padding at index 0 before a row"):
         prepare_decode_reference(
             ints(-1, 0), torch.zeros(3).long(), ints(0, 0, 0), tables(), DecodeInputs.empty(2, 2, CPU)
         )

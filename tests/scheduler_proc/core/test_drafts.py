@@ -267,9 +267,9 @@ def test_refuses_several_tokens_without_drafts() -> None:
     driver.add("a", PROMPT, max_tokens=20)
     driver.schedule()
     several = ModelRunnerOutput(1, np.array([1, 2], np.int32), np.array([0], np.int32), np.array([2], np.int32))
-    with pytest.raises(WorkerFault, match=r"token count of a request outside of 1 to 1 \+ drafts"):
+    with pytest.raises(WorkerFault, match="tokens, expected 1 to"):
         driver.scheduler.consume(several)
-    with pytest.raises(WorkerFault, match="more drafts for a request than were scheduled"):
+    with pytest.raises(WorkerFault, match="drafts, more than the"):
         driver.scheduler.consume(change(several, drafts=np.array([1], np.int32)))
 
 
