@@ -57,7 +57,7 @@ def test_rows_may_be_strided_and_of_a_narrower_dtype(native: Native) -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (31, 64), (100, 1088), (65, 520)])
 def test_bfloat16_rows_give_the_float32_sums(native: Native, outputs: int, inputs: int) -> None:
-    """On CPUs with matrix tiles these shapes use them, but for the last, which is no multiple of a tile."""
+    """On CPUs with matrix tiles these shapes use them, but for the last, which is not a multiple of a tile."""
     weight, bias = _random(outputs, inputs).bfloat16(), _random(outputs, seed=1)
     packed = PackedLinear(native, weight, bias)
     alone = packed(_random(70, inputs, seed=3).bfloat16()[:1], torch.float32)
