@@ -109,7 +109,7 @@ class Batch:
         self._open: dict[str, _Sample] = {}
         self._num_queued = 0
         self._refused = False
-        """A request was refused because the queue was full, and no update has arrived since."""
+        """A request was refused because the queue was full, and no update has arrived since the refusal."""
         self._left = [r.params.n for r in requests]
         urgent = engine.config.scheduling_policy == "priority"
         # A heap of (priority, prompt, sample), so that requests of the best priority are submitted first.

@@ -95,7 +95,7 @@ class SupervisionPolicy:
             self._start("frontend", index, now)
 
     def drain(self) -> None:
-        """Let front ends finish their requests and end. The engine is kept running until then."""
+        """Let front ends finish their requests and end. The engine keeps running until they have ended."""
         self._draining = True
         for index in range(self._counts.num_front_ends):
             self._due.pop(("frontend", index), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.errors import printable
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 MAX_REASON = 240
@@ -154,13 +155,13 @@ def _check_keywords(node: dict[str, Any]) -> None:
     kinds = node.get("type", "object")
     named = kinds if isinstance(kinds, list) else [kinds]
     if not isinstance(kinds, dict) and not all(isinstance(kind, str) for kind in named):
-        raise GrammarRefused(f"type must be a string or a list of strings (got {kinds!r})")
+        raise GrammarRefused(f"type must be a string or a list of strings (got {printable(kinds)})")
     pattern = node.get("pattern")
     if isinstance(pattern, str):
         check_regex(pattern)
     step = node.get("multipleOf")
     if isinstance(step, int | float) and step <= 0:
-        raise GrammarRefused(f"multipleOf must be greater than 0 (got {step})")
+        raise GrammarRefused(f"multipleOf must be greater than 0 (got {printable(step)})")
 
 
 def _check_properties(properties: dict[str, Any], required: Any) -> None:

@@ -36,7 +36,7 @@ class AddedRequest(NamedTuple):
     Attributes:
         row: the assigned row, from 0.
         prompt_token_ids: the prompt; must not be modified.
-        output_token_ids: the answer, a live reference: it has all tokens so far whenever ``apply`` is called.
+        output_token_ids: the output, a live reference: it has all tokens so far whenever ``apply`` is called.
     """
 
     row: int
@@ -123,7 +123,7 @@ def apply_update(
     """Apply a batch update to a dictionary of row → state; return whether it changed.
 
     Args:
-        new_state: returns the state for a request's parameters, prompt and live answer, or None for no state.
+        new_state: returns the state for a request's parameters, prompt and live output, or None for no state.
     """
     if update is None:
         return False

@@ -32,32 +32,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters of one request, with vLLM's names.
 
     Attributes:
-        n: answers per prompt, 1 to 128. The seed of answer i is ``hash(seed, i)``.
+        n: completions per prompt, 1 to 128. The seed of completion i is ``hash(seed, i)``.
         temperature: from 0 (greedy) to 2.
         top_p, top_k, min_p: nucleus, count and relative probability cut-offs; 1, 0 (or -1) and 0 disable them. Order:
             temperature, then top-k, then top-p, then min-p.
         seed: 64-bit; the same seed gives the same tokens independently of other requests. None: the front end draws
             one.
-        stop: strings that end the answer; they are removed from it unless ``include_stop_str_in_output`` is set.
-        stop_token_ids: token ids that end the answer, in addition to the model's end-of-text tokens.
+        stop: strings that end the output; they are removed from it unless ``include_stop_str_in_output`` is set.
+        stop_token_ids: token ids that end the output, in addition to the model's end-of-text tokens.
         ignore_eos: do not stop at the model's end-of-text tokens.
         max_tokens: maximum number of output tokens; None means up to the end of the context.
         min_tokens: no stop condition applies before this number of output tokens.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens already in the answer: once, and once
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens already in the output: once, and once
             per occurrence; from -2 to 2.
-        repetition_penalty: positive logits of tokens in prompt and answer are divided by it, negative ones multiplied
+        repetition_penalty: positive logits of tokens in prompt and output are divided by it, negative ones multiplied
             (Keskar et al., 2019); from 0.01 to 10.
         logit_bias: token id → value added to its logit, from -100 to 100.
         allowed_token_ids: the only tokens that may be sampled.
-        bad_words: texts that must not occur in the answer, if tokenized in the usual way. The front end converts them
+        bad_words: texts that must not occur in the output, if tokenized in the usual way. The front end converts them
             to ``bad_words_token_ids``: the last token of each is banned after the others.
         logprobs: number of most likely tokens (0 to 20) to return with log probabilities, besides the sampled
             token; None for no log probabilities. ``--logprobs-mode`` selects the distribution.
         prompt_logprobs: the same for prompt tokens except the first; such a request reuses no cached prefix.
         thinking_token_budget: maximum number of tokens between the engine's thinking markers; then the end marker is
             forced.
-        structured_outputs: constraint on the form of the answer.
-        repetition_detection: condition that ends a repetitive answer.
+        structured_outputs: constraint on the output.
+        repetition_detection: condition that ends a request with repetitive output.
         extra_args: arguments for logits processor plugins.
         skip_special_tokens: leave special tokens out of the text.
 
@@ -165,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("repetition_detection must be a RepetitionDetection", "repetition_detection")
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos cannot be combined with structured_outputs: the constraint ends the answer", "ignore_eos"
+                "ignore_eos cannot be combined with structured_outputs: the constraint ends the output", "ignore_eos"
             )
         if self.extra_args == {}:
             return

@@ -1,4 +1,4 @@
-"""Constraint on the form of one answer, and the condition that ends a repetitive answer.
+"""Constraint on the output of a request, and the condition that ends a request with repetitive output.
 
 Validated when built, and therefore also when decoded. Only the scheduler process can check whether a grammar compiles,
 because it has the compiler (``scheduler_proc/structured``).
@@ -23,8 +23,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     Attributes:
         json: a JSON schema, as text or as an object (stored as text).
         json_object: any JSON object.
-        regex: a regular expression that the whole answer matches.
-        choice: the answer is one of these strings.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these strings.
         grammar: a context-free grammar in Lark syntax, or in GBNF (``root ::= ...``).
 
     Raises:
@@ -76,12 +76,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ends an answer if its last tokens repeat one pattern, with vLLM's names.
+    """Ends a request if its last output tokens repeat one pattern, with vLLM's names.
 
     Attributes:
         max_pattern_size: longest pattern, in tokens.
         min_pattern_size: shortest pattern, in tokens.
-        min_count: number of consecutive occurrences that ends the answer.
+        min_count: number of consecutive occurrences that ends the request.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -107,7 +107,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 def encode_schema(schema: Any) -> str:
-    """Encode a schema as JSON text; key order is kept because it determines the order in the answer."""
+    """Encode a schema as JSON text; key order is kept because it determines the order in the output."""
     try:
         return msgspec.json.encode(schema).decode()
     except RecursionError:

@@ -54,9 +54,9 @@ class Marker:
 
 
 class ThinkingState:
-    """Follows one request's text token by token, with markers matched over prompt and answer as one text.
+    """Follows one request's text token by token, with markers matched over prompt and output as one text.
 
-    A prompt leaves a span open if its last start marker begins after its last end marker. In the answer, a span opens
+    A prompt leaves a span open if its last start marker begins after its last end marker. In the output, a span opens
     with the last token of a start marker while none is open (inside a span, a start marker is ordinary text), and ends
     with the last token of an end marker. Without both markers configured, no span ever opens.
 
@@ -64,7 +64,7 @@ class ThinkingState:
         is_open: whether a span is open.
         num_tokens: tokens in the open span after its start marker, including those of a partial end marker; 0 if none
             is open.
-        num_ended: number of spans that ended in the answer.
+        num_ended: number of spans that ended in the output.
     """
 
     __slots__ = ("_end", "_end_matched", "_start", "_start_matched", "is_open", "num_ended", "num_tokens")
@@ -90,7 +90,7 @@ class ThinkingState:
             self.num_tokens = len(prompt) - opened - len(start)
 
     def advance(self, token: int) -> None:
-        """Process the next token of the answer."""
+        """Process the next token of the output."""
         start = self._start
         if start is None:
             return

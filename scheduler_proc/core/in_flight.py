@@ -32,7 +32,8 @@ class InFlightStep:
     row per request would make each step cost O(batch).
 
     Attributes:
-        rows: by handle, the rows of requests outside of steady decode, and of those that left it since.
+        rows: by handle, the rows of requests outside of steady decode, and of those that left it after the step was
+            sent.
         steady: requests in steady decode when the step was sent, including those that join in it. All of them sample.
         only_steady: no request outside of ``steady`` samples.
         retired: handles that become free when this step is answered.

@@ -35,7 +35,7 @@ class StepRow:
 class StepPlan:
     """Decisions of one call of ``schedule()``.
 
-    A row can be withdrawn until the plan is committed, because the progress of requests changes only then.
+    A row can be withdrawn until the plan is committed, because the progress of requests changes only at the commit.
 
     Invariant: the tokens of all rows, one token per request in steady decode, and ``budget`` add up to the step budget.
 

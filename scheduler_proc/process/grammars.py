@@ -56,7 +56,7 @@ class Grammars:
         self._drafts = drafts
 
     def send_inputs(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
-        """Send the bitmasks that the oldest step awaits, once its drafts are known. No later step is sent before.
+        """Send the bitmasks that the oldest step awaits, once its drafts are known. Later steps wait for this message.
 
         Raises:
             WorkerFault: the draft tokens do not match the step.

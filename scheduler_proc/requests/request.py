@@ -50,13 +50,13 @@ class Request:
         order: order of admission among running requests; new at each admission.
         handle: identifies the request in messages; -1 until the scheduler allocates it.
         client: index of the front end that sent the request.
-        admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics only; 0 before.
+        admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics; 0 until then.
         tenant: account for fair scheduling of the queue, rows and blocks (tenants.py).
         turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
         stop_tokens: token ids that end the request.
         max_total_tokens: limit for prompt and output tokens together.
         ignore_results_until: results of steps up to this one no longer apply to this request.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before admission.
         num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
         draft_state: state of the draft policy for this request.
         repetition: detector that checks each output token, or None.

@@ -127,7 +127,7 @@ class Journal:
         """Record a new worker epoch.
 
         Args:
-            budget_halved: whether the token budget of steps was halved before.
+            budget_halved: whether the token budget of steps was halved for this epoch.
             new_workers: whether the worker group was replaced.
         """
         now = self._clock()

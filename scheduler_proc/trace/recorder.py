@@ -129,7 +129,7 @@ class TraceRecorder:
         self._snapshot = (running, waiting, free, cached)
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
-        """Record the result of ``schedule()``: a diff, or None. ``note`` its reasons before."""
+        """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""
         decision_log, put = self._log, self._put
         reasons = self._reasons.copy()
         step = self._scheduler.last_step + 1 if diff is None else diff.step

@@ -147,7 +147,7 @@ def draw_lengths(text: str, count: int, random: np.random.Generator) -> npt.NDAr
         raise ConfigError(f"histogram must have the form {{tokens: weight, ...}} (got {text[:80]!r})") from None
     sums = np.cumsum(weights)
     if not (tokens.min() >= 0 and tokens.max() <= MAX_TOKENS):
-        raise ConfigError(f"lengths must be from 0 to {MAX_TOKENS} (got {tokens.min()} to {tokens.max()})")
+        raise ConfigError(f"lengths must be from 0 to {MAX_TOKENS} (got {text[:80]!r})")
     if not (weights.min() >= 0 and 0 < sums[-1] < np.inf):
         raise ConfigError(f"weights must be at least 0, with a finite sum above 0 (got {text[:80]!r})")
     places = np.searchsorted(sums, random.random(count) * sums[-1], side="right")

@@ -93,7 +93,7 @@ class BlockTable:
     def append_rows(self, rows: Ints, block_ids: Ints) -> None:
         """Append one of the scheduler's blocks to each of ``rows``; a row may occur more than once."""
         ids = np.asarray(block_ids, np.int64)
-        columns = self.num_blocks_per_row[rows] + self.ratio * rank_among_equals(rows)
+        columns = self.num_blocks_per_row[rows] + self.ratio * num_equal_before(rows)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
         np.minimum.at(self._unsent_from, rows, columns.astype(np.int32))
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
@@ -206,11 +206,11 @@ class BlockTable:
         self.device_copy[past.to(self.device_copy.device)] = POISON_BLOCK_ID
 
 
-def rank_among_equals(values: Ints) -> Ints:
+def num_equal_before(values: Ints) -> Ints:
     """Return for each value the number of equal values before it: ``[0, 0, 1, 2]`` for ``[3, 5, 3, 3]``."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(values) else order
-    ranks = np.empty(len(values), np.int64)
-    ranks[order] = np.arange(len(values)) - np.repeat(starts, np.diff(np.append(starts, len(values))))
-    return ranks
+    found = np.empty(len(values), np.int64)
+    found[order] = np.arange(len(values)) - np.repeat(starts, np.diff(np.append(starts, len(values))))
+    return found

@@ -9,7 +9,7 @@ import torch
 from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
-from quire.worker_proc.batch.block_table import BlockTable, Ints, rank_among_equals
+from quire.worker_proc.batch.block_table import BlockTable, Ints, num_equal_before
 from quire.worker_proc.batch.slot_owners import SlotOwners
 
 
@@ -46,7 +46,7 @@ class MultiGroupBlockTable:
             held = table.num_blocks_per_row[own_rows] // table.ratio
             table.append_rows(own_rows, ids)
             if self._owners is not None:
-                self._owners.claim(own_rows, group, held + rank_among_equals(own_rows), ids)
+                self._owners.claim(own_rows, group, held + num_equal_before(own_rows), ids)
 
     def require_free(self, block_ids: Ints, leaving: Sequence[int]) -> None:
         """Check that blocks may be written; changes nothing.

@@ -61,7 +61,7 @@ class TokenHistory:
             self._take(self._pending.popleft())
 
     def extend(self, row: int, tokens: list[int]) -> None:
-        """Add several tokens, already on the host, to ``row``; ``catch_up`` must have been called before."""
+        """Add several tokens, already on the host, to ``row``; call ``catch_up`` first."""
         column = self._batch.tokens
         start = int(column.length[row])
         column.data[row, start : start + len(tokens)] = tokens

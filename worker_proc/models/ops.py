@@ -21,7 +21,7 @@ class Experts:
         gate_up_bias: ``[num_experts, 2 * width]`` or None.
         down_bias: ``[num_experts, hidden_size]`` or None.
         activation: as for ``Ops.gate``.
-        packed: each expert's two layers in the CPU's packed layout; the four tensors above are empty then.
+        packed: each expert's two layers in the CPU's packed layout; if given, the four tensors above are empty.
     """
 
     gate_up: torch.Tensor

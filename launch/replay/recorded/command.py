@@ -138,7 +138,7 @@ class _Run:
         self._num_ended += num_ended
 
     def _time(self, now: float) -> float:
-        """Return the seconds since the header was written, never less than before."""
+        """Return the seconds since the header was written, never less than the last returned value."""
         self.num_lines += 1
         since = now - self._begin
         if since < self._now:

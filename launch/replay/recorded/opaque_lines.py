@@ -25,7 +25,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
 
 
 def opaque_result(line: Result) -> OpaqueResult:
-    """Convert a result line without its hashes, which the replay adds before."""
+    """Convert a result line without its hashes, which the replay adds before it applies the result."""
     return OpaqueResult(
         line.step,
         _array(line.handles),

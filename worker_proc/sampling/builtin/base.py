@@ -138,7 +138,7 @@ class RowProcessor(LogitsProcessor, Generic[State]):
         self._rows_changed()
 
     def _same_rows(self, positions: SampledPositions) -> bool:
-        """Whether the positions have the same rows as in the last call, and no row has changed since."""
+        """Return whether the positions have the rows of the last call, and no row has changed since that call."""
         same = self._found_for is not None and np.array_equal(self._found_for, positions.rows)
         self._found_for = positions.rows
         return same
