@@ -17,6 +17,8 @@ from harness import main
 from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 
+from quire.launch.measure.http_client import parse_metrics
+
 CANARY = request_of(12, temperature=0.0)
 FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
 SIMULATED = ("--simulate", "constant:10", "--num-gpu-blocks-override", "500")
@@ -164,6 +166,45 @@ class TestFrontEnds:
 
 async def two_front_ends(server: FaultServer) -> bool:
     return len(server.victims("frontend")) == 2
+
+
+class TestMetrics:
+    def test_every_front_end_has_the_sums_and_no_count_falls(
+        self, server: FaultServer, undisturbed: list[Answer]
+    ) -> None:
+        async def scrape() -> dict[str, float]:
+            return parse_metrics((await get(server.port, "/metrics"))[1])
+
+        async def scrapes() -> list[dict[str, float]]:
+            return [await scrape() for _ in range(8)]  # each on a connection of its own
+
+        def counts(found: dict[str, float]) -> dict[str, float]:
+            """Return the counts of the front ends and of the supervisor."""
+            names = [name for name in found if name.startswith(("request_", "e2e_")) or "restarts" in name]
+            return {name: found[name] for name in names}
+
+        async def run() -> None:
+            before = counts(await scrape())
+            check_same(await streams(server.port, [CANARY] * 6), [undisturbed[-1]] * 6)
+            first, *others = [counts(found) for found in await scrapes()]
+            assert first["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"] + 6
+            assert first["request_queue_time_seconds_sum"] > before["request_queue_time_seconds_sum"]
+            assert all(other == first for other in others)
+            for role, name in (("frontend", "front_end"), ("scheduler", "scheduler")):
+                victim = server.victims(role)[0]
+                victim.kill()
+                assert await until(lambda victim=victim: replaced(server, victim), HUNG_S)  # type: ignore[misc]
+                assert await until(lambda: has_state(server, "/health", 200, "ready"), HUNG_S)
+                for found in await scrapes():
+                    assert all(counts(found)[key] >= value for key, value in first.items())
+                restarts = f"num_{name}_restarts_total"
+                assert found[restarts] == first[restarts] + 1
+
+        async def replaced(server: FaultServer, victim: psutil.Process) -> bool:
+            alive = [*server.victims("frontend"), *server.victims("scheduler")]
+            return len(alive) == 3 and victim not in alive
+
+        asyncio.run(run())
 
 
 @pytest.mark.full
