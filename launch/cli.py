@@ -14,7 +14,7 @@ from quire.launch.config.options import EngineOptions, suggest
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError
-from quire.protocol.process.log import set_log_options, write_line
+from quire.protocol.process.log import start_logging, write_line
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import version_text
 
@@ -187,7 +187,7 @@ def _serve(args: argparse.Namespace) -> None:
     from quire.launch.serve import model_display_name, serve
 
     engine, front_end = read_options(args)
-    set_log_options(front_end.log_level, front_end.log_format)
+    start_logging(front_end.logs)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:

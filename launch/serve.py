@@ -69,7 +69,8 @@ def _run(
 ) -> None:
     fd = listener.socket.fileno()
     front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
-    with Supervisor(config, worker=worker, front_end=front_end, standby=options.standby_workers) as supervisor:
+    standby, environment = options.standby_workers, options.logs.environment
+    with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
         signals = _Signals(supervisor)
         _write_settings(supervisor.directory, options, keys, model_name)
         supervisor.start_engine()

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from quire.protocol.process.log import LogOptions
 from quire.protocol.settings import Setting
 
 SERVER = "Server"
@@ -161,3 +162,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="COST",
         ),
     ] = None
+
+    @property
+    def logs(self) -> LogOptions:
+        return LogOptions.of(self.log_level, self.log_format, default_level="INFO")

@@ -37,7 +37,7 @@ class ChildProcess:
         """Start ``python -P -m module``.
 
         Args:
-            environment: variables for the child; those of the user's environment take precedence.
+            environment: variables for the child; they take precedence over those of the user's environment.
             import_paths: folders to append to the child's module search path.
         """
         status, child_status = os.pipe()
@@ -50,7 +50,7 @@ class ChildProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(child_status, child_lifeline, *pass_fds),
-                env={**(environment or {}), **os.environ, **python_path(import_paths)},
+                env={**os.environ, **(environment or {}), **python_path(import_paths)},
             )
         finally:
             os.close(child_status)

@@ -13,7 +13,7 @@ import selectors
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,9 +72,11 @@ class Supervisor:
         front_end: FrontEndProgram | None = None,
         standby: bool = False,
         on_new_scheduler: Callable[[int], None] = lambda incarnation: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
+            environment: variables for all children, besides those of this process.
             standby: keep a standby worker per rank.
             on_new_scheduler: for a front end in this process: called with the incarnation of each new scheduler.
         """
@@ -82,6 +84,7 @@ class Supervisor:
         self._worker = worker
         self._front_end = front_end
         self._quiet = quiet
+        self._environment = environment or {}
         self._on_new_scheduler = on_new_scheduler
         self._import_paths = import_paths(config.logits_processors)
         self._selector = selectors.DefaultSelector()
@@ -161,14 +164,14 @@ class Supervisor:
         self._sweep(incarnation, worker_epoch)
         common = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
-        environment = None
+        environment = dict(self._environment)
         if role == "scheduler":
             module = "quire.scheduler_proc"
             arguments = ["--incarnation", str(incarnation), "--worker-epoch", str(worker_epoch)]
         elif role == "worker":
             module = self._worker.module
             arguments = [*(["--quiet"] if self._quiet else []), *self._worker.arguments]
-            environment = WORKER_ENVIRONMENT
+            environment |= {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in os.environ}
         else:
             assert self._front_end is not None
             module, fds = self._front_end.module, self._front_end.pass_fds

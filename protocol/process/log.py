@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
 LOG_FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"
@@ -103,38 +103,42 @@ def event_logger(component: str) -> EventLogger:
     return EventLogger(logging.getLogger(f"quire.{component}"))
 
 
-def set_log_options(level: str | None, form: str | None) -> None:
-    """Set the level and the format of this process and of its children. None: as the environment says, or INFO, text.
+class LogOptions(NamedTuple):
+    """Level and format of a process and of its children. Empty: WARNING, text."""
 
-    To be called once, at the start of a command.
-    """
-    os.environ[LOG_LEVEL_VARIABLE] = (level or os.environ.get(LOG_LEVEL_VARIABLE) or "INFO").upper()
-    os.environ[LOG_FORMAT_VARIABLE] = form or os.environ.get(LOG_FORMAT_VARIABLE) or FORMATS[0]
-    start_logging()
+    level: str = ""
+    form: str = ""
+
+    @classmethod
+    def of(cls, level: str | None, form: str | None, default_level: str = "") -> "LogOptions":
+        """Return the given options, and otherwise those of the environment."""
+        return cls(
+            (level or os.environ.get(LOG_LEVEL_VARIABLE) or default_level).upper(),
+            form or os.environ.get(LOG_FORMAT_VARIABLE, ""),
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that set the options of child processes."""
+        return {LOG_LEVEL_VARIABLE: self.level, LOG_FORMAT_VARIABLE: self.form}
 
 
-def start_logging() -> None:
-    """Write records to stderr: of the level in ``QUIRE_LOG_LEVEL`` (default WARNING) and above, in the format
-    ``QUIRE_LOG_FORMAT``. Libraries log warnings and errors."""
+def start_logging(options: LogOptions | None = None) -> None:
+    """Write records to stderr, of the given level (default: that of the environment) and above. Libraries log warnings
+    and errors."""
+    level, form = options or LogOptions.of(None, None)
     handler = LineHandler()
-    handler.setFormatter(JsonFormatter() if is_json() else LineFormatter())
-    level = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
+    handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quire").setLevel(level if level in LEVELS else logging.WARNING)
-    form = os.environ.get(LOG_FORMAT_VARIABLE, "")
     for name, got, allowed in ((LOG_LEVEL_VARIABLE, level, LEVELS), (LOG_FORMAT_VARIABLE, form, FORMATS)):
         if got and got not in allowed:
             event_logger("log").warning(f"{name} must be one of {', '.join(allowed)}", got=got)
 
 
-def is_json() -> bool:
-    """Whether log lines are JSON objects."""
-    return os.environ.get(LOG_FORMAT_VARIABLE) == "json"
-
-
 def write_line(text: str, level: int = logging.INFO) -> None:
     """Write a line for the user of the command at any log level: plain, or as a record in format json."""
-    if not is_json():
+    if not any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
         print(text, file=sys.stderr, flush=True)
         return
     logger = logging.getLogger("quire")

@@ -1,5 +1,7 @@
 """Settings of ``quire serve`` and their ranges, as flags and in a config file: refused before a process starts."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,22 @@ OUTSIDE = [
     ("watermark", "0.6", "from 0 to 0.5"),
     ("watermark", "inf", "from 0 to 0.5"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Restore the level of the log, which the command sets."""
+    before = logging.getLogger("quire").level
+    yield
+    logging.getLogger("quire").setLevel(before)
+
+
+@pytest.mark.parametrize("prefix", ["", "7b", "a-b", "a:b", "é", "a" * 65, 'x"} 1'])
+def test_a_prefix_that_is_no_metric_name_is_refused(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, f"--metrics-prefix={prefix}")
+    assert (
+        "--metrics-prefix must be 1 to 64 letters, digits and underscores" in error and f"(got {prefix!a:.60}" in error
+    )
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -15,7 +15,7 @@ from quire.protocol.process.log import (
     JsonFormatter,
     LineFormatter,
     LineHandler,
-    set_log_options,
+    LogOptions,
     start_logging,
 )
 
@@ -89,19 +89,22 @@ def test_the_environment_sets_the_level(
 def test_flags_override_the_environment_and_reach_children(
     root: Callable[[], logging.Logger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUIRE_LOG_LEVEL", "ERROR")
+    assert LogOptions.of(None, None, "INFO").level == "INFO"
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "error")
     monkeypatch.setenv("QUIRE_LOG_FORMAT", "text")
-    root()
-    set_log_options("debug", "json")
-    assert (os.environ["QUIRE_LOG_LEVEL"], os.environ["QUIRE_LOG_FORMAT"]) == ("DEBUG", "json")
+    assert LogOptions.of(None, None, "INFO") == ("ERROR", "text")
+    options = LogOptions.of("debug", "json", "INFO")
+    assert options.environment == {"QUIRE_LOG_LEVEL": "DEBUG", "QUIRE_LOG_FORMAT": "json"}
+    own = root()
+    start_logging(options)
     assert logging.getLogger("quire").level == logging.DEBUG
-    set_log_options(None, None)
-    assert (os.environ["QUIRE_LOG_LEVEL"], os.environ["QUIRE_LOG_FORMAT"]) == ("DEBUG", "json")
+    assert isinstance(own.handlers[0].formatter, JsonFormatter)
 
 
 def test_json_lines_hold_data_of_any_kind(log: EventLogger, stream: io.StringIO) -> None:
     for handler in logging.getLogger("quire.test_log").handlers:
-        handler.setFormatter(JsonFormatter())
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            handler.setFormatter(JsonFormatter())
     log.info("slow step", step=5, seconds=math.nan, time="mine", text="a\nb\ud800 \x1b", path=Path("/x"))
     try:
         raise RuntimeError("first\nsecond")

@@ -1,0 +1,34 @@
+"""The log of a whole server: every process uses the format, and names of metrics have the prefix."""
+
+import json
+import signal
+
+import httpx
+from engine_processes import engine_processes
+from fault_server import wait_until
+from served import Served
+
+
+def test_every_process_writes_json_lines() -> None:
+    flags = ("--log-format", "json", "--log-level", "info", "--metrics-prefix", "vllm")
+    server = Served("--simulate", "constant:1", "--num-gpu-blocks-override", "200", *flags)
+    try:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        (scheduler,) = engine_processes("quire.scheduler_proc")
+        scheduler.kill()  # the supervisor logs that
+        assert wait_until(lambda: "restarting the scheduler" in "".join(server.log), 10) is not None
+    finally:
+        assert server.stop(signal.SIGTERM) == 0
+    records = [json.loads(line) for line in server.log]
+    assert {record["component"] for record in records} >= {"quire.http", "quire.supervisor", "quire.worker"}
+    request, response = (
+        next(record for record in records if record["message"] == event) for event in ("request", "response")
+    )
+    assert request["id"] == response["id"] == answer.headers["x-request-id"]
+    assert (response["status"], response["output_tokens"], response["finish"]) == (200, 4, "length")
+    assert request["pid"] == response["pid"] != next(r for r in records if r["component"] == "quire.worker")["pid"]
+    assert 'vllm:request_success_total{finished_reason="length",model_name="quire-demo"} 1.0' in metrics
+    assert "quire:" not in metrics and 'vllm:cache_config_info{block_size="16",' in metrics
+    assert "vllm:iteration_tokens_total_count{" in metrics
