@@ -165,7 +165,7 @@ def _compare(plain: LLM, drafted: LLM, length: int, rounds: int) -> dict[str, An
     for index in range(rounds + 1):
         one, many = (_round(llm, tokens * 4, params) for llm in (plain, drafted))
         if one[2] != many[2]:
-            raise EngineError("outputs with and without draft tokens differ")
+            raise EngineError(f"outputs with and without draft tokens differ in round {index}")
         if index:
             rates.append((one[0], many[0]))
         steps = one[1], many[1]

@@ -64,9 +64,12 @@ class ReplayScheduler(Scheduler):
         admission.check_order(event)
         admission.check_length(event.num_prompt_tokens)
         if event.num_output_tokens < 0:
-            raise Refusal("invalid_value", "num_output_tokens", "num_output_tokens must be at least 0")
+            text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
+            raise Refusal("invalid_value", "num_output_tokens", text)
         if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
-            raise Refusal("invalid_value", "block_hashes", "length of block_hashes must be a multiple of hash_bytes")
+            sizes = f"got {len(event.block_hashes)} bytes and hash_bytes {event.hash_bytes}"
+            text = f"length of block_hashes must be a multiple of hash_bytes ({sizes})"
+            raise Refusal("invalid_value", "block_hashes", text)
         names = event.names if self.config.enable_prefix_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
         return admission.build(event, client, tokens, event.num_prompt_tokens)

@@ -135,8 +135,10 @@ class _Reader:
         prompt, known = _count(record, "total_prompt_tokens", 1), _count(record, "num_tokens", 1)
         hit = _count(record, "local_hit_tokens")
         computed = hit + (_count(record, "external_hit_tokens") if record.get("external_hit_tokens") else 0)
-        if known < prompt or computed > known:
-            raise ValueError(f"`num_tokens` {known} is less than the prompt's {prompt} or the {computed} tokens hit")
+        if known < prompt:
+            raise ValueError(f"`num_tokens` is {known}, less than the {prompt} prompt tokens")
+        if computed > known:
+            raise ValueError(f"`num_tokens` is {known}, less than the {computed} tokens found in caches")
         seen = self._request(_name(record.get("req_id"), "req_id"), now)
         job_id = record.get("job_id")
         if job_id is not None:
@@ -151,7 +153,8 @@ class _Reader:
     def _decision(self, record: Mapping[str, Any], now: float) -> None:
         counts = record.get("num_scheduled_tokens")
         if not isinstance(counts, dict):
-            raise ValueError("`num_scheduled_tokens` must be an object of numbers by request id")
+            kind = type(counts).__name__
+            raise ValueError(f"`num_scheduled_tokens` must be an object of numbers by request id (got {kind})")
         numbers = {name: _count(counts, name) for name in counts}
         for name in record.get("preempted_req_ids") or ():
             seen = self._request(_name(name, "preempted_req_ids"), now)

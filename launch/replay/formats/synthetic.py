@@ -47,7 +47,8 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
     inputs, outputs = _lengths(given, count, random, load_other)
     groups, prefix = _whole(given, "prefix_groups", 0, MAX_CALLS), _whole(given, "prefix_tokens", 0, 2**24)
     if (groups == 0) != (prefix == 0):
-        raise ConfigError("synthetic: prefix_groups and prefix_tokens must both be 0 or both be positive")
+        both = f"got {groups} and {prefix}"
+        raise ConfigError(f"synthetic: prefix_groups and prefix_tokens must both be 0 or both be positive ({both})")
     shared = [Content(array("Q", [group]), max(1, prefix)) for group in range(groups)]
     members = random.integers(0, max(1, groups), count).tolist()
     calls = []

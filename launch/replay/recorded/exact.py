@@ -371,6 +371,5 @@ def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
 
 def _faulty_field(fault: str) -> str:
     """Return the result field that a WorkerFault's message is about."""
-    words = {"expected": "step", "handles differ": "handles", "bad or failed": "bad"}
-    words |= dict.fromkeys(("counts of drafts", "more drafts"), "drafts")
+    words = {"unexpected result": "step", "handles differ": "handles", "bad or failed": "bad", "drafts": "drafts"}
     return next((field for word, field in words.items() if word in fault), "counts")
