@@ -78,6 +78,9 @@ def _run(
         while not supervisor.is_ready and not signals.count:
             supervisor.watch(None)
         if not signals.count:
+            if config.sampling_defaults:
+                values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
+                write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
             seconds = time.monotonic() - started
             write_line(f"Quire {__version__} serves {model_name} on {listener.address} (ready in {seconds:.1f} s)")
         while not signals.count:

@@ -58,6 +58,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         speculative: configuration of the proposer; None exactly when num_speculative_tokens is 0.
         logits_processors: ``module:Class`` of each logits processor that is loaded by name, in addition to installed
             plugins (entry points).
+        closed_objects: objects of a JSON schema with properties have no others, unless the schema allows them.
+        sampling_defaults: the model's own values of sampling parameters, for requests that leave them out.
+        chat_template: source of a template that replaces the checkpoint's; empty for none.
         thinking_start_token_ids, thinking_end_token_ids: markers around a thinking span; empty for none.
         trace: file that receives the scheduler's decisions; empty for none.
         crash_dump_dir: directory that receives the newest events of a failed engine; empty for none.
@@ -79,6 +82,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     speculative: SpeculativeConfig | None = None
     logits_processors: list[str] = msgspec.field(default_factory=list)
+    closed_objects: bool = True
+    sampling_defaults: dict[str, int | float] = msgspec.field(default_factory=dict)
+    chat_template: str = ""
     thinking_start_token_ids: list[int] = msgspec.field(default_factory=list)
     thinking_end_token_ids: list[int] = msgspec.field(default_factory=list)
     trace: str = ""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.launch.config.declared import check_range, check_ranges
+from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
@@ -74,6 +75,9 @@ def make_engine_config(
         num_speculative_tokens=num_drafts,
         speculative=speculative,
         logits_processors=options.logits_processors or [],
+        closed_objects=closes_objects(options.structured_outputs_config),
+        sampling_defaults=sampling_defaults(folder, options.generation_config),
+        chat_template=chat_template_source(options.chat_template),
         thinking_start_token_ids=thinking_start,
         thinking_end_token_ids=thinking_end,
         trace=trace_path(options.trace, options.trace_max_bytes),

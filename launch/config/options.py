@@ -69,6 +69,17 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
+    chat_template: Annotated[
+        str | None,
+        Setting(
+            MODEL,
+            "chat template that replaces the checkpoint's: a file, or the template's text. A template is a program in "
+            "Jinja; it is rendered in a process with limits on its time and memory",
+            metavar="TEMPLATE",
+            default="the checkpoint's",
+        ),
+    ] = None
+
     max_model_len: Annotated[
         int | None,
         Setting(
@@ -109,6 +120,25 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         ),
     ] = None
 
+    generation_config: Annotated[
+        str,
+        Setting(
+            SAMPLING,
+            "source of default sampling parameters: auto (the checkpoint's generation_config.json), vllm (none) or a "
+            "folder. They apply to requests that leave out `temperature`, `top_k`, `top_p`, `min_p`, "
+            "`repetition_penalty`, or in chats `max_tokens`: [defaults](sampling.md#defaults-of-the-model)",
+            metavar="SOURCE",
+        ),
+    ] = "auto"
+    structured_outputs_config: Annotated[
+        dict[str, Any] | None,
+        Setting(
+            SAMPLING,
+            'how JSON schemas are read. `{"disable_additional_properties": false}`: an object may have properties that '
+            "its schema does not name, as JSON Schema says. By default it may not, unless the schema has "
+            "`additionalProperties`: [closed objects](sampling.md#closed-objects)",
+        ),
+    ] = None
     speculative_config: Annotated[
         dict[str, Any] | None,
         Setting(
@@ -183,11 +213,12 @@ def _plain(name: str, value: Any) -> Any:
         return os.fspath(value)
     if name == "logits_processors" and isinstance(value, list | tuple):
         return [processor_name(each) for each in value]
-    if name == "speculative_config" and isinstance(value, str):
+    if name in ("speculative_config", "structured_outputs_config") and isinstance(value, str):
         try:
             return msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError):
-            raise ConfigError(f"--speculative-config must be a JSON object, not {value[:64]!r}") from None
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} must be a JSON object, not {value[:64]!r}") from None
     return value
 
 

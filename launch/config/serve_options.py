@@ -82,6 +82,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             default="any with API keys",
         ),
     ] = None
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        Setting(
+            SERVER,
+            "what to do with unknown fields of requests: ignore (one warning per name in the log) or refuse (400). The "
+            "response header `x-quire-ignored-fields` names ignored fields. Unknown fields of messages are always "
+            "ignored: [fields](../launch/http/schema/README.md#fields)",
+        ),
+    ] = "ignore"
     max_num_queued_reqs_per_key: Annotated[
         int,
         Setting(

@@ -48,7 +48,7 @@ class FrontEnd:
         """Serve until the drain command. Then refuse new requests, let running ones finish, and abort the rest when
         the shutdown timeout is over."""
         config, engine = self._config, self._engine
-        text_in = TextIn.load(Path(config.model_path)) if config.model_path else TextIn()
+        text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
         server = self._make_server(text_in)
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
@@ -81,6 +81,8 @@ class FrontEnd:
                 own_names=(settings.host,),
                 metrics=MetricsOptions(settings.metrics_prefix, self._directory, self._index, _cache_config(config)),
                 root_path=settings.root_path,
+                sampling_defaults=config.sampling_defaults,
+                unknown_fields=settings.unknown_fields,
             ),
         )
         return HttpServer(app, tls_context(settings))

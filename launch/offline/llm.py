@@ -19,10 +19,11 @@ from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.engine_thread import EngineThread
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
 from quire.launch.supervision.supervisor import Supervisor
+from quire.launch.text.messages import check_messages
 from quire.launch.text.prompts import (
     Prompt,
-    check_messages,
     check_params,
+    check_template_variables,
     encode_messages,
     encode_prompt,
     tokenize_bad_words,
@@ -56,13 +57,15 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         parsed = parse_options({"model": model, **options}, "LLM")
         folder = find_model(parsed.model)
-        self._start(make_engine_config(parsed, folder=folder), TextIn.load(folder))
+        config = make_engine_config(parsed, folder=folder)
+        self._start(config, TextIn.load(folder, config.chat_template))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, quiet: bool = False) -> "LLM":
         """Create an engine from a complete configuration. With dummy weights there is no tokenizer."""
         llm = cls.__new__(cls)
-        llm._start(config, TextIn.load(Path(config.model_path)) if config.model_path else TextIn(), quiet=quiet)
+        text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
+        llm._start(config, text_in, quiet=quiet)
         return llm
 
     def _start(self, config: EngineConfig, text_in: TextIn, *, quiet: bool = True) -> None:
@@ -109,7 +112,7 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
                 of these.
-            sampling_params: one for all prompts, or one per prompt.
+            sampling_params: one for all prompts, or one per prompt. None: ``default_sampling_params()``.
             priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
                 ``scheduling_policy="priority"``.
             on_text: called with (index of the prompt, new text) of each prompt's first answer, as it is generated.
@@ -131,19 +134,28 @@ class LLM:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = False,
         priority: int | ListLike[int] | None = None,
         on_text: OnText | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
-        ``tools``: function descriptions for the template. Tool calls are not parsed; they stay in the text.
+        Args:
+            tools: function descriptions for the template. Tool calls are not parsed; they stay in the text.
+            chat_template_kwargs: variables for the template.
         """
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
-        options = ChatOptions(tools=tools)
+        variables = None if chat_template_kwargs is None else check_template_variables(chat_template_kwargs)
+        options = ChatOptions(variables=variables, tools=tools)
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
         return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the engine's sampling parameters with those that ``generation_config`` changes."""
+        given: dict[str, Any] = dict(self.config.sampling_defaults)
+        return SamplingParams(**given)
 
     def statistics(self) -> EngineStatistics:
         """Return counters since the start, and current gauges."""
@@ -174,7 +186,8 @@ class LLM:
     def _params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        params = [given or SamplingParams()] * num_prompts if isinstance(given, SamplingParams | None) else list(given)
+        one = self.default_sampling_params() if given is None else given
+        params = [one] * num_prompts if isinstance(one, SamplingParams) else list(one)
         if len(params) != num_prompts:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         for each in params:

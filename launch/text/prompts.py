@@ -4,7 +4,6 @@ Every input path ends in ``prompt_from_ids``, the only place where token ids are
 the prompt's length with the context.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,21 +14,15 @@ import numpy.typing as npt
 
 from quire.launch.text.chat_template import RESERVED_VARIABLES, Message
 from quire.launch.text.text_in import ChatOptions, TextIn, context_length_exceeded
-from quire.protocol.errors import InvalidRequest, did_you_mean
+from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 8192
 # Over all answers of a request. The prompt is sent to the engine once per answer: at most 64 MiB.
 MAX_SUBMITTED_TOKENS = 2**24
 # Log probabilities are kept until the answer is complete: about 200 bytes each for a prompt, 100 for an answer.
 MAX_PROMPT_LOGPROBS = 2**22
 MAX_ANSWER_LOGPROBS = 2**25
-MESSAGE_FIELDS = (
-    *("role", "content", "name", "refusal", "audio"),
-    *("tool_calls", "tool_call_id", "function_call", "reasoning_content"),
-)
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ModelLimits(Protocol):
@@ -72,8 +65,17 @@ def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
     return value
 
 
-def encode_prompt(value: str | list[int], text_in: TextIn, limits: ModelLimits, param: str = "prompt") -> Prompt:
+def encode_prompt(
+    value: str | list[int],
+    text_in: TextIn,
+    limits: ModelLimits,
+    param: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+) -> Prompt:
     """Encode and validate one prompt, given as text or as token ids.
+
+    ``add_special_tokens``: let the tokenizer add its own special tokens to text.
 
     Raises:
         InvalidRequest: it is empty or too long, has an id outside the vocabulary, or is text without a tokenizer.
@@ -81,7 +83,7 @@ def encode_prompt(value: str | list[int], text_in: TextIn, limits: ModelLimits, 
     if isinstance(value, str):
         if not value:
             raise InvalidRequest(f"{param} must not be empty", param)
-        ids = text_in.encode(value, max_tokens=limits.max_model_len)
+        ids = text_in.encode(value, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len)
         return prompt_from_ids(ids, limits, param, text=value)
     return prompt_from_ids(value, limits, param)
 
@@ -200,22 +202,6 @@ def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n:
         )
 
 
-def check_messages(value: Any, param: str = "messages") -> list[Message]:
-    """Validate OpenAI's messages, and join the text parts of each to one string.
-
-    Raises:
-        InvalidRequest: not a list of messages with known roles and text, or only system messages.
-    """
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"{param} must be a list of at least one message", param)
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
-    messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
-    if all(message["role"] in ("system", "developer") for message in messages):
-        raise InvalidRequest(f"{param} must hold a message other than system messages", param)
-    return messages
-
-
 def check_template_variables(value: Any) -> dict[str, Any]:
     """Validate vLLM's ``chat_template_kwargs``: template variables, except those that the server sets."""
     name = "chat_template_kwargs"
@@ -225,61 +211,3 @@ def check_template_variables(value: Any) -> dict[str, Any]:
     if taken:
         raise InvalidRequest(f"{name} must not set {min(taken)}", name)
     return value
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} must be an object", where)
-    for name in message:
-        if name not in MESSAGE_FIELDS:
-            raise InvalidRequest(
-                f"{where}: unknown field {name[:64]!r}{did_you_mean(name, MESSAGE_FIELDS)}", f"{where}.{name[:64]}"
-            )
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise InvalidRequest(f"{where}.tool_calls must be a list of objects", f"{where}.tool_calls")
-    if calls:
-        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
-    for name in ("name", "tool_call_id", "refusal", "reasoning_content"):
-        if not isinstance(message.get(name, ""), str | None):
-            raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}")
-    content = message.get("content")
-    if content is None and role == "assistant":
-        return {**message, "content": message.get("refusal") or ""}
-    return {**message, "content": _content(content, f"{where}.content")}
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Return an earlier tool call with its arguments decoded from JSON text to an object, as templates expect."""
-    function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
-        return call
-    try:
-        found = msgspec.json.decode(arguments) if arguments else {}
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": found}} if isinstance(found, dict) else call
-
-
-def _content(content: Any, where: str) -> str:
-    """Return a message's text. Parts are joined by newlines, as vLLM does for templates that expect a string."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{where} must be a string or a list of text parts", where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
-    kind = fields.get("type")
-    if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise InvalidRequest(f"{where}.type must be text: this server reads text only", f"{where}.type")
-    text = fields.get(kind) if isinstance(kind, str) else None
-    if not isinstance(text, str):
-        raise InvalidRequest(f'{where} must be a text part: {{"type": "text", "text": "..."}}', where)
-    return text

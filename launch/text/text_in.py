@@ -67,8 +67,10 @@ class TextIn:
             self._plain.encode_special_tokens = True
 
     @classmethod
-    def load(cls, folder: Path) -> "TextIn":
+    def load(cls, folder: Path, chat_template: str = "") -> "TextIn":
         """Load ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, each if it exists.
+
+        ``chat_template``: source of a template that replaces the checkpoint's.
 
         Raises:
             ConfigError: one of them cannot be used, with its path.
@@ -80,7 +82,7 @@ class TextIn:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception:  # the library raises nothing narrower
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
-        return cls(tokenizer, _load_template(folder))
+        return cls(tokenizer, _load_template(folder, chat_template))
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -221,8 +223,8 @@ def _has_surrogates(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is not None
 
 
-def _load_template(folder: Path) -> Template | None:
-    """Load the chat template from chat_template.jinja if it exists, otherwise from tokenizer_config.json."""
+def _load_template(folder: Path, source: str) -> Template | None:
+    """Load the chat template: ``source`` if not empty, else chat_template.jinja, else that of tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
     config: dict[str, Any] = {}
     if config_path.is_file():
@@ -230,6 +232,8 @@ def _load_template(folder: Path) -> Template | None:
             config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             raise ConfigError(f"{config_path}: cannot be read as a JSON object") from None
+    if source:
+        return TemplateHelper(source, _special_variables(config), "--chat-template")
     template_path = folder / "chat_template.jinja"
     if template_path.is_file():
         try:
@@ -237,8 +241,8 @@ def _load_template(folder: Path) -> Template | None:
         except (OSError, ValueError):
             raise ConfigError(f"{template_path}: cannot be read as text") from None
         return TemplateHelper(text, _special_variables(config), str(template_path))
-    source = _default_template(config.get("chat_template"), config_path)
-    return None if source is None else TemplateHelper(source, _special_variables(config), str(config_path))
+    default = _default_template(config.get("chat_template"), config_path)
+    return None if default is None else TemplateHelper(default, _special_variables(config), str(config_path))
 
 
 def _default_template(value: Any, path: Path) -> str | None:

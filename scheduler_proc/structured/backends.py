@@ -43,9 +43,11 @@ def make_backend(config: EngineConfig) -> GrammarBackend:
         if config.structured_outputs_backend == "xgrammar":
             from quire.scheduler_proc.structured.xgrammar_backend import XGrammarBackend
 
-            return XGrammarBackend(json.loads(text), model.vocab_size, model.eos_token_ids)
+            return XGrammarBackend(
+                json.loads(text), model.vocab_size, model.eos_token_ids, closes_objects=config.closed_objects
+            )
         from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
 
-        return LLGuidanceBackend(text, model.vocab_size, model.eos_token_ids)
+        return LLGuidanceBackend(text, model.vocab_size, model.eos_token_ids, closes_objects=config.closed_objects)
     except (OSError, ValueError, KeyError, RuntimeError):
         raise GrammarRefused("structured_outputs do not support this model's tokenizer") from None

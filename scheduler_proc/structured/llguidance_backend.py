@@ -18,6 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
+from quire.scheduler_proc.structured.closed_objects import close_objects
 
 MAX_LEXER_STATES = 20_000
 """Lexer states of one grammar over all outputs that use it: 1 to 3 KB each."""
@@ -86,17 +87,21 @@ class LLGuidanceGrammar:
 class LLGuidanceBackend:
     """Owns the library's copy of the vocabulary, and threads that fill bitmasks."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], *, closes_objects: bool = False
+    ) -> None:
         """
         Args:
             tokenizer: the text of a ``tokenizer.json``.
             vocab_size: width of the model's logits; ids that the tokenizer does not have are never allowed.
+            closes_objects: apply ``close_objects`` to JSON schemas.
 
         Raises:
             ValueError: the library cannot use the tokenizer.
         """
         self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._eos = frozenset(eos_token_ids)
+        self._closes_objects = closes_objects
         self._num_words = (vocab_size + 31) // 32
         self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
         self._limits = llguidance.LLParserLimits(
@@ -110,7 +115,7 @@ class LLGuidanceBackend:
     def compile(self, wanted: StructuredOutputs) -> LLGuidanceGrammar:
         check(wanted)
         try:
-            grammar = _grammar(wanted)
+            grammar = _grammar(wanted, closes_objects=self._closes_objects)
         except Exception as error:  # the library's converters raise plain Exception
             raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(str(error), in_grammar=False)}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -143,12 +148,13 @@ class LLGuidanceBackend:
             raise GrammarRefused(f"{_name(wanted)} allows no text that the model could write")
 
 
-def _grammar(wanted: StructuredOutputs) -> str:
+def _grammar(wanted: StructuredOutputs, *, closes_objects: bool) -> str:
     """Return the constraint in the library's notation."""
     matcher = llguidance.LLMatcher
     match wanted.kind:
         case "json":
             schema = "{}" if wanted.json == "true" else str(wanted.json)
+            schema = close_objects(schema) if closes_objects else schema
             return str(matcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE))
         case "json_object":
             return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_STYLE))

@@ -11,6 +11,7 @@ import xgrammar
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
+from quire.scheduler_proc.structured.closed_objects import close_objects
 
 CACHE_BYTES = 64 * 2**20
 MAX_ROLLBACK = 256
@@ -53,12 +54,16 @@ class XGrammarGrammar:
 class XGrammarBackend:
     """Owns the compiler, and a tensor for the library to fill, because it does not accept numpy arrays."""
 
-    def __init__(self, tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Sequence[int], *, closes_objects: bool = False
+    ) -> None:
         """
         Args:
             tokenizer: a ``tokenizer.json``.
             vocab_size: width of the model's logits.
+            closes_objects: apply ``close_objects`` to JSON schemas.
         """
+        self._closes_objects = closes_objects
         self._eos = list(eos_token_ids)
         self._vocab_size = vocab_size
         self._end_mask = _mask_of(self._eos, vocab_size)
@@ -101,8 +106,10 @@ class XGrammarBackend:
         match wanted.kind:
             case "json" | "json_object":
                 schema = '{"type": "object"}' if wanted.json_object else str(wanted.json)
+                schema = close_objects(schema) if self._closes_objects else schema
+                # The library's own strict mode would also close the parts of a combined object.
                 return compiler.compile_json_schema(
-                    "{}" if schema == "true" else schema, any_whitespace=False, separators=SEPARATORS
+                    "{}" if schema == "true" else schema, any_whitespace=False, separators=SEPARATORS, strict_mode=False
                 )
             case "regex":
                 return compiler.compile_regex(str(wanted.regex))

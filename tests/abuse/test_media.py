@@ -113,14 +113,14 @@ ADAPTER_MODELS = (*ADAPTER_NAMES, "quire-demo/../x", "quire-demo:x")
 
 def test_embeddings_are_refused_by_name(app: AbusedApp) -> None:
     for name in TENSOR_FIELDS:
-        for value in TENSORS:
-            assert_refused(app.complete(**{name: value}), 400, name, "unknown field")
+        for value in filter(None, TENSORS):
+            assert_refused(app.complete(**{name: value}), 400, name, "is not supported")
 
 
 def test_adapters_are_refused_by_name(app: AbusedApp) -> None:
     for name in ADAPTER_FIELDS:
-        for value in ADAPTERS:
-            assert_refused(app.complete(**{name: value}), 400, name, "unknown field")
+        for value in filter(None, ADAPTERS):
+            assert_refused(app.complete(**{name: value}), 400, name, "is not supported: this server serves one model")
 
 
 def test_adapter_as_model_is_not_found(app: AbusedApp) -> None:

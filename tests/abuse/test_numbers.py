@@ -103,8 +103,10 @@ def test_values_out_of_range(app: AbusedApp, field: Range) -> None:
 def test_range_limits_are_accepted(app: AbusedApp) -> None:
     for field in RANGES:
         edges: tuple[float, ...] = (field.low, field.high)
-        if field.name in ("n", "best_of"):
+        if field.name == "n":
             edges = (1, 3)
+        elif field.name == "best_of":
+            edges = (1,)
         elif field.name.startswith("max_"):
             edges = (1, 4)
         elif field.name == "min_tokens":
@@ -218,7 +220,6 @@ REPETITIONS: list[tuple[Any, str]] = [
     *[({"max_pattern_size": 5, "min_pattern_size": v}, "min_pattern_size") for v in (0, -1, 6, 1.5, "2", True, 2**70)],
     *[({"max_pattern_size": 5, "min_count": v}, "min_count") for v in (1, 0, -1, 1.5, "2", True, 2**70)],
     *[(value, "repetition_detection") for value in ([], [1], 7, "x", True, {}, {"min_count": 2})],
-    ({"max_pattern_size": 5, "max_patern_size": 5}, "unknown field"),
 ]
 
 

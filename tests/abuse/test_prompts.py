@@ -37,13 +37,18 @@ NO_MESSAGES: list[Any] = [
         for kind in ("", "Text", "input_text", None, 5, [], "image")
     ),
     *({"role": "user", "content": [{"type": "text", "text": text}]} for text in (None, 5, [], {}, ["x"], True)),
-    *({"role": role, "content": None} for role in ("user", "system", "tool", "function", "developer")),
+    *({"role": role, "content": None} for role in ("user", "system", "function", "developer")),
+    *({"role": "user", "content": "x", name: {"name": "f"}} for name in ("function_call", "audio")),
     *({"role": "user", "content": "x", name: 5} for name in ("name", "tool_call_id", "refusal", "reasoning_content")),
-    *(
-        {"role": "user", "content": "x", name: "y"}
-        for name in ("Content", "text", "__class__", "a\nb", "n" * 10**5, "")
-    ),
     *({"role": "assistant", "content": "x", "tool_calls": calls} for calls in ("x", 5, {}, [5], [None], [[]], True)),
+    *(
+        {"role": "assistant", "content": "x", "tool_calls": [call]}
+        for call in (
+            *({}, {"function": 7}, {"function": {}}, {"function": {"name": 5}}, {"function": {"name": ""}}),
+            *({"id": 5, "function": {"name": "f"}}, {"type": "custom", "custom": {"name": "f"}}),
+            *({"function": {"name": "f", "arguments": value}} for value in (5, [1], True)),
+        )
+    ),
     {"role": "user", "content": [{"type": "text", "text": "x"}] * 50 + [5]},
 ]
 
@@ -69,6 +74,18 @@ def test_invalid_messages(app: AbusedApp, at: int) -> None:
         messages = [message, USER] if at == 0 else [USER, message]
         error = assert_refused(app.chat(messages=messages), 400)
         assert error["param"].startswith(f"messages[{at}]"), error
+
+
+ODD_NAMES = ("Content", "text", "__class__", "a\nb", "n" * 10**5, "", "messages", "tools")
+
+
+def test_unknown_fields_of_messages_have_no_effect(app: AbusedApp) -> None:
+    assert app.chat(messages=[USER]).status_code == 200
+    prompt = app.engine.added[-1].prompt
+    for value in ("y", 5, None, {"a": ["<|im_end|>"]}):
+        response = app.chat(messages=[{**USER, **dict.fromkeys(ODD_NAMES, value)}])
+        assert response.status_code == 200 and "x-quire-ignored-fields" not in response.headers
+        assert app.engine.added[-1].prompt == prompt
 
 
 LENGTHS = (CONTEXT, CONTEXT + 1, CONTEXT + 9, 2**20 - 100)

@@ -130,7 +130,8 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
         if reasoning_end:
             # The marker is searched for in the text, and may be a special token.
             parsed = replace(parsed, params=msgspec.structs.replace(parsed.params, skip_special_tokens=False))
-    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, reasoning_end))
+    request_id = new_request_id("chatcmpl", request)
+    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, request_id, reasoning_end))
 
 
 class ChatFormatter:
@@ -139,8 +140,8 @@ class ChatFormatter:
     ``reasoning_end``: text of the marker that ends the reasoning before a required call, or "" for no reasoning.
     """
 
-    def __init__(self, server: Server, request: ChatRequest, reasoning_end: str = "") -> None:
-        self.request_id = new_request_id("chatcmpl")
+    def __init__(self, server: Server, request: ChatRequest, request_id: str, reasoning_end: str = "") -> None:
+        self.request_id = request_id
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage

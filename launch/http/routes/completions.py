@@ -56,17 +56,23 @@ async def completions(server: Server, request: Request) -> ASGIApp:
     num_sequences = len(parsed.prompts) * parsed.params.n
     if num_sequences > MAX_PROMPTS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS} (got {num_sequences})", "n")
+    special = parsed.add_special_tokens
     prompts = await server.texts.run(
-        size, lambda: [encode_prompt(prompt, server.text_in, server.engine) for prompt in parsed.prompts]
+        size,
+        lambda: [
+            encode_prompt(prompt, server.text_in, server.engine, add_special_tokens=special)
+            for prompt in parsed.prompts
+        ],
     )
-    return Generation(server, parsed, prompts, CompletionFormatter(server, parsed, prompts))
+    request_id = new_request_id("cmpl", request)
+    return Generation(server, parsed, prompts, CompletionFormatter(server, parsed, prompts, request_id))
 
 
 class CompletionFormatter:
     """Formats ``text_completion`` objects."""
 
-    def __init__(self, server: Server, request: CompletionRequest, prompts: Sequence[Prompt]) -> None:
-        self.request_id = new_request_id("cmpl")
+    def __init__(self, server: Server, request: CompletionRequest, prompts: Sequence[Prompt], request_id: str) -> None:
+        self.request_id = request_id
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,7 @@ from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs, StreamedA
 from quire.launch.http.schema.errors import ClientDisconnected, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.access_log import ANSWERED
-from quire.launch.http.serving.gate import TENANT
+from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import DATA_EVENTS, EventStream, EventStyle, SlowReader, run_until_disconnect
@@ -83,8 +84,10 @@ class ResponseFormatter(Protocol):
         ...
 
 
-def new_request_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_request_id(prefix: str, request: Request) -> str:
+    """Return a unique id that contains the client's ``X-Request-Id``, if it sent one."""
+    given = request.scope["state"][REQUEST_ID]
+    return f"{prefix}-{given}-{uuid.uuid4().hex[:16]}" if given else f"{prefix}-{uuid.uuid4().hex}"
 
 
 class Generation:
@@ -114,6 +117,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._tenant = scope["state"][TENANT]
+        scope["state"][IGNORED_FIELDS] = self._request.ignored
         streamed = self._request.stream
         self._log_start()
         try:

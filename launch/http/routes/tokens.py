@@ -12,7 +12,9 @@ from quire.launch.http.schema.bodies import DetokenizeBody, TokenizeBody
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.tools import parse_tools
+from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, check_supported
 from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.gate import IGNORED_FIELDS
 from quire.launch.http.serving.server import Server
 from quire.launch.text.chat_template import Message
 from quire.launch.text.prompts import check_token_ids
@@ -43,18 +45,27 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 async def tokenize(server: Server, request: Request) -> Response:
-    parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw))
+    ignored = _ignored(server, request)
+    parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
     if isinstance(parsed.prompt, str):
         return _json(await server.texts.run(size, lambda: _tokenized(server, parsed)))
     return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
-    tokens, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw))
+    ignored = _ignored(server, request)
+    tokens, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
     return _json(Detokenized(text))
+
+
+def _ignored(server: Server, request: Request) -> Ignored:
+    """Return the collector of the request's unknown fields, which the response will name."""
+    ignored = Ignored(server.parser.unknown_fields)
+    request.scope["state"][IGNORED_FIELDS] = ignored.names
+    return ignored
 
 
 def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
@@ -69,13 +80,14 @@ def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
     return Tokenized(len(tokens), context, tokens, strings)
 
 
-def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
-    body = read(TokenizeBody, raw)
+def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> TokenizeRequest:
+    check_supported(raw)
+    body = read(TokenizeBody, raw, besides=UNSUPPORTED, ignored=ignored)
     parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
     if body.messages is not None:
         messages, options = parser.conversation(body)
-        tools, _ = parse_tools(body.tools, None, parallel=True)
+        tools, _ = parse_tools(body.tools, None, parallel=True, ignored=ignored)
         prompt = messages, replace(options, tools=tools)
     elif body.prompt is not None:
         prompt = body.prompt
@@ -84,8 +96,8 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any]) -> TokenizeRequest:
     return TokenizeRequest(prompt, body.add_special_tokens, body.return_token_strs)
 
 
-def _parse_detokenize(parser: Parser, raw: Mapping[str, Any]) -> list[int]:
-    body = read(DetokenizeBody, raw)
+def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> list[int]:
+    body = read(DetokenizeBody, raw, ignored=ignored)
     parser.model(body.model)
     if isinstance(body.tokens, list) and len(body.tokens) > MAX_DETOKENIZED:
         text = f"tokens must hold at most {MAX_DETOKENIZED} token ids (got {len(body.tokens)})"

@@ -1,4 +1,4 @@
-"""Fields of request bodies: those that OpenAI defines, used or not, and some of vLLM's. Others are refused.
+"""Fields of request bodies: those that OpenAI defines, used or not, and some of vLLM's.
 
 The fields of ``SamplingParams`` are not repeated here: SamplingParams checks their types and ranges. Fields of type
 Any are checked where they are used.
@@ -23,6 +23,11 @@ Name = Annotated[
 ]
 """A function or schema name that OpenAI allows."""
 
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Meta(description="one of none, minimal, low, medium, high, xhigh, max"),
+]
+
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``include_usage``: send a last event with the usage; ``continuous_usage_stats``: the usage in every event."""
@@ -42,6 +47,14 @@ class PlainFormat(msgspec.Struct, frozen=True):
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
     type: str
     json_schema: dict[str, Any]
+
+
+class BareSchemaFormat(msgspec.Struct, frozen=True):
+    """The forms of llama.cpp (``schema``) and TGI (``value``), of type json_object or json_schema."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +99,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Any
     logprobs: Any = None
     echo: bool = False
-    # Ignored:
+    add_special_tokens: bool = True
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
-    suffix: str = ""
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -102,23 +114,18 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Any = None
+    reasoning_effort: Effort | None = None
     # Ignored:
-    audio: dict[str, Any] | None = None
-    function_call: str | dict[str, Any] = ""
-    functions: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None
-    modalities: list[str] | None = None
     moderation: Any = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str = ""
     prompt_cache_options: Any = None
     prompt_cache_retention: str = ""
-    reasoning_effort: str = ""
     safety_identifier: str = ""
     service_tier: str = ""
     store: bool = False
     verbosity: str = ""
-    web_search_options: dict[str, Any] | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +140,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Any = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

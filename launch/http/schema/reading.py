@@ -8,23 +8,31 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from quire.launch.http.schema.errors import shorten
-from quire.protocol.errors import InvalidRequest, did_you_mean
+from quire.launch.http.schema.unknown_fields import Ignored, unknown_field
+from quire.protocol.errors import InvalidRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def read(kind: type[T], raw: Mapping[str, Any], where: str = "", besides: Iterable[str] = ()) -> T:
+def read(
+    kind: type[T],
+    raw: Mapping[str, Any],
+    where: str = "",
+    besides: Iterable[str] = (),
+    *,
+    ignored: Ignored | None = None,
+) -> T:
     """Convert a JSON object to a struct. Nested objects stay dicts, which their own calls convert.
 
     Args:
         where: path of the field that holds the object, or "" for the whole body.
         besides: names of further allowed fields, which are dropped.
+        ignored: gets unknown fields; None refuses them.
 
     Raises:
         InvalidRequest: a field is unknown (names the closest known one), missing, of a wrong type, or out of range.
     """
-    given = members(kind, raw, where, besides)
+    given = members(kind, raw, where, besides, ignored=ignored)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -38,20 +46,28 @@ def read(kind: type[T], raw: Mapping[str, Any], where: str = "", besides: Iterab
 
 
 def members(
-    kind: type[msgspec.Struct], raw: Mapping[str, Any], where: str, besides: Iterable[str] = ()
+    kind: type[msgspec.Struct],
+    raw: Mapping[str, Any],
+    where: str,
+    besides: Iterable[str] = (),
+    *,
+    ignored: Ignored | None = None,
 ) -> dict[str, Any]:
-    """Return the members of an object that are not null: null counts as absent, as in OpenAI's API.
+    """Return the known members of an object that are not null: null counts as absent, as in OpenAI's API.
 
     Raises:
-        InvalidRequest: a member is neither a field of ``kind`` nor in ``besides``.
+        InvalidRequest: a member is neither a field of ``kind`` nor in ``besides``, and ``ignored`` does not take it.
     """
     known = _types(kind)
     prefix = f"{where}." if where else ""
     allowed = {*known, *besides}
-    for name in (name for name in raw if name not in allowed):
-        path = (prefix + name)[:64]
-        near = did_you_mean(path, [prefix + each for each in allowed])
-        raise InvalidRequest(f"unknown field {shorten(prefix + name)}{near}", path, "unknown_parameter")
+    unknown = [name for name, value in raw.items() if name not in allowed and value is not None]
+    if unknown:
+        paths = [prefix + name for name in allowed]
+        for name in unknown:
+            if ignored is None:
+                raise unknown_field(prefix + name, paths)
+            ignored.add(prefix + name, paths)
     return {name: value for name, value in raw.items() if value is not None and name in known}
 
 

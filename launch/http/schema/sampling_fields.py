@@ -3,9 +3,16 @@
 import re
 from typing import Any
 
-from quire.launch.http.schema.bodies import GenerationBody, JsonSchema, JsonSchemaFormat, PlainFormat
+from quire.launch.http.schema.bodies import (
+    BareSchemaFormat,
+    GenerationBody,
+    JsonSchema,
+    JsonSchemaFormat,
+    PlainFormat,
+)
 from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import members, read
+from quire.launch.http.schema.unknown_fields import Ignored
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import MAX_LOGIT_BIAS, check_float
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
@@ -13,8 +20,8 @@ from quire.protocol.request.structured_outputs import RepetitionDetection, Struc
 FORMATS = ("text", "json_object", "json_schema")
 
 
-def sampling_objects(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
-    """Return keyword arguments for SamplingParams, without ``structured_outputs``.
+def sampling_objects(body: GenerationBody, vocab_size: int, ignored: Ignored | None = None) -> dict[str, Any]:
+    """Return keyword arguments for SamplingParams, without ``structured_outputs``. ``ignored``: as in ``read``.
 
     Raises:
         InvalidRequest: a field is malformed; names the field.
@@ -23,7 +30,7 @@ def sampling_objects(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
     if body.logit_bias is not None:
         found["logit_bias"] = logit_bias(body.logit_bias, vocab_size)
     if body.repetition_detection is not None:
-        given = members(RepetitionDetection, body.repetition_detection, "repetition_detection")
+        given = members(RepetitionDetection, body.repetition_detection, "repetition_detection", ignored=ignored)
         if "max_pattern_size" not in given:
             raise InvalidRequest("repetition_detection must have max_pattern_size", "repetition_detection")
         found["repetition_detection"] = RepetitionDetection(**given)
@@ -47,31 +54,40 @@ def logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     return biases
 
 
-def constraint(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
-    """Return the name of the field that constrains the output, and the constraint; or None."""
+def constraint(body: GenerationBody, ignored: Ignored | None = None) -> tuple[str, StructuredOutputs] | None:
+    """Return the name of the field that constrains the output, and the constraint; or None.
+
+    ``ignored``: as in ``read``.
+    """
     found: list[tuple[str, StructuredOutputs]] = []
     if body.structured_outputs is not None:
-        given = members(StructuredOutputs, body.structured_outputs, "structured_outputs")
+        given = members(StructuredOutputs, body.structured_outputs, "structured_outputs", ignored=ignored)
         found.append(("structured_outputs", StructuredOutputs(**given)))
     if body.response_format is not None:
-        wanted = response_format(body.response_format)
+        wanted = response_format(body.response_format, ignored)
         found += [] if wanted is None else [("response_format", wanted)]
     if len(found) > 1:
         raise InvalidRequest("response_format and structured_outputs cannot be combined", "response_format")
     return found[0] if found else None
 
 
-def response_format(value: dict[str, Any]) -> StructuredOutputs | None:
-    """Parse OpenAI's ``response_format``; None for plain text."""
+def response_format(value: dict[str, Any], ignored: Ignored | None = None) -> StructuredOutputs | None:
+    """Parse OpenAI's ``response_format``; None for plain text. ``ignored``: as in ``read``."""
     name, kind = "response_format", value.get("type")
     if kind not in FORMATS:
         text = f"{name}.type must be one of {', '.join(FORMATS)} (got {shorten(str(kind))})"
         raise InvalidRequest(text, f"{name}.type")
+    if kind != "text" and value.get("json_schema") is None and any(value.get(key) for key in ("schema", "value")):
+        bare = read(BareSchemaFormat, value, name, ignored=ignored)
+        return schema_constraint(bare.schema or bare.value or {}, f"{name}.{'schema' if bare.schema else 'value'}")
     if kind != "json_schema":
-        read(PlainFormat, value, name)
+        if value.get("json_schema") is not None:
+            raise InvalidRequest(f"{name}.json_schema needs {name}.type json_schema", f"{name}.json_schema")
+        read(PlainFormat, value, name, ignored=ignored)
         return StructuredOutputs(json_object=True) if kind == "json_object" else None
     where = f"{name}.json_schema"
-    described = read(JsonSchema, read(JsonSchemaFormat, value, name).json_schema, where)
+    given = read(JsonSchemaFormat, value, name, ignored=ignored).json_schema
+    described = read(JsonSchema, given, where, ignored=ignored)
     return schema_constraint(described.schema, f"{where}.schema")
 
 

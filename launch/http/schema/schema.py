@@ -4,7 +4,7 @@ To add a field: a line in ``bodies.py`` and, if the field has an effect, its ste
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,8 +21,10 @@ from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.sampling_fields import constraint, sampling_objects
 from quire.launch.http.schema.tools import ToolUse, parse_tools
+from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, UnknownFields, check_supported
 from quire.launch.text.chat_template import Message
-from quire.launch.text.prompts import ModelLimits, check_messages, check_params, check_template_variables, split_prompts
+from quire.launch.text.messages import check_messages
+from quire.launch.text.prompts import ModelLimits, check_params, check_template_variables, split_prompts
 from quire.launch.text.text_in import ChatOptions
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request import plugins
@@ -30,6 +32,7 @@ from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.request.sampling_params import MAX_TOKENS_LIMIT, SamplingParams, check_int
 
 DEFAULT_COMPLETION_TOKENS = 16
+READ_ELSEWHERE = (*SAMPLING_FIELDS, *UNSUPPORTED, "modalities")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class CommonRequest:
         clamp_max_tokens: max_tokens is a default, to be reduced until it fits in the context.
         prompt_only: leave out the output, because the client asked for max_tokens 0.
         prompt_logprobs: the value of the field of this name.
+        ignored: names of unknown fields that the client sent.
     """
 
     model: str
@@ -51,14 +55,19 @@ class CommonRequest:
     cache_salt: str
     prompt_logprobs: int | None
     prompt_only: bool = False
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(CommonRequest):
-    """``echo``: start the text and its log probabilities with the prompt."""
+    """``echo``: start the text and its log probabilities with the prompt.
+
+    ``add_special_tokens``: let the tokenizer add its own special tokens to a prompt that is text.
+    """
 
     prompts: list[str | list[int]]
     echo: bool
+    add_special_tokens: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,37 +81,58 @@ class ChatRequest(CommonRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
-    """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest."""
+    """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest.
+
+    ``defaults``: the model's sampling parameters, for fields that a request leaves out.
+    """
 
     served_names: Sequence[str]
     limits: ModelLimits
     processors: Sequence[type[LogitsProcessor]] = ()
+    defaults: Mapping[str, int | float] = field(default_factory=dict)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
-        body = read(CompletionBody, raw, besides=SAMPLING_FIELDS)
+        check_supported(raw)
+        ignored = Ignored(self.unknown_fields)
+        body = read(CompletionBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         max_tokens = self._max_tokens("max_tokens", body.max_tokens, minimum=0 if body.echo else 1)
         # The engine always generates a token; for max_tokens 0 the response leaves it out.
         num_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
-        params = self._params(body, raw, num_tokens, body.logprobs, echo_logprobs=body.logprobs if body.echo else None)
+        echo_logprobs = body.logprobs if body.echo else None
+        params = self._params(body, raw, ignored, num_tokens, body.logprobs, echo_logprobs=echo_logprobs)
+        if body.best_of > params.n:
+            raise InvalidRequest(
+                f"best_of must be at most n, which is {params.n} (got {body.best_of}): this server returns every "
+                "answer that it generates",
+                "best_of",
+                "unsupported_value",
+            )
         return CompletionRequest(
-            **self._common(body, params, max_tokens, raw),
+            **self._common(body, params, max_tokens, raw, ignored),
             prompts=split_prompts(body.prompt),
             echo=body.echo,
+            add_special_tokens=body.add_special_tokens,
             prompt_only=max_tokens == 0,
         )
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
-        body = read(ChatBody, raw, besides=SAMPLING_FIELDS)
+        check_supported(raw)
+        ignored = Ignored(self.unknown_fields)
+        body = read(ChatBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         newer = self._max_tokens("max_completion_tokens", body.max_completion_tokens)
         older = self._max_tokens("max_tokens", body.max_tokens)
         max_tokens = older if newer is None else newer
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        tools, tool_use = parse_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-        params = self._params(body, raw, max_tokens, body.top_logprobs if body.logprobs else None, tool_use=tool_use)
+        parallel = body.parallel_tool_calls
+        tools, tool_use = parse_tools(body.tools, body.tool_choice, parallel=parallel, ignored=ignored)
+        logprobs = body.top_logprobs if body.logprobs else None
+        wanted = self.defaults.get("max_tokens") if max_tokens is None else max_tokens
+        params = self._params(body, raw, ignored, wanted, logprobs, tool_use=tool_use)
         messages, options = self.conversation(body)
         return ChatRequest(
-            **self._common(body, params, max_tokens, raw),
+            **self._common(body, params, max_tokens, raw, ignored),
             messages=messages,
             options=replace(options, tools=tools),
             tool_use=tool_use,
@@ -116,8 +146,7 @@ class Parser:
         if continues and opens:
             name = "continue_final_message"
             raise InvalidRequest(f"{name} and add_generation_prompt cannot both be true", name)
-        kwargs = body.chat_template_kwargs
-        variables = None if kwargs is None else check_template_variables(kwargs)
+        variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
         return messages, ChatOptions(opens, continues, variables)
 
     def model(self, name: str | None) -> str:
@@ -141,18 +170,20 @@ class Parser:
         self,
         body: GenerationBody,
         raw: Mapping[str, Any],
-        max_tokens: int | None,
+        ignored: Ignored,
+        max_tokens: Any,
         logprobs: Any,
         *,
         echo_logprobs: Any = None,
         tool_use: ToolUse | None = None,
     ) -> SamplingParams:
         """``echo_logprobs``: number of log probabilities per token of an echoed prompt, or None."""
-        given = {name: raw[name] for name in SAMPLING_FIELDS if raw.get(name) is not None}
-        given |= sampling_objects(body, self.limits.vocab_size)
+        given: dict[str, Any] = {name: value for name, value in self.defaults.items() if name in SAMPLING_FIELDS}
+        given |= {name: raw[name] for name in SAMPLING_FIELDS if raw.get(name) is not None}
+        given |= sampling_objects(body, self.limits.vocab_size, ignored)
         if "prompt_logprobs" in given and body.stream:
             raise InvalidRequest("prompt_logprobs require stream to be false", "prompt_logprobs", "unsupported_value")
-        required = constraint(body)
+        required = constraint(body, ignored)
         if required is not None and tool_use is not None:
             raise InvalidRequest(
                 f"{required[0]} cannot be combined with a tool_choice that requires a call", required[0]
@@ -175,17 +206,37 @@ class Parser:
         return params
 
     def _common(
-        self, body: GenerationBody, params: SamplingParams, max_tokens: int | None, raw: Mapping[str, Any]
+        self,
+        body: GenerationBody,
+        params: SamplingParams,
+        max_tokens: int | None,
+        raw: Mapping[str, Any],
+        ignored: Ignored,
     ) -> dict[str, Any]:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        options = read(StreamOptions, body.stream_options or {}, "stream_options", ignored=ignored)
         return {
             "model": self.model(body.model),
             "params": params,
             "clamp_max_tokens": max_tokens is None,
             "stream": body.stream,
-            "stream_options": read(StreamOptions, body.stream_options or {}, "stream_options"),
+            "stream_options": options,
             "priority": body.priority,
             "cache_salt": body.cache_salt,
             "prompt_logprobs": raw.get("prompt_logprobs"),
+            "ignored": ignored.names,
         }
+
+
+def template_variables(effort: str | None, kwargs: Any) -> dict[str, Any] | None:
+    """Return the variables for the chat template: those of the client, and those that express its effort.
+
+    ``reasoning_effort`` is read by the templates of gpt-oss and others. Templates that can only turn thinking on and
+    off read ``enable_thinking`` (Qwen3, GLM) or ``thinking`` (DeepSeek, Granite).
+    """
+    variables = {} if kwargs is None else check_template_variables(kwargs)
+    if effort is not None:
+        thinks = effort != "none"
+        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **variables}
+    return variables or None

@@ -10,8 +10,9 @@ import msgspec
 
 from quire.launch.http.schema.bodies import Function, Tool
 from quire.launch.http.schema.errors import shorten
-from quire.launch.http.schema.reading import read
+from quire.launch.http.schema.reading import members, read
 from quire.launch.http.schema.sampling_fields import schema_constraint
+from quire.launch.http.schema.unknown_fields import Ignored
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.grammar_checks import GrammarRefused, check_schema
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
@@ -29,19 +30,24 @@ class ToolUse:
 
 
 def parse_tools(
-    given: list[dict[str, Any]] | None, choice: Any, *, parallel: bool
+    given: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, ignored: Ignored | None = None
 ) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
     """Return the tools for the template (None if unused) and the required call (None if not required).
+
+    ``ignored``: as in ``read``; unknown fields of a tool do not reach the template.
 
     Raises:
         InvalidRequest: a tool is not a function, or the choice names an unknown function; names the field.
     """
-    tools = _check_tools(given or [])
+    tools = _check_tools(given or [], ignored)
+    allowed = tools
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed_tools(choice, tools)
     if choice is None or choice in ("auto", "none"):
-        return (None if choice == "none" else tools or None), None
+        return (None if choice == "none" else allowed or None), None
     if not tools:
         raise InvalidRequest("tool_choice requires tools", "tool_choice")
-    schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
+    schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in allowed}
     if choice == "required":
         return tools, ToolUse(None, _any_call(schemas, parallel=parallel))
     name = _chosen(choice)
@@ -49,6 +55,34 @@ def parse_tools(
         raise InvalidRequest(f"tool_choice.function.name {shorten(name)} not found in tools", "tool_choice")
     where = f"tools[{list(schemas).index(name)}].function.parameters"
     return tools, ToolUse(name, schema_constraint(schemas[name], where))
+
+
+def _allowed_tools(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the mode (auto or required) of a choice among some of the tools, and these tools.
+
+    The model is shown only these tools for ``auto``, and all of them for ``required``, which constrains the output.
+    """
+    name = "tool_choice.allowed_tools"
+    inner = choice.get("allowed_tools")
+    mode, named = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named or len(named) > MAX_TOOLS:
+        raise InvalidRequest(f"{name} must have mode (auto or required) and tools (1 to {MAX_TOOLS} tools)", name)
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    found: dict[str, dict[str, Any]] = {}
+    for i, each in enumerate(named):
+        wanted = _function_name(each)
+        if wanted is None or wanted not in by_name:
+            shown = "" if wanted is None else f" (got {shorten(wanted)})"
+            raise InvalidRequest(f"{name}.tools[{i}] must name one of tools{shown}", f"{name}.tools[{i}]")
+        found[wanted] = by_name[wanted]
+    return mode, list(found.values())
+
+
+def _function_name(tool: Any) -> str | None:
+    """Return the name in ``{"type": "function", "function": {"name": ...}}``; None in anything else."""
+    good = isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+    name = tool["function"].get("name") if good else None
+    return name if isinstance(name, str) else None
 
 
 def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -59,38 +93,42 @@ def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _chosen(choice: Any) -> str:
-    good = isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict)
-    name = choice["function"].get("name") if good else None
-    if not isinstance(name, str):
+    name = _function_name(choice)
+    if name is None:
         raise InvalidRequest(
-            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": "..."}}',
+            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": "..."}} or '
+            '{"type": "allowed_tools", ...}',
             "tool_choice",
         )
     return name
 
 
-def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _check_tools(tools: list[dict[str, Any]], ignored: Ignored | None) -> list[dict[str, Any]]:
+    """Return the tools without null and unknown fields."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools (got {len(tools)})", "tools")
     names: set[str] = set()
-    functions = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    for i, name in enumerate(function.name for function in functions):
+    functions = [_check_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools)]
+    for i, name in enumerate(function["name"] for function in functions):
         if name in names:
             raise InvalidRequest(f"duplicate function name {name} in tools", f"tools[{i}].function.name")
         names.add(name)
+    checked = [{"type": "function", "function": function} for function in functions]
     try:
-        size = len(msgspec.json.encode(tools))
+        size = len(msgspec.json.encode(checked))
     except (RecursionError, TypeError, ValueError):
         raise InvalidRequest("tools are nested too deeply, or not valid Unicode text", "tools") from None
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"tools must have at most {MAX_GRAMMAR_BYTES} bytes together (got {size})", "tools")
     for i, function in enumerate(functions):
-        _check_parameters(function.parameters, f"tools[{i}].function.parameters")
-    return tools
+        _check_parameters(function.get("parameters"), f"tools[{i}].function.parameters")
+    return checked
 
 
-def _check_tool(tool: dict[str, Any], where: str) -> Function:
-    return read(Function, read(Tool, tool, where).function, f"{where}.function")
+def _check_tool(tool: dict[str, Any], where: str, ignored: Ignored | None) -> dict[str, Any]:
+    given = read(Tool, tool, where, ignored=ignored).function
+    read(Function, given, f"{where}.function", ignored=ignored)
+    return members(Function, given, f"{where}.function", given)
 
 
 def _check_parameters(schema: Any, where: str) -> None:

@@ -2,7 +2,7 @@
 
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,8 +19,14 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
-# Key of the request's state that holds its tenant: 1 + the index of its API key, or 0 if the server has no keys.
+# Keys of the request's state.
 TENANT = "tenant"
+"""1 + the index of its API key, or 0 if the server has no keys."""
+REQUEST_ID = "request_id"
+"""The client's ``X-Request-Id``, or "" if it sent none that can be used in a header and a log line."""
+IGNORED_FIELDS = "ignored_fields"
+"""Names of unknown fields in the body, once it is parsed."""
+VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Gate:
@@ -48,6 +54,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         state: dict[str, Any] = scope.setdefault("state", {})
+        state[REQUEST_ID] = _client_request_id(scope)
         try:
             _check_size(scope)
             state[TENANT] = self._tenant(scope)
@@ -56,7 +63,9 @@ class Gate:
             if state.get(TOO_MANY_CONNECTIONS) and scope["path"] not in OPEN_PATHS:
                 raise ApiError(503, "too many open connections: retry later", None, "too_many_connections")
         except ApiError as refusal:
-            await refusal.response(scope["path"], REFUSAL_HEADERS.get(refusal.status))(scope, receive, send)
+            response = refusal.response(scope["path"], REFUSAL_HEADERS.get(refusal.status))
+            response.raw_headers = _extended(response.raw_headers, state)
+            await response(scope, receive, send)
             return
         await self._guarded(scope, receive, send)
 
@@ -95,6 +104,8 @@ class Gate:
             if not started:
                 started = True
                 self._num_body_bytes -= num_bytes
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": _extended(message["headers"], scope["state"])}
             await send(message)
 
         try:
@@ -121,6 +132,22 @@ def _given_key(scope: Scope) -> bytes:
         return headers[0][1].strip() if len(headers) == 1 else b""
     scheme, _, key = bearers[0].partition(b" ")
     return key.strip() if len(bearers) == 1 and scheme.lower() == b"bearer" else b""
+
+
+def _client_request_id(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return given[0].decode() if len(given) == 1 and VALID_REQUEST_ID.fullmatch(given[0]) else ""
+
+
+def _extended(headers: Iterable[tuple[bytes, bytes]], state: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a response with the client's request id, and with the fields that were ignored."""
+    extended = list(headers)
+    if state[REQUEST_ID]:
+        extended = [each for each in extended if each[0] != b"x-request-id"]
+        extended.append((b"x-request-id", state[REQUEST_ID].encode()))
+    if state.get(IGNORED_FIELDS):
+        extended.append((b"x-quire-ignored-fields", ",".join(state[IGNORED_FIELDS]).encode()))
+    return extended
 
 
 def _check_size(scope: Scope) -> None:

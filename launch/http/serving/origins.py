@@ -16,7 +16,7 @@ from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.gate import OPEN_PATHS
 
 CORS_METHODS = ("GET", "POST", "DELETE")
-CORS_EXPOSED_HEADERS = ("x-request-id", "retry-after")
+CORS_EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored-fields", "retry-after")
 # Names below these are not in the public DNS, so no web page can be found under one.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal")
 # Methods that change nothing. A page of another origin cannot read their responses.

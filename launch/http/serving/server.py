@@ -1,11 +1,13 @@
 """Server: the state that every handler gets: engine client, text processing, settings."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
+from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
@@ -32,6 +34,8 @@ class ServerSettings:
         own_names: host names of this server.
         metrics: names of the metrics, and where the front ends share them.
         root_path: prefix of all paths behind a reverse proxy, or "".
+        sampling_defaults: the model's sampling parameters, for requests that leave them out.
+        unknown_fields: what to do with fields of requests that the server does not know.
     """
 
     text_in: TextIn
@@ -46,6 +50,8 @@ class ServerSettings:
     own_names: tuple[str, ...] = ()
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     root_path: str = ""
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    unknown_fields: Policy = "ignore"
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,7 +76,13 @@ class Server:
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
         self.texts = TextLanes()
         self.conversations = ConversationLanes(settings.text_in)
-        self.parser = Parser(served_names=settings.served_model_names, limits=engine, processors=settings.processors)
+        self.parser = Parser(
+            served_names=settings.served_model_names,
+            limits=engine,
+            processors=settings.processors,
+            defaults=settings.sampling_defaults,
+            unknown_fields=UnknownFields(settings.unknown_fields),
+        )
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 

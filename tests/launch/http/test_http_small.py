@@ -84,7 +84,7 @@ class TestTokens:
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": 7}, "prompt"),
             ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
-            ("/tokenize", {"prompt": "x", "nope": 1}, "nope"),
+            ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
             ("/tokenize", {"messages": []}, "messages"),
             ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
             ("/detokenize", {}, "tokens"),

@@ -41,7 +41,10 @@ class GrammarCompiler:
             raise RuntimeError("[12:00:00] /project/cpp/regex.cc:77: Unclosed class\nmore lines")
         return Compiled(self._info, found[1], int(found[2]))
 
-    def compile_json_schema(self, schema: str, *, any_whitespace: bool, separators: tuple[str, str]) -> Compiled:
+    def compile_json_schema(
+        self, schema: str, *, any_whitespace: bool, separators: tuple[str, str], strict_mode: bool
+    ) -> Compiled:
+        assert not strict_mode
         self.asked.append((schema, any_whitespace, separators))
         return Compiled(self._info, "a", 1)
 

@@ -1,0 +1,132 @@
+"""Checks the messages of a conversation, and brings them into the form that chat templates expect."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire.launch.text.chat_template import Message
+from quire.protocol.errors import InvalidRequest
+
+MAX_MESSAGES = 8192
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(value: Any, param: str = "messages") -> list[Message]:
+    """Validate OpenAI's messages, and join the text parts of each to one string.
+
+    Fields that are null or unknown are left out: clients send back what other servers wrote into an answer.
+
+    Raises:
+        InvalidRequest: not a list of messages with known roles and text, or only system messages.
+    """
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(f"{param} must be a list of at least one message", param)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
+    messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
+    if all(message["role"] in ("system", "developer") for message in messages):
+        raise InvalidRequest(f"{param} must hold a message other than system messages", param)
+    return messages
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{where} must be an object", where)
+    role = given.get("role")
+    if role == "function":
+        raise InvalidRequest(f"{where}.role function is not supported: use tool", f"{where}.role", "unsupported")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text only")):
+        if given.get(name) is not None:
+            raise InvalidRequest(f"{where}.{name} is not supported: {instead}", f"{where}.{name}", "unsupported")
+    message: Message = {"role": role}
+    texts = {name: _text(given, name, where) for name in ("name", "tool_call_id", "refusal", "reasoning_content")}
+    message |= {name: text for name, text in texts.items() if text is not None and name != "reasoning_content"}
+    calls = _calls(given.get("tool_calls"), f"{where}.tool_calls")
+    if calls:
+        message["tool_calls"] = calls
+    content = given.get("content")
+    if role in ("assistant", "tool") and content in (None, "", []):
+        message["content"] = message.get("refusal", "")
+    else:
+        message["content"] = _content(content, f"{where}.content")
+    reasoning = texts["reasoning_content"] or given.get("reasoning")
+    if role == "assistant" and reasoning and isinstance(reasoning, str):
+        message |= _reasoning(reasoning, message)
+    return message
+
+
+def _text(given: Mapping[str, Any], name: str, where: str) -> str | None:
+    value = given.get(name)
+    if not isinstance(value, str | None):
+        raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}")
+    return value
+
+
+def _reasoning(text: str, message: Message) -> Message:
+    """Return an earlier answer's reasoning under the names that templates use.
+
+    The template of gpt-oss reads ``thinking``, and refuses a tool call that has it together with content.
+    """
+    named = {"reasoning_content": text, "reasoning": text}
+    return named if message["content"] and "tool_calls" in message else {**named, "thinking": text}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list | None):
+        raise InvalidRequest(f"{where} must be a list of objects", where)
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(value or ())]
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """Return an earlier tool call with its arguments decoded from JSON text to an object, as templates expect."""
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{where} must be an object", where)
+    if given.get("type") not in (None, "function"):
+        raise InvalidRequest(f"{where}.type must be function", f"{where}.type", "unsupported")
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(function, where)}}
+    call_id = _text(given, "id", where)
+    return call if call_id is None else {"id": call_id, **call}
+
+
+def _arguments(function: Mapping[str, Any], where: str) -> dict[str, Any] | str:
+    """Return the arguments as an object; as text if the text is not a JSON object."""
+    arguments = function.get("arguments")
+    if not arguments:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        name = f"{where}.function.arguments"
+        raise InvalidRequest(f"{name} must be a string with a JSON object", name)
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _content(content: Any, where: str) -> str:
+    """Return a message's text. Parts are joined by newlines, as vLLM does for templates that expect a string."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{where} must be a string or a list of text parts", where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise InvalidRequest(f"{where}.type must be text: this server reads text only", f"{where}.type")
+    text = fields.get(kind) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f'{where} must be a text part: {{"type": "text", "text": "..."}}', where)
+    return text
