@@ -64,7 +64,7 @@ def test_a_priority_out_of_range_gets_403(priority: int, tenant: int, policy: st
     assert refused is not None
     error = as_api_error(InvalidRequest(refused.message, refused.param, refused.code))
     assert (error.status, error.param, error.code) == (403, "priority", "priority_not_allowed")
-    assert error.message == "this server allows a priority from -5 to 5"
+    assert error.message == f"this server allows a priority from -5 to 5 (got {priority})"
     driver.add("canary", [2], max_tokens=3, ignore_eos=True, priority=-5, tenant=tenant)
     assert driver.run()["canary"].tokens == expected_tokens([2], 3)
 
