@@ -134,7 +134,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SCHEDULING,
             "divide rows, KV blocks and the prefix cache fairly between API keys, and admit requests of each key in "
-            "turn. No effect without API keys: [tenants](scheduling.md#tenants)",
+            "turn. Without API keys, rows and KV blocks are divided between client addresses: "
+            "[tenants](scheduling.md#tenants)",
         ),
     ] = True
     max_num_queued_reqs: Annotated[

@@ -125,7 +125,7 @@ def with_api_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
         config,
         num_tenants=num_keys,
         priority_range=allowed,
-        isolate_prefix_cache_by_key=num_keys > 1 if isolated is None else isolated,
+        isolate_prefix_cache_by_key=num_keys > 1 if isolated is None else isolated and num_keys > 0,
     )
 
 

@@ -95,8 +95,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             SERVER,
-            "maximum number of answers per API key that wait for their first token; further requests get 429; 0: no "
-            "limit. The 429 response has `Retry-After`",
+            "maximum number of answers per API key (without keys, per client address) that wait for their first token; "
+            "further requests get 429; 0: no limit. The 429 response has `Retry-After`",
             range=(0, 2**31 - 1),
         ),
     ] = 0

@@ -83,6 +83,7 @@ class FrontEnd:
                 root_path=settings.root_path,
                 sampling_defaults=config.sampling_defaults,
                 unknown_fields=settings.unknown_fields,
+                address_salt=self._directory.name.encode(),
             ),
         )
         return HttpServer(app, tls_context(settings))

@@ -130,7 +130,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    gate = Middleware(Gate, settings.api_keys)
+    gate = Middleware(Gate, settings.api_keys, settings.address_salt)
     prefix = [Middleware(RootPath, settings.root_path)] if settings.root_path else []
     return [*prefix, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
 

@@ -80,16 +80,16 @@ UNFINISHED_BODIES = [
     ONE_CHUNK + b"0\r\n",
     ONE_CHUNK + b"0\r\nx: ",
 ]
-GET_HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
+GET_HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 # A complete request, followed by something endless: the response must not have stopped the timer.
 AFTER_ANSWERS = [
     (200, post(COMPLETIONS, GOOD)),
     (200, post(COMPLETIONS, GOOD) + b"\r\n"),
     (200, post(COMPLETIONS, GOOD) + b"POST"),
-    (200, b"GET /health HTTP/1.1\r\n\r\n" * 3 + b"GET"),
-    (404, b"GET /none HTTP/1.1\r\ncontent-length: 1000\r\n\r\n" + b"x" * 10),
-    (405, b"DELETE /health HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"),
-    (413, b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 10),
+    (200, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3 + b"GET"),
+    (404, b"GET /none HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n" + b"x" * 10),
+    (405, b"DELETE /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"),
+    (413, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 10),
 ]
 UNFINISHED = [
     *[(0, data) for data in UNFINISHED_HEADS],
@@ -114,15 +114,15 @@ class TestSlowSenders:
         [
             (b"", b"\n"),
             (b"GET /", b"x"),
-            (b"GET /health HTTP/1.1\r\nx: ", b"x"),
+            (b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", b"x"),
             (GET_HEALTH, b"\n"),  # between two requests
             (GET_HEALTH + b"GET /", b"x"),
             (HEAD + b"content-length: 999\r\n\r\n", b"x"),
             (SAYS_CHUNKED + b"5;", b"x"),
             (ONE_CHUNK + b"0\r\nx:", b"x"),
             (HEAD + b"content-length: 99999999999\r\n\r\n", b"x"),  # after its response
-            (b"GET /none HTTP/1.1\r\ncontent-length: 99999\r\n\r\n", b"x"),
-            (b"GET /none HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5;", b"x"),
+            (b"GET /none HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n", b"x"),
+            (b"GET /none HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5;", b"x"),
         ],
         ids=short,
     )
@@ -146,8 +146,17 @@ class TestSlowSenders:
         front_end.check()
         front_end.close()
 
+    def test_a_body_must_make_progress_however_much_has_arrived(self) -> None:
+        front_end = FrontEnd(body_s=0.1, body_bytes_per_s=1000)
+        with front_end.connect(post(COMPLETIONS, b" " * 10**6, length=2 * 10**6)) as connection:
+            begun = time.monotonic()
+            assert status_of(read_all(connection)) == 408
+            assert time.monotonic() < begun + WAIT_S / 2  # and not after 1000 s
+        front_end.check()
+        front_end.close()
+
     def test_idle_connections_are_closed_while_others_are_served(self, impatient: FrontEnd) -> None:
-        idle = [impatient.connect(b"GET /health HTTP/1.1\r\n\r\n" if i % 2 else b"") for i in range(300)]
+        idle = [impatient.connect(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if i % 2 else b"") for i in range(300)]
         assert impatient.client.get("/health").status_code == 200
         impatient.check()
         for connection in idle:
@@ -238,7 +247,7 @@ def endless(prefix: bytes, unit: bytes) -> Iterator[bytes]:
         yield unit * (2**17 // len(unit))
 
 
-GET = b"GET /health HTTP/1.1\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 HEADS = [
     (GET + b"x: ", b"y"),
     (GET + b"x", b"y"),
@@ -295,10 +304,10 @@ class TestHeads:
             (GET + b"".join(b"x%d: y\r\n" % i for i in range(101)) + b"\r\n", 431),
             (GET + b"".join(b"x%d: y\r\n" % i for i in range(3000)) + b"\r\n", 431),
             (GET + b"x: " + b"y" * 65_600 + b"\r\n\r\n", 431),
-            (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 431),
-            (b"GET /health?" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 431),
-            (GET + b"".join(b"x%d: y\r\n" % i for i in range(99)) + b"connection: close\r\n\r\n", 200),
-            (b"GET /health?a=b HTTP/1.1\r\nconnection: close\r\n\r\n", 200),
+            (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
+            (b"GET /health?" + b"x" * 9000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
+            (GET + b"".join(b"x%d: y\r\n" % i for i in range(98)) + b"connection: close\r\n\r\n", 200),
+            (b"GET /health?a=b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", 200),
         ],
         ids=short,
     )
@@ -308,16 +317,55 @@ class TestHeads:
     def test_pipelined_requests_are_answered_in_order(self, patient: FrontEnd) -> None:
         one = post(COMPLETIONS, GOOD)
         last = post(COMPLETIONS, GOOD, "connection: close")
-        answer = patient.ask(one * 4 + b"GET /none HTTP/1.1\r\n\r\n" + last)
+        answer = patient.ask(one * 4 + b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n" + last)
         statuses = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
         assert statuses == [b"200"] * 4 + [b"404", b"200"]
 
-    def test_too_many_pipelined_requests_are_refused(self, patient: FrontEnd) -> None:
+    @pytest.mark.parametrize("num_more", [1, 500])
+    def test_one_pipelined_request_too_many_is_refused(self, patient: FrontEnd, num_more: int) -> None:
+        """The earlier ones are answered first, and nothing after it is read."""
         before = len(patient.engine.added)
-        answer = patient.ask(post(COMPLETIONS, body_of(stream=False)) + b"GET /health HTTP/1.1\r\n\r\n" * 5000)
-        assert status_of(answer) in (0, 400)
-        assert len(patient.engine.added) <= before + 1
+        answer = patient.ask(post(COMPLETIONS, GOOD) * (9 + num_more))
+        statuses = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+        assert statuses == [b"200"] * 9 + [b"400"]
+        assert b"at most 8 pipelined requests" in answer and b"connection: close" in answer
+        assert len(patient.engine.added) == before + 9
         patient.check()
+
+    def test_a_refused_client_cannot_send_forever(self, patient: FrontEnd) -> None:
+        request = post(COMPLETIONS, body_of(stream=False))  # unanswered while the test runs
+        with patient.connect(request * 10) as connection, pytest.raises(ConnectionError):
+            for _ in range(10_000):
+                connection.sendall(bytes(65536))
+        patient.until(lambda: not patient.engine.live)
+
+    @pytest.mark.parametrize(
+        ("head", "says"),
+        [
+            ("GET /health HTTP/1.1", "one Host header (got 0)"),
+            ("GET /health HTTP/1.1|host: x|host: x", "one Host header (got 2)"),
+            ("GET /health HTTP/1.0|host: x|Host: y", "one Host header (got 2)"),
+            ("GET /health", "HTTP version must be 1.0 or 1.1"),
+            ("GET /health HTTP/0.9|host: x", ""),
+            ("GET /health HTTP/2.0|host: x", ""),
+            ("POST /v1/completions HTTP/1.0|host: x|transfer-encoding: chunked", "transfer-encoding must be chunked"),
+            ("POST /v1/completions HTTP/1.1|host: x|transfer-encoding: gzip, chunked", "transfer-encoding must be"),
+            ("POST /v1/completions HTTP/1.1|host: x|transfer-encoding: chunked, chunked", ""),
+            ("POST /v1/completions HTTP/1.1|host: x|transfer-encoding: gzip|transfer-encoding: chunked", ""),
+            ("POST /v1/completions HTTP/1.1|host: x|transfer-encoding: chunked|transfer-encoding: chunked", ""),
+        ],
+    )
+    def test_ambiguous_head_is_refused(self, patient: FrontEnd, head: str, says: str) -> None:
+        before = len(patient.engine.added)
+        body = chunks(9, GOOD) + END if "chunked" in head else b""
+        answer = patient.ask(head.replace("|", "\r\n").encode() + b"\r\n\r\n" + body)
+        assert status_of(answer) == 400 and says.encode() in answer, answer
+        check_error_message(answer)
+        assert len(patient.engine.added) == before
+
+    @pytest.mark.parametrize("head", ["GET /health HTTP/1.0", "GET /health HTTP/1.0|host: x"])
+    def test_http_1_0_needs_no_host(self, patient: FrontEnd, head: str) -> None:
+        assert status_of(patient.ask(head.replace("|", "\r\n").encode() + b"\r\n\r\n")) == 200
 
 
 def mutated(seed: int) -> bytes:

@@ -18,11 +18,13 @@ from abuse import AbusedServer, check_error
 from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 from tiers import thinned
 
-from quire.launch.http.schema.errors import ClientDisconnected
+from quire.launch.http.schema.errors import ApiError, ClientDisconnected
+from quire.launch.http.serving.body_budget import BodyBudget
 from quire.launch.http.serving.gate import OPEN_PATHS, Gate
 from quire.protocol.wire.front_end_messages import Statistics
 
 COMPLETIONS = "/v1/completions"
+GET_MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 KEYS = ("first", "second", "third")
 
 
@@ -48,19 +50,18 @@ class PausedEngine(EndlessEngine):
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[FrontEnd]:
-    front_end = FrontEnd(connections=20, spare_connections=4)
+    front_end = FrontEnd(connections=20, spare_connections=4, client_share=1.0)
     yield front_end
     front_end.check()
     front_end.close()
 
 
 class TestConnections:
-    @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\n", post(COMPLETIONS, body_of(stream=True))])
-    def test_beyond_the_limit_only_open_routes_are_served(self, narrow: FrontEnd, data: bytes) -> None:
+    def test_beyond_the_limit_only_open_routes_are_served(self, narrow: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
-                stack.enter_context(narrow.connect(data))
-            narrow.until(lambda: narrow.num_connections == 20)
+                stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True))))
+            narrow.until(lambda: len(narrow.engine.live) == 20)
             for path in OPEN_PATHS:
                 assert narrow.client.get(path).status_code == 200
             for path in ("/v1/models", "/version", "/none"):
@@ -74,13 +75,49 @@ class TestConnections:
 
     def test_beyond_the_spare_connections_nothing_is_served(self, narrow: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
-            connections = [stack.enter_context(narrow.connect()) for _ in range(24)]
+            for _ in range(20):
+                stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True))))
+            narrow.until(lambda: len(narrow.engine.live) == 20)
+            spare = [stack.enter_context(narrow.connect()) for _ in range(4)]
             narrow.until(lambda: narrow.num_connections == 24)
-            assert [narrow.ask(b"GET /health HTTP/1.1\r\n\r\n") for _ in range(50)] == [b""] * 50
-            connections[0].sendall(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
-            assert status_of(read_all(connections[0])) == 200
+            assert [narrow.ask(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(50)] == [b""] * 50
+            spare[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert status_of(read_all(spare[0])) == 200
         narrow.until(lambda: narrow.num_connections == 0)
         narrow.check()
+
+    @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n", GET_MODELS])
+    def test_idle_connections_make_room(self, narrow: FrontEnd, data: bytes) -> None:
+        """The oldest first: connections that are silent, slow, or wait for their next request."""
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True)))) for _ in range(5)]
+            narrow.until(lambda: len(narrow.engine.live) == 5)
+            idle = [stack.enter_context(narrow.connect(data)) for _ in range(15)]
+            narrow.until(lambda: narrow.num_connections == 20)
+            assert [narrow.client.get("/v1/models").status_code for _ in range(10)] == [200] * 10
+            assert read_all(idle[0]).count(b"HTTP/1.1") == (data is GET_MODELS)
+            assert len(narrow.engine.live) == 5, "a stream was closed"
+            for stream in streams:
+                stream.close()
+            narrow.until(lambda: not narrow.engine.live)
+        narrow.until(lambda: narrow.num_connections == 0)
+        narrow.check()
+
+    def test_one_address_leaves_a_reserve_for_others(self) -> None:
+        front_end = FrontEnd(connections=20, spare_connections=4)
+        with contextlib.ExitStack() as stack:
+            for _ in range(15):
+                stack.enter_context(front_end.connect(post(COMPLETIONS, body_of(stream=True))))
+            front_end.until(lambda: len(front_end.engine.live) == 15)
+            assert front_end.client.get("/v1/models").status_code == 503
+            assert front_end.client.get("/health").status_code == 200
+            for _ in range(5):
+                other = stack.enter_context(front_end.connect(source="127.0.0.2"))
+                other.sendall(GET_MODELS)
+                assert status_of(other.recv(1000)) == 200
+        front_end.until(lambda: front_end.num_connections == 0)
+        front_end.check()
+        front_end.close()
 
     def test_open_routes_do_not_wait_for_bodies(self, narrow: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
@@ -125,7 +162,7 @@ class TestConnections:
         front_end = FrontEnd(Slow())
         try:
             with ThreadPoolExecutor(1) as pool:
-                with front_end.connect(b"GET /metrics HTTP/1.1\r\n\r\n"):
+                with front_end.connect(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"):
                     front_end.until(lambda: front_end.num_connections == 1)
                     second = pool.submit(front_end.client.get, "/metrics")
                     front_end.until(lambda: front_end.num_connections == 2)
@@ -265,7 +302,7 @@ class TestBodies:
             await gate(scope, receive, send)
 
         async def scenario() -> None:
-            gate = Gate(app, max_body_bytes=250)
+            gate = Gate(app, bodies=BodyBudget(400, free_bytes=0))  # two bodies leave as much as they need
             for _ in range(20):
                 release.clear()
                 statuses.clear()
@@ -278,6 +315,47 @@ class TestBodies:
                 assert statuses[1:] == {"response": [200] * 2, "error": [500] * 2, "disconnect": []}[ending]
 
         asyncio.run(scenario())
+
+    def test_large_bodies_of_one_client_leave_room_for_others(self) -> None:
+        budget = BodyBudget(100, free_bytes=10)
+
+        def taken(client: str, size: int) -> bool:
+            try:
+                budget.take(client, 10, size)
+            except ApiError as error:
+                assert (error.status, error.code) == (503, "too_many_bodies")
+                return False
+            return True
+
+        assert taken("a", 50) and not taken("a", 1)
+        assert taken("b", 25) and not taken("b", 1) and not taken("a", 1)
+        assert taken("c", 12)
+        for client in "abcd":
+            budget.take(client, 0, 10)  # small bodies are never refused
+        budget.release("a", 60)
+        budget.release("b", 35)
+        budget.release("c", 22)
+        assert taken("a", 50)
+
+    def test_small_bodies_do_not_wait_for_large_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A client holds as many unfinished large bodies as it can; others, and its own small ones, are served."""
+        budget = BodyBudget(2**20)
+        monkeypatch.setattr("quire.launch.http.serving.gate.BodyBudget", lambda: budget)
+        front_end = FrontEnd()
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                part = b" " * 2**17
+                stack.enter_context(front_end.connect(post(COMPLETIONS, part, length=2**25)))
+            front_end.until(lambda: budget._left < 2**19 + 2**17)
+            for source in ("127.0.0.1", "127.0.0.2"):
+                small = stack.enter_context(front_end.connect(post(COMPLETIONS, body_of(max_tokens=1)), source=source))
+                assert status_of(small.recv(1000)) == 200
+            large = body_of(max_tokens=1, user="x" * 300_000)
+            for source, status in (("127.0.0.1", 503), ("127.0.0.2", 200)):
+                sent = stack.enter_context(front_end.connect(post(COMPLETIONS, large), source=source))
+                assert status_of(sent.recv(1000)) == status, source
+        front_end.check()
+        front_end.close()
 
     @pytest.mark.full
     @pytest.mark.slow  # half a gigabyte
@@ -372,7 +450,7 @@ class TestRealServer:
                     next(lines)
                 for connection in crowd:
                     with contextlib.suppress(ConnectionError):  # accepted and closed
-                        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+                        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert sum(map(is_answered, crowd)) <= 3
             assert [line for line in lines if line][-1] == "data: [DONE]"
         server.check()

@@ -7,12 +7,13 @@ from urllib.parse import unquote
 
 import pytest
 from abuse import INTERNALS, short
-from front_end import FrontEnd, post, status_of
+from front_end import FrontEnd, post, read_all, status_of
 from starlette.routing import Route
 from tiers import thinned
 
 from quire.launch.http.app import make_app
-from quire.launch.http.serving.gate import OPEN_PATHS
+from quire.launch.http.serving.connections import client_of
+from quire.launch.http.serving.gate import OPEN_PATHS, tenant_of_address
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
@@ -218,12 +219,37 @@ class TestKeys:
 
     def test_engine_receives_the_tenant(self, locked: FrontEnd, unlocked: FrontEnd) -> None:
         body = {"prompt": [1], "max_tokens": 1, "n": 2}
-        for front_end, tenants in ((locked, (1, 2, 3)), (unlocked, (0, 0, 0))):
+        by_address = tenant_of_address("127.0.0.1", b"")
+        assert by_address > 0
+        for front_end, tenants in ((locked, (1, 2, 3)), (unlocked, (by_address,) * 3)):
             for key, tenant in zip(KEYS, tenants, strict=True):
                 front_end.engine.tenants.clear()
                 headers = {b"authorization": f"Bearer {key}".encode()}
                 assert front_end.client.post("/v1/completions", json=body, headers=headers).status_code == 200
                 assert front_end.engine.tenants == [tenant] * 2
+
+    def test_without_keys_each_address_is_a_tenant(self, unlocked: FrontEnd) -> None:
+        """The scheduler is fair among tenants, so a flood from one address does not delay another one."""
+        body = post("/v1/completions", b'{"prompt": [1], "max_tokens": 1}', CLOSE, "x-forwarded-for: 127.0.0.3")
+        found = []
+        for source in ("127.0.0.1", "127.0.0.2", "127.0.0.1", "127.0.0.2"):
+            unlocked.engine.tenants.clear()
+            with unlocked.connect(body, source=source) as connection:
+                assert status_of(read_all(connection)) == 200
+            found += unlocked.engine.tenants
+        assert found == [tenant_of_address(f"127.0.0.{last}", b"") for last in (1, 2, 1, 2)]
+        assert found[0] != found[1]
+
+    @pytest.mark.parametrize(
+        ("peer", "client"),
+        [
+            *((("10.1.2.3", 80), "10.1.2.3"), (("::ffff:10.1.2.3", 80, 0, 0), "10.1.2.3"), ("", ""), (None, "")),
+            *((("2001:db8:1:2:3::4", 1, 0, 0), "2001:db8:1:2::"), (("fe80::1%eth0", 1, 0, 2), "fe80::")),
+        ],
+    )
+    def test_client_of_an_address(self, peer: Any, client: str) -> None:
+        assert client_of(peer) == client
+        assert 0 <= tenant_of_address(client, b"salt") <= 1024
 
     @pytest.mark.parametrize(
         "headers",

@@ -1,5 +1,6 @@
 """The ASGI middleware around all routes: API keys, limits on headers and bodies, and error responses."""
 
+import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Sequence
@@ -8,20 +9,22 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
-from quire.launch.http.serving.socket_protocol import TOO_MANY_CONNECTIONS
+from quire.launch.http.serving.body_budget import BodyBudget
+from quire.launch.http.serving.socket_protocol import CLIENT, TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
-MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
+# Tenants of servers without API keys. More would let many addresses slow down the scheduler.
+NUM_ADDRESS_TENANTS = 1024
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
 # Keys of the request's state.
 TENANT = "tenant"
-"""1 + the index of its API key, or 0 if the server has no keys."""
+"""1 + the index of its API key. Without keys, a number from the client's address, or 0 for a unix socket."""
 REQUEST_ID = "request_id"
 """The client's ``X-Request-Id``, or "" if it sent none that can be used in a header and a log line."""
 IGNORED_FIELDS = "ignored_fields"
@@ -35,16 +38,22 @@ class Gate:
     With API keys, every path requires one except OPEN_PATHS. A new route therefore requires a key until it is listed
     there, and so does a path without a route.
 
-    ``max_body_bytes``: limit on the bodies of all requests that have no response yet, over all clients.
+    Args:
+        address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
+        bodies: limit on the bodies of all requests that have no response yet.
     """
 
     def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str] = (), max_body_bytes: int = MAX_BODY_BYTES_AT_ONCE
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str] = (),
+        address_salt: bytes = b"",
+        bodies: BodyBudget | None = None,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._num_body_bytes = 0
+        self._address_salt = address_salt
+        self._bodies = bodies or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -76,8 +85,10 @@ class Gate:
             ApiError: 401, the path requires a key and the request has no valid one, or several.
         """
         # Routes are matched with this decoded path: checking another form of it could let a request pass.
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             return 0
+        if not self._keys:
+            return tenant_of_address(scope["state"].get(CLIENT, ""), self._address_salt)
         key = _given_key(scope)
         # All keys are compared, each in constant time, so that the time reveals nothing about a key.
         matches = [hmac.compare_digest(key, known) for known in self._keys]
@@ -88,22 +99,23 @@ class Gate:
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         num_bytes = 0
+        # Without keys, tenants of several addresses may be the same number.
+        client: int | str = scope["state"][TENANT] if self._keys else scope["state"].get(CLIENT, "")
 
         async def counted_receive() -> Message:
             nonlocal num_bytes
             message = await receive()
             size = len(message.get("body", b""))
-            if size and self._num_body_bytes + size > self._max_body_bytes:
-                raise ApiError(503, "too many large request bodies: retry later", None, "too_many_bodies")
-            num_bytes += size
-            self._num_body_bytes += size
+            if not started:
+                self._bodies.take(client, num_bytes, size)
+                num_bytes += size
             return message
 
         async def watched_send(message: Message) -> None:
             nonlocal started
             if not started:
                 started = True
-                self._num_body_bytes -= num_bytes
+                self._bodies.release(client, num_bytes)
                 if message["type"] == "http.response.start":
                     message = {**message, "headers": _extended(message["headers"], scope["state"])}
             await send(message)
@@ -120,7 +132,15 @@ class Gate:
                 await api_error.response(scope["path"])(scope, receive, send)
         finally:
             if not started:
-                self._num_body_bytes -= num_bytes
+                self._bodies.release(client, num_bytes)
+
+
+def tenant_of_address(client: str, salt: bytes) -> int:
+    """Return the tenant, from 1, of requests from an address; 0 for ""."""
+    if not client:
+        return 0
+    digest = hashlib.blake2b(client.encode(), digest_size=8, key=salt).digest()
+    return 1 + int.from_bytes(digest) % NUM_ADDRESS_TENANTS
 
 
 def _given_key(scope: Scope) -> bytes:

@@ -10,6 +10,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.launch.http.serving.connections import Connections
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 
 # A browser must not guess that a response is a page or a script.
@@ -41,6 +42,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._tls = tls
         self._protocol = protocol
+        self._connections = Connections(protocol.limits.max_connections(), protocol.limits.client_share)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,7 +57,7 @@ class HttpServer(uvicorn.Server):
         loop, limits, tls = asyncio.get_running_loop(), self._protocol.limits, self._tls
         create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
         return await create(
-            partial(self._protocol, self.config, self.server_state, self.lifespan.state),
+            partial(self._protocol, self.config, self.server_state, self.lifespan.state, counted=self._connections),
             sock=listener,
             ssl=tls,
             backlog=BACKLOG,

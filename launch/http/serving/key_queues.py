@@ -1,7 +1,7 @@
-"""Limit on the sequences per API key that wait for their first token.
+"""Limit on the sequences per tenant that wait for their first token.
 
-There is no limit on running sequences: the scheduler shares the batch between tenants. A fixed share per key would
-leave rows empty while other keys have no requests.
+There is no limit on running sequences: the scheduler shares the batch between tenants. A fixed share would leave rows
+empty while other tenants have no requests.
 """
 
 from collections import Counter
@@ -10,9 +10,9 @@ from quire.protocol.errors import InvalidRequest
 
 
 class KeyQueues:
-    """Waiting sequences of all API keys. Without keys, all requests count as those of one key.
+    """Waiting sequences of all tenants: API keys, or client addresses if the server has no keys.
 
-    ``limit``: most waiting sequences per key, or 0 for no limit.
+    ``limit``: most waiting sequences per tenant, or 0 for no limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,11 +26,11 @@ class KeyQueues:
             InvalidRequest: the request alone exceeds the limit, or (rate_limit_exceeded) it does with those waiting.
         """
         if self._limit and num_sequences > self._limit:
-            text = f"prompts times n must be at most {self._limit} with this API key (got {num_sequences})"
+            text = f"prompts times n must be at most {self._limit} per API key or address (got {num_sequences})"
             raise InvalidRequest(text, "n")
         waiting = self._num_waiting[tenant]
         if self._limit and waiting + num_sequences > self._limit:
-            text = f"{waiting} sequences of this API key are waiting (limit {self._limit}): retry later"
+            text = f"{waiting} sequences of this API key or address are waiting (limit {self._limit}): retry later"
             raise InvalidRequest(text, None, "rate_limit_exceeded")
         return WaitingSequences(self._num_waiting, tenant, num_sequences)
 

@@ -33,6 +33,7 @@ class ServerSettings:
         allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
         own_names: host names of this server.
         metrics: names of the metrics, and where the front ends share them.
+        address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
         root_path: prefix of all paths behind a reverse proxy, or "".
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
@@ -52,6 +53,7 @@ class ServerSettings:
     root_path: str = ""
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: Policy = "ignore"
+    address_salt: bytes = b""
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 

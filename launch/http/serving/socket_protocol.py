@@ -16,10 +16,13 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.launch.http.schema.errors import ApiError, out_of_memory
+from quire.launch.http.serving.connections import Connections, client_of
 from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descriptors_for_clients
 
-# Key of the request's state: the connection exceeds the limit on connections, so only open routes are served.
+# Keys of the request's state. The connection exceeds the limit on connections, so only open routes are served:
 TOO_MANY_CONNECTIONS = "too_many_connections"
+# The client, as ``connections.client_of`` returns it:
+CLIENT = "client"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,8 @@ class ConnectionLimits:
             beyond the size of the body.
         handshake_s: most time for a TLS handshake, before which a connection does not count as one.
         head_s: most time for a head, counted from the start of the connection or the previous response.
-        body_s, body_bytes_per_s: most time for a body: ``body_s``, and one second more per ``body_bytes_per_s``
-            bytes received.
+        body_s, body_bytes_per_s: progress of a body: in each period of ``body_s`` it must end, or ``body_bytes_per_s``
+            bytes per second must arrive.
         rest_s: most time to read the rest of a body after its response, for example of one that is too large.
         stall_s, stall_bytes: a client with unread output must read ``stall_bytes`` every ``stall_s``.
         linger_s: as ``stall_s``, once the server has closed the connection; also the time that a refused client may
@@ -40,7 +43,9 @@ class ConnectionLimits:
         num_pipelined: most requests that wait for the response to the previous one.
         send_buffer: the socket's SO_SNDBUF (the kernel doubles it); the default would grow to megabytes.
         connections: most connections on which all routes are served; ``spare_connections`` more get only open
-            routes, and further ones are closed. None: as the limit on file descriptors allows.
+            routes, and further ones are closed. None: as the limit on file descriptors allows. Idle connections are
+            closed first.
+        client_share: largest fraction of ``connections`` for one client.
         check_s: interval of the checks.
     """
 
@@ -57,10 +62,15 @@ class ConnectionLimits:
     send_buffer: int = 128 * 1024
     connections: int | None = None
     spare_connections: int = RESERVED_DESCRIPTORS // 4
+    client_share: float = 0.75
     check_s: float = 1.0
 
     def max_connections(self) -> int:
         return descriptors_for_clients() if self.connections is None else self.connections
+
+
+class InvalidHead(ValueError):
+    """Raised in a callback of the parser: the request's head is refused with this message."""
 
 
 class Phase(Enum):
@@ -72,7 +82,9 @@ class Phase(Enum):
     """Nothing: the server has to respond."""
     REST = 4
     """The rest of a body whose response is complete."""
-    CLOSED = 5
+    REFUSED = 5
+    """Nothing: one request too many is refused after the responses to the earlier ones."""
+    CLOSED = 6
     """Nothing: the client should read the last response, and what it sends is dropped."""
 
 
@@ -85,11 +97,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, counted: Connections | None = None, **kwargs: Any) -> None:
+        """``counted``: the connections of this server; None: this connection is the only one."""
         super().__init__(*args, **kwargs)
+        self._counted = counted or Connections(self.limits.max_connections(), self.limits.client_share)
+        self._is_counted = False
+        self.client_id = ""
         self._phase = Phase.HEAD
         self._since = self.loop.time()
         self._num_bytes = 0  # received of the current head or body
+        self._num_bytes_before = 0  # of the body at time ``_since``
         self._overhead = 0
         self._unread: tuple[float, int] | None = None  # (time, bytes) at a slow reader's last progress
         self._unfinished: list[RequestResponseCycle] = []  # oldest first, which is the one being served
@@ -102,12 +119,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections() + self.limits.spare_connections:
             transport.abort()
             return
+        self.client_id = client_of(transport.get_extra_info("peername"))
+        self._is_counted = self._counted.add(self)
         self._enter(Phase.HEAD)
         self._check_later()
         with contextlib.suppress(OSError, AttributeError):  # the transport may have no TCP socket
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.limits.send_buffer)
 
+    def evict(self) -> None:
+        self._is_counted = False
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._counted.remove(self)
         if self._timer is not None:
             self._timer.cancel()
         self._phase = Phase.CLOSED
@@ -118,6 +144,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         before, num_bytes_before = self._phase, self._num_bytes
         if before is Phase.CLOSED:
+            return
+        if before is Phase.REFUSED:
+            self._num_bytes += len(data)
+            if self._num_bytes > self.limits.head_bytes:
+                self.transport.abort()
             return
         super().data_received(data)
         if self.transport.is_closing() or self._phase is not before:
@@ -136,20 +167,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._phase is not Phase.HEAD:  # else the first request, timed from the start of the connection
             self._enter(Phase.HEAD)
-        if len(self.connections) > self.limits.max_connections():
-            self.scope["state"][TOO_MANY_CONNECTIONS] = True
+        if not self._is_counted:
+            self._is_counted = self._counted.add(self)  # there may be room by now
+        self.scope["state"][TOO_MANY_CONNECTIONS] = not self._is_counted
+        self.scope["state"][CLIENT] = self.client_id
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is Phase.HEAD:  # else a trailer, after the application got its headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._check_head()
         self._enter(Phase.BODY)
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         self._unfinished.append(self.cycle)
         if len(self.pipeline) > self.limits.num_pipelined:
-            raise ValueError("too many pipelined requests")  # leads to send_400_response
+            self.pipeline[0] = (self.cycle, self._refuse_pipelined)  # responds after the earlier ones
+            self._enter(Phase.REFUSED)
+            raise InvalidHead  # ends the parsing
         if self.pipeline:
             self.flow.resume_reading()  # a paused connection would not notice that its client closes it
 
@@ -170,20 +206,46 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._enter(Phase.REST)
         super().on_response_complete()
 
+    def _check_head(self) -> None:
+        """Raise InvalidHead for what the parser accepts and RFC 9112 does not allow, or this server does not know.
+
+        Two programs that understand such a head differently can disagree on the end of the request.
+        """
+        version = self.parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if version not in ("1.0", "1.1"):
+            raise InvalidHead("HTTP version must be 1.0 or 1.1")
+        if num_hosts > 1 or (version == "1.1" and not num_hosts):
+            raise InvalidHead(f"request must have one Host header (got {num_hosts})")
+        if codings and (version == "1.0" or codings != [b"chunked"]):
+            raise InvalidHead("transfer-encoding must be chunked, in HTTP/1.1")
+
+    async def _refuse_pipelined(self, *asgi: Any) -> None:
+        limit = self.limits.num_pipelined
+        self._refuse(ApiError(400, f"at most {limit} pipelined requests may wait for a response", None, "invalid_http"))
+
     def send_400_response(self, msg: str) -> None:
+        if self._phase is Phase.REFUSED:
+            return
         # Called in the handler of the parser's error, whose context is the exception that a callback raised.
         error = sys.exception()
-        if error is not None and isinstance(error.__context__, MemoryError):
+        cause = None if error is None else error.__context__
+        if isinstance(cause, MemoryError):
             self._refuse(out_of_memory())
         else:
-            self._refuse(ApiError(400, "invalid HTTP/1.1 request", None, "invalid_http"))
+            text = str(cause) if isinstance(cause, InvalidHead) else "invalid HTTP/1.1 request"
+            self._refuse(ApiError(400, text, None, "invalid_http"))
 
     # ---- limits
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
+        if self._is_counted:
+            is_answered = self.cycle is None or self.cycle.response_complete
+            self._counted.set_idle(self, phase is Phase.HEAD and is_answered)
         self._since = self.loop.time()
-        self._num_bytes = self._overhead = 0
+        self._num_bytes = self._num_bytes_before = self._overhead = 0
 
     def _check_later(self) -> None:
         self._timer = self.loop.call_later(self.limits.check_s, self._check)
@@ -192,7 +254,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         now = self.loop.time()
         self._check_reader(now)
         if self.flow.read_paused:
-            self._since = now  # the server does not read: the client is not late
+            # The server does not read: the client is not late.
+            self._since, self._num_bytes_before = now, self._num_bytes
         elif not self.transport.is_closing():
             self._check_writer(now)
         self._check_later()
@@ -221,8 +284,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         match self._phase:
             case Phase.HEAD if late > self.limits.head_s:
                 self.transport.close()
-            case Phase.BODY if late > self.limits.body_s + self._num_bytes / self.limits.body_bytes_per_s:
-                self._refuse(ApiError(408, "request body timed out", None, "request_timeout"))
+            case Phase.BODY if late > self.limits.body_s:
+                if self._num_bytes - self._num_bytes_before < self.limits.body_s * self.limits.body_bytes_per_s:
+                    self._refuse(ApiError(408, "request body timed out", None, "request_timeout"))
+                self._since, self._num_bytes_before = self.loop.time(), self._num_bytes
             case Phase.REST if late > self.limits.rest_s:
                 self.transport.close()
             case Phase.CLOSED if late > self.limits.linger_s:

@@ -145,11 +145,13 @@ class FrontEnd:
         assert self._ask() == self._right
         self.until(lambda: not self.engine.live)
 
-    def connect(self, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
+    def connect(self, data: bytes = b"", receive_buffer: int = 0, source: str = "") -> socket.socket:
         made = socket.socket()
         made.settimeout(WAIT_S)
         if receive_buffer:  # before it connects, because the window is negotiated then
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        if source:
+            made.bind((source, 0))
         made.connect(("127.0.0.1", self.port))
         made.sendall(data)
         return made
