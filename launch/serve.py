@@ -1,6 +1,5 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
-import re
 import signal
 import time
 from pathlib import Path
@@ -12,11 +11,11 @@ from quire.launch.config.api_keys import read_api_keys
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.network_options import check_network
+from quire.launch.config.observability import check_metrics_prefix, check_tracing
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.version import __version__
@@ -51,7 +50,8 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     started = time.monotonic()
     check_ranges(options)
     check_network(options)
-    _check_metrics_prefix(options.metrics_prefix)
+    check_metrics_prefix(options.metrics_prefix)
+    check_tracing(options.otlp_traces_endpoint)
     keys = read_api_keys(options)
     config = with_api_keys(config, len(keys))
     with Listener(options) as listener:
@@ -104,14 +104,6 @@ def _write_settings(directory: Path, options: ServeOptions, keys: list[str], mod
     path = directory / "frontend"
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(settings))
-
-
-def _check_metrics_prefix(prefix: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", prefix):
-        raise ConfigError(
-            f"--metrics-prefix must be 1 to 64 letters, digits and underscores, and not begin with a digit "
-            f"(got {prefix[:64]!a})"
-        )
 
 
 def model_display_name(folder: Path, given: str | None) -> str:

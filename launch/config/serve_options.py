@@ -162,6 +162,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = "quire"
+    otlp_traces_endpoint: Annotated[
+        str,
+        Setting(
+            LOGS,
+            "OTLP collector that gets an OpenTelemetry span per request, such as http://localhost:4318/v1/traces. "
+            "Needs the extra `otel`: [traces of requests](observability.md#traces-of-requests)",
+            metavar="URL",
+            default="none",
+        ),
+    ] = ""
     simulate: Annotated[
         str | None,
         Setting(

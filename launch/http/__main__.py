@@ -16,6 +16,7 @@ from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
+from quire.launch.http.serving.tracing import OtlpTracer
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
@@ -42,6 +43,8 @@ class FrontEnd:
         self._directory, self._index = directory, index
         config = self._config
         self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
+        endpoint = self._settings.otlp_traces_endpoint
+        self._tracer = OtlpTracer(endpoint) if endpoint else None
         self._draining = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -63,6 +66,8 @@ class FrontEnd:
                 task.cancel()
         await engine.close()
         text_in.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _make_server(self, text_in: TextIn) -> HttpServer:
         config, settings = self._config, self._settings
@@ -79,6 +84,7 @@ class FrontEnd:
                 allowed_origins=tuple(settings.allowed_origins or ()),
                 allowed_hosts=tuple(settings.allowed_hosts or ()),
                 own_names=(settings.host,),
+                tracer=self._tracer,
                 metrics=MetricsOptions(settings.metrics_prefix, self._directory, self._index, _cache_config(config)),
                 root_path=settings.root_path,
                 sampling_defaults=config.sampling_defaults,

@@ -23,6 +23,7 @@ from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import DATA_EVENTS, EventStream, EventStyle, SlowReader, run_until_disconnect
+from quire.launch.http.serving.tracing import RequestSpan
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
@@ -113,6 +114,7 @@ class Generation:
         self._num_output_tokens = [0] * num_sequences
         self._num_cached_tokens = [0] * num_sequences
         self._finish_reasons: set[str] = set()
+        self._clocks: list[SequenceClock] = []
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,10 +125,32 @@ class Generation:
         try:
             await run_until_disconnect(receive, self._stream(send) if streamed else self._respond(scope, receive, send))
         finally:
+            self._record_span(scope)
             if (answered := scope["state"].get(ANSWERED)) is not None:
-                answered.prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
-                answered.output_tokens = sum(self._num_output_tokens)
-                answered.finish = ",".join(sorted(self._finish_reasons | ({"abort"} if self._unfinished else set())))
+                usage = self._usage()
+                answered.prompt_tokens, answered.output_tokens = usage.prompt_tokens, usage.completion_tokens
+                answered.finish = ",".join(self._finished())
+
+    def _finished(self) -> list[str]:
+        """Return the finish reasons of the sequences, each once."""
+        return sorted(self._finish_reasons | ({"abort"} if self._unfinished else set()))
+
+    def _record_span(self, scope: Scope) -> None:
+        if (tracer := self._server.settings.tracer) is None:
+            return
+        request, usage = self._request, self._usage()
+        span = RequestSpan(
+            request_id=self._formatter.request_id,
+            model=request.model,
+            params=request.params,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            finish_reasons=self._finished(),
+            arrival=self._arrival,
+            end=self._server.metrics.now(),
+            clocks=self._clocks,
+        )
+        tracer.record(scope["headers"], span)
 
     def _log_start(self) -> None:
         request = self._request
@@ -220,7 +244,7 @@ class Generation:
     async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         metrics = self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
-        clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
+        clocks = self._clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
         try:
             async with aclosing(merge(answers)) as batches:
                 async for batch in batches:

@@ -62,7 +62,7 @@ class AccessLog:
             data: dict[str, Any] = {"id": request_id} if request_id else {}
             data |= {"method": scope["method"], "path": _shorten(scope["path"]), "status": status}
             data["seconds"] = self._clock() - begin
-            if answered.finish is not None:
+            if answered.finish is not None and (status < 400 or status == DISCONNECTED):
                 data |= {"prompt_tokens": answered.prompt_tokens, "output_tokens": answered.output_tokens}
                 data["finish"] = answered.finish
             log.log(level, "response", **data)

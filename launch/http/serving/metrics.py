@@ -162,28 +162,32 @@ class Metrics:
 
 
 class SequenceClock:
-    """Latency measurement of one sequence. At most one observation per delta."""
+    """Latency measurement of one sequence. At most one observation per delta.
+
+    Attributes:
+        admitted, first_token, last_token: when these were, in seconds of the metrics' clock; 0 before.
+    """
 
     def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._num_prompt_tokens = num_prompt_tokens
-        self._admitted = 0.0
-        self._first = 0.0
-        self._last = 0.0
+        self.admitted = 0.0
+        self.first_token = 0.0
+        self.last_token = 0.0
         self._num_tokens = 0
 
     def record(self, delta: OutputDelta) -> None:
         now = self._metrics.now()
         new = delta.num_output_tokens - self._num_tokens
         if new > 0 and not self._num_tokens:
-            self._first = now
-            self._admitted = min(max(delta.admitted, self._arrival), now)
+            self.first_token = now
+            self.admitted = min(max(delta.admitted, self._arrival), now)
             self._metrics.time_to_first_token.observe(now - self._arrival)
         elif new > 0:
-            self._metrics.inter_token_latency.observe((now - self._last) / new)
+            self._metrics.inter_token_latency.observe((now - self.last_token) / new)
         if new > 0:
-            self._last = now
+            self.last_token = now
             self._num_tokens = delta.num_output_tokens
         if delta.finish_reason is not None:
             self.end(delta.finish_reason)
@@ -198,12 +202,12 @@ class SequenceClock:
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._num_tokens:
-            metrics.queue_time.observe(self._admitted - self._arrival)
-            metrics.prefill_time.observe(self._first - self._admitted)
-            metrics.decode_time.observe(self._last - self._first)
-            metrics.inference_time.observe(self._last - self._admitted)
+            metrics.queue_time.observe(self.admitted - self._arrival)
+            metrics.prefill_time.observe(self.first_token - self.admitted)
+            metrics.decode_time.observe(self.last_token - self.first_token)
+            metrics.inference_time.observe(self.last_token - self.admitted)
         if self._num_tokens > 1:
-            metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
+            metrics.time_per_output_token.observe((self.last_token - self.first_token) / (self._num_tokens - 1))
 
 
 class _FrontEndCollector(Collector):

@@ -12,6 +12,7 @@ from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
 from quire.launch.http.serving.thinking import Thinking
+from quire.launch.http.serving.tracing import Tracer
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
@@ -34,6 +35,7 @@ class ServerSettings:
         own_names: host names of this server.
         metrics: names of the metrics, and where the front ends share them.
         address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
+        tracer: receives a span per request.
         root_path: prefix of all paths behind a reverse proxy, or "".
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
@@ -50,6 +52,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     own_names: tuple[str, ...] = ()
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    tracer: Tracer | None = None
     root_path: str = ""
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: Policy = "ignore"
