@@ -91,6 +91,17 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "ignored: [fields](../launch/http/schema/README.md#fields)",
         ),
     ] = "ignore"
+    max_stored_response_bytes: Annotated[
+        int,
+        Setting(
+            SERVER,
+            "memory of each front end for responses of /v1/responses that clients may refer to later by their ids; the "
+            "oldest are dropped first. 0: store none. Requests with `store: false` are not stored: "
+            "[stored responses](../launch/http/dialects/README.md#responses)",
+            range=(0, 2**40),
+            metavar="BYTES",
+        ),
+    ] = 64 * 2**20
     max_num_queued_reqs_per_key: Annotated[
         int,
         Setting(

@@ -90,6 +90,7 @@ class FrontEnd:
                 sampling_defaults=config.sampling_defaults,
                 unknown_fields=settings.unknown_fields,
                 address_salt=self._directory.name.encode(),
+                max_stored_response_bytes=settings.max_stored_response_bytes,
             ),
         )
         return HttpServer(app, tls_context(settings))

@@ -6,6 +6,7 @@ from functools import partial
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +16,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.engine_client import EngineClient
+from quire.launch.http.dialects.messages import count_message_tokens, create_message
+from quire.launch.http.dialects.responses import (
+    count_input_tokens,
+    create_response,
+    list_input_items,
+    stored_response,
+)
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.tokens import detokenize, tokenize
@@ -24,6 +32,15 @@ from quire.launch.http.serving.gate import Gate
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.launch.http.serving.root_path import RootPath
 from quire.launch.http.serving.server import Server, ServerSettings
+
+
+class _ResponseId(StringConvertor):
+    """Ids of responses in paths, apart from the other routes below /v1/responses."""
+
+    regex = "resp_[^/]+"
+
+
+register_url_convertor("response", _ResponseId())
 
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 
@@ -92,6 +109,12 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{name:path}", show_model),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_message_tokens),
+    ("POST", "/v1/responses", create_response),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("GET DELETE", "/v1/responses/{id:response}", stored_response),
+    ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", health),
@@ -105,7 +128,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     """Make the application that serves ``engine``. Its only state is metrics; it starts and stops no process."""
     server = Server(engine, settings)
     app = Starlette(
-        routes=[Route(path, partial(handler, server), methods=[method]) for method, path, handler in ROUTES],
+        routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in ROUTES],
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )

@@ -26,6 +26,12 @@ EXPECTED = {
     "/v1/models/{name:path}": ({"GET", "HEAD"}, 200),
     "/v1/completions": ({"POST"}, 400),
     "/v1/chat/completions": ({"POST"}, 400),
+    "/v1/messages": ({"POST"}, 400),
+    "/v1/messages/count_tokens": ({"POST"}, 400),
+    "/v1/responses": ({"POST"}, 400),
+    "/v1/responses/input_tokens": ({"POST"}, 400),
+    "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
+    "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
     "/health": ({"GET", "HEAD"}, 200),
@@ -70,7 +76,7 @@ def paths() -> list[str]:
 
 
 def concrete(path: str) -> str:
-    return path.replace("{name:path}", "endless")
+    return path.replace("{name:path}", "endless").replace("{id:response}", "resp_1")
 
 
 def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int, bytes]:
@@ -190,8 +196,10 @@ class TestPathVariants:
     def test_path_variants_are_not_found(self, locked: FrontEnd, path: str) -> None:
         for spelling in variants(path):
             status, answer = ask(locked, "OPTIONS", spelling, bearer("first-key"))
-            # A model name may contain any characters, and a fragment is not part of the path.
-            known = unquote(spelling).startswith("/v1/models/") or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
+            # A model name or an id may contain any characters, and a fragment is not part of the path.
+            known = unquote(spelling).startswith(("/v1/models/", "/v1/responses/resp_1")) or spelling.split("?")[
+                0
+            ].split("#")[0] in (path, *OPEN)
             assert status in ({400, 404, 405} if known else {400, 404}), (spelling, answer)
             assert b"location:" not in answer.lower()
 

@@ -11,6 +11,7 @@ from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
+from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import Tracer
 from quire.launch.text.text_in import TextIn
@@ -39,6 +40,7 @@ class ServerSettings:
         root_path: prefix of all paths behind a reverse proxy, or "".
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
+        max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
     """
 
     text_in: TextIn
@@ -57,6 +59,7 @@ class ServerSettings:
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: Policy = "ignore"
     address_salt: bytes = b""
+    max_stored_response_bytes: int = 64 * 2**20
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -89,6 +92,7 @@ class Server:
             unknown_fields=UnknownFields(settings.unknown_fields),
         )
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
+        self.response_store = ResponseStore(settings.max_stored_response_bytes)
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 
     @property

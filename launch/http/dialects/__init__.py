@@ -1,0 +1,1 @@
+"""Other APIs for conversations, translated to and from chat: Anthropic's Messages, OpenAI's Responses."""

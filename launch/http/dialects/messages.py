@@ -1,0 +1,37 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.launch.http.dialects.messages_body import parse_messages
+from quire.launch.http.dialects.messages_events import MessageFormatter
+from quire.launch.http.dialects.parts import encode_conversation
+from quire.launch.http.routes.generate import Generation, new_request_id
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.gate import IGNORED_FIELDS
+from quire.launch.http.serving.server import Server
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+async def create_message(server: Server, request: Request) -> ASGIApp:
+    server.require_serving()
+    parsed, size = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
+    chat, prompt, parts = await encode_conversation(server, parsed.chat, size)
+    formatter = MessageFormatter(
+        parsed, len(prompt.token_ids), parts, new_request_id("msg", request).replace("-", "_", 1)
+    )
+    return Generation(server, chat, [prompt], formatter, formatter.style)
+
+
+async def count_message_tokens(server: Server, request: Request) -> Response:
+    parsed, size = await read_json(
+        request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
+    )
+    request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
+    _, prompt, _ = await encode_conversation(server, parsed.chat, size)
+    return Response(msgspec.json.encode(TokenCount(len(prompt.token_ids))), media_type="application/json")

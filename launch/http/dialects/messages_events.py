@@ -1,0 +1,249 @@
+"""Answers in the form of Anthropic's Messages API: one object, or a stream of named events."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.launch.frontend.answers import OutputDelta
+from quire.launch.http.dialects.messages_body import MessagesRequest
+from quire.launch.http.dialects.parts import AnswerParts, Part, merged
+from quire.launch.http.routes.generate import Collected, Usage
+from quire.launch.http.serving.sse import EventStyle
+
+UNSIGNED = "unsigned"
+"""Signature of a thought. Clients refuse or drop a thought without one; this server needs none."""
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """``input_tokens`` are those of the prompt that were not in the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    id: str
+    model: str
+    content: list[Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    type: str = "message"
+    role: str = "assistant"
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    message: AnthropicMessage
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    signature: str
+
+
+class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
+    delta: Stop
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    pass
+
+
+class MessageFormatter:
+    """Formats the one answer of a request. A stream has one open block at a time."""
+
+    def __init__(self, request: MessagesRequest, num_prompt_tokens: int, parts: AnswerParts, request_id: str) -> None:
+        self.request_id = request_id
+        self.style = EventStyle(b"%b", None, lambda error: frame("error", error.messages_body()))
+        self._model = request.chat.model
+        self._max_tokens = request.max_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._parts = parts
+        self._started = False
+        self._index = -1
+        self._open: Part | None = None
+        self._called = False
+
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        frames: list[bytes] = []
+        if not self._started:
+            self._started = True
+            # The first delta's tokens are counted at the end.
+            message = self._message([], None, None, self._usage(delta.num_cached_tokens, 0))
+            frames.append(_event("message_start", MessageStart(message)))
+        last = delta.finish_reason is not None
+        for part in self._parts.push(delta.text, last=last):
+            frames += self._add(part)
+        if last:
+            frames += self._close()
+            reason, sequence = self._stop(delta.finish_reason, delta.stop_reason, delta.num_output_tokens)
+            counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
+            frames.append(_event("message_delta", MessageDelta(Stop(reason, sequence), counts)))
+            frames.append(_event("message_stop", MessageStop()))
+        return b"".join(frames)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return b""  # message_delta has it
+
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        (answer,) = answers
+        parts = merged(self._parts.push("".join(answer.texts), last=True))
+        self._called = any(part.kind == "call" for part in parts)
+        reason, sequence = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
+        counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        return msgspec.json.encode(
+            self._message([_block(part) for part in parts if part.text], reason, sequence, counts)
+        )
+
+    def _add(self, part: Part) -> list[bytes]:
+        """Return the events of a part: the start of a block, if it begins one, and a delta."""
+        frames: list[bytes] = []
+        if not part.continues(self._open):
+            frames += self._close()
+            self._index += 1
+            self._called |= part.kind == "call"
+            frames.append(_event("content_block_start", BlockStart(self._index, _empty_block(part))))
+        self._open = part
+        if part.text:
+            frames.append(_event("content_block_delta", BlockDelta(self._index, _delta(part))))
+        return frames
+
+    def _close(self) -> list[bytes]:
+        """Return the events that end the open block."""
+        if self._open is None:
+            return []
+        frames: list[bytes] = []
+        if self._open.kind == "thought":
+            frames.append(_event("content_block_delta", BlockDelta(self._index, SignatureDelta(UNSIGNED))))
+        self._open = None
+        return [*frames, _event("content_block_stop", BlockStop(self._index))]
+
+    def _stop(
+        self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
+    ) -> tuple[str, str | None]:
+        """Return ``stop_reason`` and ``stop_sequence``."""
+        match finish_reason:
+            case "length":
+                full = num_tokens < self._max_tokens
+                return "model_context_window_exceeded" if full else "max_tokens", None
+            case "stop" if isinstance(stop_reason, str):
+                return "stop_sequence", stop_reason
+            case "stop" if self._called:
+                return "tool_use", None
+            case _:
+                return "end_turn", None
+
+    def _usage(self, num_cached: int, num_output: int) -> MessageUsage:
+        return MessageUsage(self._num_prompt_tokens - num_cached, 0, num_cached, num_output)
+
+    def _message(
+        self, content: list[Block], reason: str | None, sequence: str | None, usage: MessageUsage
+    ) -> AnthropicMessage:
+        return AnthropicMessage(self.request_id, self._model, content, reason, sequence, usage)
+
+
+def frame(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def _event(name: str, event: msgspec.Struct) -> bytes:
+    return frame(name, msgspec.json.encode(event))
+
+
+def _new_tool_id() -> str:
+    return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+def _empty_block(part: Part) -> Block:
+    match part.kind:
+        case "text":
+            return TextBlock("")
+        case "thought":
+            return ThinkingBlock("", "")
+        case "call":
+            return ToolUseBlock(_new_tool_id(), part.name, msgspec.Raw(b"{}"))
+
+
+def _delta(part: Part) -> TextDelta | ThinkingDelta | InputDelta:
+    match part.kind:
+        case "text":
+            return TextDelta(part.text)
+        case "thought":
+            return ThinkingDelta(part.text)
+        case "call":
+            return InputDelta(part.text)
+
+
+def _block(part: Part) -> Block:
+    match part.kind:
+        case "text":
+            return TextBlock(part.text)
+        case "thought":
+            return ThinkingBlock(part.text, UNSIGNED)
+        case "call" if _is_object(part.text):
+            return ToolUseBlock(_new_tool_id(), part.name, msgspec.Raw(part.text.encode()))
+        case "call":
+            # Arguments that were cut off. An input must be an object, and an empty one would be taken for the call's.
+            return TextBlock(part.text)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        found: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict)

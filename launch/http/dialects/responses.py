@@ -1,0 +1,152 @@
+"""/v1/responses: OpenAI's API for conversations of items, and the responses that it has stored."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.launch.http.dialects.parts import AnswerParts, encode_conversation
+from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
+from quire.launch.http.dialects.responses_events import ResponsesFormatter, new_response_id
+from quire.launch.http.routes.generate import Generation
+from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.schema.schema import ChatRequest
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
+from quire.launch.http.serving.server import Server
+from quire.launch.text.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+async def create_response(server: Server, request: Request) -> ASGIApp:
+    server.require_serving()
+    parsed, size = await _read(server, request)
+    chat, prompt, parts = await _encode(server, parsed, size)
+    response_id = new_response_id()
+    store = None
+    if parsed.store and server.response_store.is_enabled:
+        store = partial(_store, server.response_store, request.scope["state"][TENANT], response_id, parsed)
+    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), parts, response_id, store)
+    return Generation(server, chat, [prompt], formatter, formatter.style)
+
+
+async def count_input_tokens(server: Server, request: Request) -> Response:
+    parsed, size = await _read(server, request)
+    request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
+    _, prompt, _ = await _encode(server, parsed, size)
+    return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
+
+
+async def stored_response(server: Server, request: Request) -> Response:
+    """Return a stored response, or delete it."""
+    if request.method == "DELETE":
+        return _delete(server, request)
+    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        text = "stream must be false: the events of a stored response are not kept"
+        raise ApiError(400, text, "stream", "unsupported")
+    return _json(_stored(server, request).body)
+
+
+async def list_input_items(server: Server, request: Request) -> Response:
+    """Return all input items of a response, the newest first unless ``order`` is asc."""
+    items = [_with_id(item, i) for i, item in enumerate(_stored(server, request).input)]
+    if request.query_params.get("order", "desc") != "asc":
+        items.reverse()
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
+    return _json(msgspec.json.encode({"object": "list", "data": items, "has_more": False, **ends}))
+
+
+def _delete(server: Server, request: Request) -> Response:
+    response_id = request.path_params["id"]
+    if not server.response_store.delete(request.scope["state"][TENANT], response_id):
+        raise _not_stored(server.response_store, response_id, None)
+    return _json(msgspec.json.encode(Deleted(response_id)))
+
+
+async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
+    lookup = _lookup(server.response_store, request.scope["state"][TENANT])
+    return await read_json(request, server.texts, lambda raw: parse_responses(server.parser, raw, lookup))
+
+
+async def _encode(
+    server: Server, parsed: ResponsesRequest, num_body_bytes: int
+) -> tuple[ChatRequest, Prompt, AnswerParts]:
+    try:
+        return await encode_conversation(server, parsed.chat, num_body_bytes + sum(map(len, parsed.before)))
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
+
+
+def _lookup(store: ResponseStore, tenant: int) -> Lookup:
+    def conversation(response_id: str) -> tuple[bytes, ...]:
+        found = store.get(tenant, response_id)
+        if found is None:
+            raise _not_stored(store, response_id, "previous_response_id")
+        return found.conversation
+
+    def item(item_id: str, where: str) -> bytes:
+        found = store.item(tenant, item_id)
+        if found is None:
+            raise ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
+        return found
+
+    return Lookup(conversation, item)
+
+
+def _stored(server: Server, request: Request) -> StoredResponse:
+    response_id = request.path_params["id"]
+    found = server.response_store.get(request.scope["state"][TENANT], response_id)
+    if found is None:
+        raise _not_stored(server.response_store, response_id, None)
+    return found
+
+
+def _not_stored(store: ResponseStore, response_id: str, param: str | None) -> ApiError:
+    hint = "it may have been dropped: send the whole conversation as input"
+    if not store.is_enabled:
+        hint = "this server stores no responses: send the whole conversation as input"
+    text = f"response {shorten(response_id)} not found; {hint}"
+    return ApiError(404, text, param, "previous_response_not_found" if param else "not_found")
+
+
+def _store(
+    store: ResponseStore,
+    tenant: int,
+    response_id: str,
+    parsed: ResponsesRequest,
+    body: bytes,
+    output: Sequence[dict[str, Any]],
+) -> None:
+    items = tuple(msgspec.json.encode(item) for item in output)
+    ids = tuple(item["id"] for item in output)
+    conversation = (*parsed.before, *parsed.input, *items)
+    store.add(tenant, response_id, StoredResponse(body, conversation, len(parsed.before), len(parsed.input), ids))
+
+
+def _with_id(item: bytes, index: int) -> dict[str, Any]:
+    """Return an input item with the fields that clients expect of each."""
+    fields: dict[str, Any] = msgspec.json.decode(item)
+    kind = fields.get("type", "message")
+    if kind == "message" and isinstance(fields.get("content"), str):
+        fields["content"] = [{"type": "input_text", "text": fields["content"]}]
+    return {"id": f"item_{index}", "type": kind, **fields}
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,171 @@
+"""Answers in the form of the Responses API: one object, or a stream of events."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
+from quire.launch.http.dialects.parts import AnswerParts, Part, merged
+from quire.launch.http.dialects.responses_body import ResponsesRequest
+from quire.launch.http.dialects.responses_items import OpenItem, new_item
+from quire.launch.http.routes.chat import format_logprobs
+from quire.launch.http.routes.generate import Collected, Usage
+from quire.launch.http.schema.errors import ApiError
+from quire.launch.http.serving.server import Server
+from quire.launch.http.serving.sse import EventStyle
+
+Store = Callable[[bytes, Sequence[dict[str, Any]]], None]
+"""Stores a response, given as JSON, with its output items."""
+
+
+class ResponsesFormatter:
+    """Formats the one answer of a request. The answer's items are finished one after the other."""
+
+    def __init__(
+        self,
+        server: Server,
+        request: ResponsesRequest,
+        num_prompt_tokens: int,
+        parts: AnswerParts,
+        request_id: str,
+        store: Store | None,
+    ) -> None:
+        self.request_id = request_id
+        self.style = EventStyle(b"%b", b"data: [DONE]\n\n", self._failed)
+        self._request = request
+        self._num_prompt_tokens = num_prompt_tokens
+        self._parts = parts
+        self._server = server
+        self._store = store
+        self._created = int(time.time())
+        self._number = 0
+        """Number of the next event."""
+        self._frames: list[bytes] | None = []
+        """Events that are not yet returned; None if the response is not streamed."""
+        self._output: list[dict[str, Any]] = []
+        """Finished items."""
+        self._open: OpenItem | None = None
+        self._last: Part | None = None
+        self._num_thought_tokens = 0
+        self._waiting: list[PlacedLogprobs] = []
+        """Log probabilities of tokens whose text is not sent yet; those of thoughts and calls are left out."""
+
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        if not self._number:
+            response = self._response("in_progress", None)
+            self._emit("response.created", response=response)
+            self._emit("response.in_progress", response=response)
+        last = delta.finish_reason is not None
+        parts = self._parts.push(delta.text, last=last)
+        self._waiting += delta.logprobs or ()
+        for part in parts:
+            if part.kind == "thought":
+                self._num_thought_tokens = delta.num_output_tokens
+            self._add(part)
+        if last:
+            counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
+            response = self._finish(delta.finish_reason, counts)
+            self._emit(f"response.{response['status']}", response=response)
+        return self._take_frames()
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return b""  # the last event has it
+
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        (answer,) = answers
+        self._frames = None
+        parts = merged(self._parts.push("".join(answer.texts), last=True))
+        if len(parts) == 1:
+            # The token that ends the answer has no text.
+            self._waiting = [each for each in answer.logprobs or () if each.text_offset < len(parts[0].text)]
+        for part in parts:
+            self._add(part)
+        thought = "".join(part.text for part in parts if part.kind == "thought")
+        if thought:
+            self._num_thought_tokens = len(self._server.text_in.encode(thought, add_special_tokens=False))
+        counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        return msgspec.json.encode(self._finish(answer.finish_reason, counts))
+
+    def _add(self, part: Part) -> None:
+        """Add a part to the open item, or open one for it."""
+        if not part.continues(self._last) or self._open is None:
+            self._close("completed")
+            self._open = new_item(part, self._request.tools.name(part.name), self._request.seals_thoughts)
+            self._emit_all(self._open.begin())
+        self._last = part
+        logprobs = format_logprobs(self._waiting, self._server.token_texts).content if part.kind == "text" else []
+        self._waiting = []
+        self._emit_all(self._open.add(part.text, logprobs))
+
+    def _close(self, status: str) -> None:
+        if self._open is not None:
+            self._emit_all(self._open.end(status))
+            self._output.append(self._open.item)
+            self._open = None
+
+    def _finish(self, finish_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+        """End the answer, store it if the client asked for that, and return the response."""
+        status = "incomplete" if finish_reason == "length" else "completed"
+        self._close(status)
+        response = self._response(status, usage)
+        if self._store is not None:
+            self._store(msgspec.json.encode(response), self._output)
+        return response
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.request_id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "model": self._request.chat.model,
+            "output": list(self._output),
+            "store": self._store is not None,
+            "usage": usage,
+            **self._request.echo,
+        }
+
+    def _usage(self, num_cached: int, num_output: int) -> dict[str, Any]:
+        return {
+            "input_tokens": self._num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": min(self._num_thought_tokens, num_output)},
+            "total_tokens": self._num_prompt_tokens + num_output,
+        }
+
+    def _failed(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
+        code = error.code or "server_error"
+        self._emit("error", code=code, message=error.message, param=error.param)
+        response = self._response("failed", None) | {"error": {"code": code, "message": error.message}}
+        self._emit("response.failed", response=response)
+        return self._take_frames()
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._frames is not None:
+            data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+            self._frames.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+            self._number += 1
+
+    def _emit_all(self, events: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        if self._frames is not None:
+            for kind, fields in events:
+                self._emit(kind, output_index=len(self._output), **fields)
+
+    def _take_frames(self) -> bytes:
+        assert self._frames is not None
+        frames = b"".join(self._frames)
+        self._frames.clear()
+        return frames
+
+
+def new_response_id() -> str:
+    return f"resp_{uuid.uuid4().hex}"

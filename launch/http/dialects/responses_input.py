@@ -1,0 +1,163 @@
+"""Input items of the Responses API, translated to messages of chat."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.launch.http.dialects.responses_tools import ToolName
+from quire.launch.http.dialects.text_parts import joined_text, list_at, object_at, string_at
+from quire.launch.http.schema.errors import shorten
+from quire.launch.text.chat_template import Message
+from quire.protocol.errors import InvalidRequest
+
+Item = Mapping[str, Any]
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_KINDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+PREFIX = "quire-thought:"
+
+
+def sealed_thought(text: str) -> str:
+    """Return the ``encrypted_content`` of a thought. A client that keeps no state sends it back as it is.
+
+    It hides nothing: the client has the text anyway.
+    """
+    return PREFIX + base64.b64encode(text.encode()).decode()
+
+
+def _opened_thought(sealed: str) -> str:
+    """Return the text of a sealed thought; "" for one of another server, which only that server can read."""
+    if not sealed.startswith(PREFIX):
+        return ""
+    try:
+        return base64.b64decode(sealed[len(PREFIX) :], validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def chat_messages(instructions: str, items: Sequence[Item]) -> list[Message]:
+    """Return a conversation as messages of chat.
+
+    The thoughts, the text and the calls of one answer are items of their own here, and one message there. Instructions
+    and the developer's messages before the first other item become the one system message that chat templates expect.
+
+    Raises:
+        InvalidRequest: an item is malformed, or of a kind that this server does not read.
+    """
+    conversation = _Conversation(instructions)
+    for i, item in enumerate(items):
+        conversation.add(item, f"input[{i}]")
+    return conversation.messages()
+
+
+class _Conversation:
+    def __init__(self, instructions: str) -> None:
+        self._system = [instructions] if instructions else []
+        self._messages: list[Message] = []
+        self._answer: Message | None = None
+        """The assistant's message that further items may still extend."""
+        self._tool_names: dict[str, str] = {}
+
+    def messages(self) -> list[Message]:
+        self._end_answer()
+        system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
+        return [*system, *self._messages]
+
+    def add(self, item: Item, where: str) -> None:
+        kind = item.get("type", "message" if "role" in item else None)
+        match kind:
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._add_thought(item, where)
+            case "function_call":
+                arguments = string_at(item, "arguments", where)
+                self._add_call(item, arguments or "{}", where)
+            case "custom_tool_call":
+                text = string_at(item, "input", where)
+                self._add_call(item, msgspec.json.encode({"input": text}).decode(), where)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_result(item, where)
+            case _:
+                shown = "" if kind is None else f" (got {shorten(str(kind))})"
+                text = "message, reasoning, function_call, function_call_output, custom_tool_call, "
+                text += "custom_tool_call_output or item_reference"
+                raise InvalidRequest(f"{where}.type must be {text}{shown}", f"{where}.type", "unsupported")
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        content = item.get("content")
+        if content is None:
+            raise InvalidRequest(f"{where}.content is required", f"{where}.content", "missing_required_parameter")
+        text = joined_text(content, f"{where}.content", TEXT_KINDS)
+        if role == "assistant":
+            answer = self._open_answer(may_have=())
+            answer["content"] = text
+            return
+        self._end_answer()
+        if role == "user":
+            self._messages.append({"role": "user", "content": text})
+        elif self._messages:
+            self._messages.append({"role": "system", "content": text})
+        else:
+            self._system.append(text)
+
+    def _add_thought(self, item: Item, where: str) -> None:
+        text = ""
+        for name in ("content", "summary"):
+            parts = item.get(name)
+            text = text or joined_text(parts, f"{where}.{name}", TEXT_KINDS)
+        text = text or _opened_thought(string_at(item, "encrypted_content", where, default=""))
+        if text:
+            answer = self._open_answer(may_have=())
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _add_call(self, item: Item, arguments: str, where: str) -> None:
+        call_id = string_at(item, "call_id", where)
+        tool = ToolName(string_at(item, "name", where), string_at(item, "namespace", where, default=""))
+        function = {"name": tool.in_chat, "arguments": arguments}
+        answer = self._open_answer(may_have=("content", "tool_calls"))
+        answer.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self._tool_names[call_id] = tool.in_chat
+
+    def _add_result(self, item: Item, where: str) -> None:
+        call_id = string_at(item, "call_id", where)
+        text = joined_text(item.get("output"), f"{where}.output", TEXT_KINDS)
+        self._end_answer()
+        result = {"role": "tool", "tool_call_id": call_id, "content": text}
+        name = self._tool_names.get(call_id)
+        self._messages.append(result if name is None else {**result, "name": name})
+
+    def _open_answer(self, may_have: Sequence[str]) -> Message:
+        """Return the message to extend. An answer that has more than thoughts and ``may_have`` already is ended."""
+        answer = self._answer
+        if answer is not None and any(answer.get(name) for name in ("content", "tool_calls") if name not in may_have):
+            self._end_answer()
+            answer = None
+        if answer is None:
+            answer = self._answer = {"role": "assistant", "content": ""}
+        return answer
+
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self._messages.append(self._answer)
+            self._answer = None
+
+
+def input_items(value: Any, most: int) -> list[Item]:
+    """Return the items of ``input``: a list, or one user's message that is given as a string.
+
+    Raises:
+        InvalidRequest: another type, or more than ``most`` items.
+    """
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    items = list_at(value, "input")
+    if len(items) > most:
+        raise InvalidRequest(f"input must hold at most {most} items (got {len(items)})", "input")
+    return [object_at(item, f"input[{i}]") for i, item in enumerate(items)]

@@ -1,0 +1,141 @@
+"""Tools of the Responses API as functions of chat: custom tools, and functions in namespaces."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.launch.http.dialects.text_parts import list_at, object_at, string_at
+from quire.launch.http.schema.errors import shorten
+from quire.launch.http.schema.unknown_fields import Ignored
+from quire.protocol.errors import InvalidRequest
+
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""A custom tool takes text: chat sees a function with this one argument."""
+VALID_NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolName:
+    """The name of a tool as the client knows it. ``namespace``: "" for none."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+
+    @property
+    def in_chat(self) -> str:
+        """The function's name in chat."""
+        separator = "" if not self.namespace or self.namespace.endswith("__") else "__"
+        return f"{self.namespace}{separator}{self.name}"
+
+
+@dataclass(slots=True)
+class Tools:
+    """The tools of one request.
+
+    Attributes:
+        functions: in the form of chat.
+        places: the path of each in the request.
+        names: by the function's name in chat.
+    """
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    names: dict[str, ToolName] = field(default_factory=dict)
+
+    def name(self, in_chat: str) -> ToolName:
+        """Return the client's name of a function that the model calls. It may have invented one."""
+        return self.names.get(in_chat) or ToolName(in_chat)
+
+
+def read_tools(given: list[dict[str, Any]], ignored: Ignored) -> Tools:
+    """Return the tools that the client runs. Tools that only run at OpenAI (web search, ...) are ignored.
+
+    Raises:
+        InvalidRequest: a tool is malformed; names the field.
+    """
+    tools = Tools()
+    for tool, namespace, where in _flat(given, ignored):
+        kind = tool["type"]
+        name = ToolName(string_at(tool, "name", where), namespace, kind == "custom")
+        if not VALID_NAME.fullmatch(name.in_chat):
+            text = f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, with its namespace"
+            raise InvalidRequest(text, f"{where}.name")
+        function: dict[str, Any] = {"name": name.in_chat}
+        description = string_at(tool, "description", where, default="")
+        if kind == "custom":
+            description = _custom_description(description, tool.get("format"), f"{where}.format")
+            function["parameters"] = CUSTOM_PARAMETERS
+        elif tool.get("parameters") is not None:
+            function["parameters"] = object_at(tool["parameters"], f"{where}.parameters")
+        if description:
+            function["description"] = description
+        if tool.get("strict") is True:
+            function["strict"] = True
+        tools.functions.append({"type": "function", "function": function})
+        tools.places.append(where)
+        tools.names[name.in_chat] = name
+    return tools
+
+
+def _flat(given: list[dict[str, Any]], ignored: Ignored) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Yield functions and custom tools, each with its namespace and its path."""
+    for i, tool in enumerate(given):
+        where = f"tools[{i}]"
+        kind = tool.get("type")
+        if kind in ("function", "custom"):
+            yield tool, "", where
+        elif kind == "namespace":
+            namespace = string_at(tool, "name", where)
+            for j, inner in enumerate(list_at(tool.get("tools"), f"{where}.tools")):
+                at = f"{where}.tools[{j}]"
+                if object_at(inner, at).get("type") in ("function", "custom"):
+                    yield inner, namespace, at
+                else:
+                    ignored.add(f"tools.{inner.get('type')}", ())
+        elif not isinstance(kind, str):
+            raise InvalidRequest(f"{where}.type must be function, custom or namespace", f"{where}.type")
+        else:
+            ignored.add(f"tools.{kind}", ())
+
+
+def _custom_description(description: str, given: Any, where: str) -> str:
+    """Return a description that says the format of the input, which is not enforced."""
+    if given is None or object_at(given, where).get("type") == "text":
+        return description
+    if given.get("type") != "grammar" or given.get("syntax") not in ("lark", "regex"):
+        raise InvalidRequest(f"{where} must be text, or a grammar with the syntax lark or regex", where)
+    definition = string_at(given, "definition", where)
+    return f"{description}\n\nThe input must match this {given['syntax']} grammar:\n{definition}".strip()
+
+
+def chat_choice(choice: Any, tools: Tools) -> Any:
+    """Return ``tool_choice`` in the form of chat.
+
+    Raises:
+        InvalidRequest: it is malformed, or names a tool that the request does not have.
+    """
+    if choice is None or isinstance(choice, str):
+        return choice
+    kind = object_at(choice, "tool_choice").get("type")
+    if kind == "allowed_tools":
+        allowed = list_at(choice.get("tools"), "tool_choice.tools")
+        named = [_named(each, tools, f"tool_choice.tools[{i}]") for i, each in enumerate(allowed)]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": named}}
+    return _named(choice, tools, "tool_choice")
+
+
+def _named(given: Any, tools: Tools, where: str) -> dict[str, Any]:
+    fields = object_at(given, where)
+    if fields.get("type") not in ("function", "custom"):
+        raise InvalidRequest(f"{where}.type must be function, custom or allowed_tools", f"{where}.type", "unsupported")
+    name = ToolName(string_at(fields, "name", where), string_at(fields, "namespace", where, default="")).in_chat
+    if name not in tools.names:
+        raise InvalidRequest(f"{where}.name {shorten(name)} not found in tools", f"{where}.name")
+    return {"type": "function", "function": {"name": name}}

@@ -1,0 +1,53 @@
+"""Text in the parts of a message, for APIs that give each kind of part a type of its own."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quire.protocol.errors import InvalidRequest
+
+
+def object_at(value: Any, where: str) -> Mapping[str, Any]:
+    """Return the object at the path ``where``; raise InvalidRequest for any other value."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where} must be an object", where, "invalid_type")
+    return value
+
+
+def list_at(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a list", where, "invalid_type")
+    return value
+
+
+def string_at(value: Mapping[str, Any], name: str, where: str, *, default: str | None = None) -> str:
+    """Return a member that is a string. ``default``: returned for null and a missing member, which None refuses."""
+    found = value.get(name)
+    if found is None and default is not None:
+        return default
+    if not isinstance(found, str):
+        raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}", "invalid_type")
+    return found
+
+
+def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a string or of a list of parts, joined by newlines as in chat.
+
+    Args:
+        kinds: types of parts that have their text in ``text``, or in a member named as the type.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts", where, "invalid_type")
+    return "\n".join(_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def _text(part: Any, where: str, kinds: Collection[str]) -> str:
+    fields = object_at(part, where)
+    kind = fields.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        allowed = ", ".join(kinds)
+        raise InvalidRequest(
+            f"{where}.type must be one of {allowed}: this server reads text only", f"{where}.type", "unsupported"
+        )
+    return string_at(fields, "text" if "text" in fields else kind, where)

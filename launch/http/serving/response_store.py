@@ -1,0 +1,106 @@
+"""Responses that clients may refer to later, in bounded memory."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A finished response.
+
+    Attributes:
+        body: the response as JSON.
+        conversation: all items up to and with its output, as JSON. The responses of one chain share them.
+        num_before: items of ``conversation`` that belong to ``previous_response_id``.
+        num_input: items of the request's own input, which follow those.
+        output_ids: ids of the items after those.
+    """
+
+    body: bytes
+    conversation: tuple[bytes, ...]
+    num_before: int
+    num_input: int
+    output_ids: tuple[str, ...]
+
+    @property
+    def input(self) -> tuple[bytes, ...]:
+        return self.conversation[self.num_before : self.num_before + self.num_input]
+
+    @property
+    def output(self) -> tuple[bytes, ...]:
+        return self.conversation[self.num_before + self.num_input :]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size, with shared items counted in full, so that the sum is an upper bound."""
+        return len(self.body) + sum(map(len, self.conversation)) + 128 * len(self.conversation)
+
+
+@dataclass(slots=True)
+class _OfTenant:
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    items: dict[str, bytes] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """The responses of one front end, of each tenant apart. Thread-safe.
+
+    When the store is full, the tenant with the most bytes loses its oldest response: a client that stores much cannot
+    evict what others have stored.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._tenants: dict[int, _OfTenant] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._max_bytes > 0
+
+    def add(self, tenant: int, response_id: str, response: StoredResponse) -> None:
+        """Store a response, unless it alone exceeds the limit."""
+        size = response.num_bytes
+        if size > self._max_bytes:
+            return
+        with self._lock:
+            mine = self._tenants.setdefault(tenant, _OfTenant())
+            mine.responses[response_id] = response
+            mine.items.update(zip(response.output_ids, response.output, strict=True))
+            mine.num_bytes += size
+            self.num_bytes += size
+            while self.num_bytes > self._max_bytes:
+                largest = max(self._tenants, key=lambda each: self._tenants[each].num_bytes)
+                self._drop(largest, next(iter(self._tenants[largest].responses)))
+
+    def get(self, tenant: int, response_id: str) -> StoredResponse | None:
+        with self._lock:
+            mine = self._tenants.get(tenant)
+            return None if mine is None else mine.responses.get(response_id)
+
+    def delete(self, tenant: int, response_id: str) -> bool:
+        """Return whether the response was stored."""
+        with self._lock:
+            if tenant not in self._tenants or response_id not in self._tenants[tenant].responses:
+                return False
+            self._drop(tenant, response_id)
+            return True
+
+    def item(self, tenant: int, item_id: str) -> bytes | None:
+        """Return the output item with this id as JSON, while the response that it belongs to is stored."""
+        with self._lock:
+            mine = self._tenants.get(tenant)
+            return None if mine is None else mine.items.get(item_id)
+
+    def _drop(self, tenant: int, response_id: str) -> None:
+        mine = self._tenants[tenant]
+        dropped = mine.responses.pop(response_id)
+        for item_id in dropped.output_ids:
+            del mine.items[item_id]
+        mine.num_bytes -= dropped.num_bytes
+        self.num_bytes -= dropped.num_bytes
+        if not mine.responses:
+            del self._tenants[tenant]
