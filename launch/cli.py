@@ -10,7 +10,8 @@ from typing import NamedTuple, NoReturn
 
 from quire.launch.config.api_keys import hide_in_command_line
 from quire.launch.config.command_line import add_config_file, add_options, read_options
-from quire.launch.config.options import EngineOptions, suggest
+from quire.launch.config.foreign_names import suggest
+from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError

@@ -1,6 +1,5 @@
 """The examples of deploy/ name flags, routes, metrics and labels that exist, and stop later than the server drains."""
 
-import asyncio
 import json
 import re
 import shlex
@@ -10,16 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from front_end import EndlessEngine
-from prometheus_client.parser import text_string_to_metric_families
+from exported_metrics import exported_labels
 
 from quire.launch.cli import parse
 from quire.launch.config.command_line import read_options
 from quire.launch.config.network_options import check_network
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.http.app import ROUTES
-from quire.launch.http.serving.metrics import Metrics, MetricsOptions
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -159,37 +155,10 @@ def test_the_build_context_has_what_a_build_reads() -> None:
     assert all((ROOT / name).exists() for name in kept)
 
 
-class FullEngine(EndlessEngine):
-    """An engine whose statistics have every metric."""
-
-    async def statistics(self) -> Statistics:
-        times = Histogram([1.0], [1, 0], 0.5)
-        return Statistics(
-            1,
-            num_usable_blocks=8,
-            waiting_by_reason={"kv_blocks": 1},
-            preemptions_by_reason={"kv_blocks": 1},
-            kv_block_lifetime=times,
-            kv_block_idle_before_evict=times,
-            kv_block_reuse_gap=times,
-            step_tokens=times,
-        )
-
-
-def _exported(prefix: str) -> dict[str, set[str]]:
-    """Return the labels of every exported sample, by its name."""
-    page = asyncio.run(Metrics("tiny", MetricsOptions(prefix=prefix)).render(FullEngine())).decode()
-    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-    labels: dict[str, set[str]] = {}
-    for sample in samples:
-        labels.setdefault(sample.name, set()).update(sample.labels)
-    return labels
-
-
 @pytest.mark.parametrize("prefix", ["quire", "vllm"])
 def test_the_board_names_metrics_and_labels_that_exist(prefix: str) -> None:
     board = json.loads((DEPLOY / "grafana.json").read_text().replace("${prefix}", prefix))
-    exported = _exported(prefix)
+    exported = exported_labels(prefix)
     used = set()
     for panel in board["panels"]:
         for target in panel["targets"]:

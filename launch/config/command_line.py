@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from quire.launch.config.declared import Declared, declared
-from quire.launch.config.options import EngineOptions, convert, parse_options, suggest
+from quire.launch.config.foreign_names import suggest
+from quire.launch.config.options import EngineOptions, convert, parse_options
 from quire.launch.config.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 

@@ -2,39 +2,17 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from quire.launch.config.foreign_names import suggest
 from quire.launch.config.sampling_options import processor_name
-from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.errors import ConfigError
 from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, EngineSettings, Setting
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-# Names of other engines' flags, and the equivalent flags here.
-FOREIGN_NAMES = {
-    "tp": "--tensor-parallel-size",
-    "tp_size": "--tensor-parallel-size",
-    "model_path": "MODEL (the first argument)",
-    "max_running_requests": "--max-num-seqs",
-    "chunked_prefill_size": "--long-prefill-token-threshold",
-    "page_size": "--block-size",
-    "context_length": "--max-model-len",
-    "ctx_size": "--max-model-len",
-    "mem_fraction_static": "--gpu-memory-utilization",
-    "disable_radix_cache": "--no-enable-prefix-caching",
-    "no_prefix_caching": "--no-enable-prefix-caching",
-    "schedule_policy": "--scheduling-policy",
-    "max_queued_requests": "--max-num-queued-reqs",
-    "scheduler_reserve_full_isl": "--reserve-full-sequence",
-    "speculative_model": "--speculative-config",
-    "num_speculative_tokens": "--speculative-config",
-    "guided_decoding_backend": "--structured-outputs-backend",
-    "grammar_backend": "--structured-outputs-backend",
-    "logits_processor_pattern": "--logits-processors",
-}
 
 
 class EngineOptions(EngineSettings, frozen=True, kw_only=True):
@@ -220,12 +198,6 @@ def _plain(name: str, value: Any) -> Any:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be a JSON object, not {value[:64]!r}") from None
     return value
-
-
-def suggest(name: str, known: Collection[str]) -> str:
-    """Return ``"; did you mean ...?"`` for an unknown key; recognizes other engines' names too."""
-    foreign = FOREIGN_NAMES.get(name)
-    return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)
 
 
 def convert(values: Mapping[str, Any], kind: type[T], where: str) -> T:

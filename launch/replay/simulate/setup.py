@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from quire.launch.config.engine_config import make_engine_config
-from quire.launch.config.options import FOREIGN_NAMES, EngineOptions
+from quire.launch.config.foreign_names import FOREIGN_NAMES
+from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
 from quire.launch.replay.costs.cost import CostModel

@@ -1,0 +1,131 @@
+"""Suggestions for names of other engines' flags: the equivalent here, or why there is none."""
+
+from collections.abc import Collection
+
+from quire.protocol.errors import did_you_mean
+
+# Flags of vLLM, SGLang and llama.cpp with an equivalent here.
+FOREIGN_NAMES = {
+    # vLLM, SGLang
+    "tp": "--tensor-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "model": "MODEL (the first argument)",
+    "model_path": "MODEL (the first argument)",
+    "max_running_requests": "--max-num-seqs",
+    "chunked_prefill_size": "--long-prefill-token-threshold",
+    "page_size": "--block-size",
+    "context_length": "--max-model-len",
+    "mem_fraction_static": "--gpu-memory-utilization",
+    "disable_radix_cache": "--no-enable-prefix-caching",
+    "no_prefix_caching": "--no-enable-prefix-caching",
+    "schedule_policy": "--scheduling-policy",
+    "max_queued_requests": "--max-num-queued-reqs",
+    "scheduler_reserve_full_isl": "--reserve-full-sequence",
+    "speculative_model": "--speculative-config",
+    "num_speculative_tokens": "--speculative-config",
+    "guided_decoding_backend": "--structured-outputs-backend",
+    "grammar_backend": "--structured-outputs-backend",
+    "logits_processor_pattern": "--logits-processors",
+    "sampling_defaults": "--generation-config",
+    "uvicorn_log_level": "--log-level",
+    "disable_log_requests": "--log-level warning",
+    "disable_log_stats": "--log-level warning",
+    "disable_uvicorn_access_log": "--log-level warning",
+    "enable_log_requests": "--log-level info (the default)",
+    "kv_events_config": "--kv-events-endpoint",
+    # llama.cpp
+    "m": "MODEL (the first argument)",
+    "hf": "MODEL (the first argument)",
+    "hf_repo": "MODEL (the first argument)",
+    "a": "--served-model-name",
+    "alias": "--served-model-name",
+    "c": "--max-model-len",
+    "ctx_size": "--max-model-len",
+    "np": "--max-num-seqs",
+    "parallel": "--max-num-seqs",
+    "b": "--max-num-batched-tokens",
+    "batch_size": "--max-num-batched-tokens",
+    "ub": "--max-num-batched-tokens",
+    "ubatch_size": "--max-num-batched-tokens",
+    "ctk": "--kv-cache-dtype",
+    "cache_type_k": "--kv-cache-dtype",
+    "ctv": "--kv-cache-dtype",
+    "cache_type_v": "--kv-cache-dtype",
+    "fa": "--attention-backend",
+    "flash_attn": "--attention-backend",
+    "md": "--speculative-config",
+    "model_draft": "--speculative-config",
+    "draft_max": "--speculative-config",
+    "chat_template_file": "--chat-template",
+    "api_prefix": "--root-path",
+    "ssl_key_file": "--ssl-keyfile",
+    "ssl_cert_file": "--ssl-certfile",
+    "threads_http": "--api-server-count",
+    "verbose": "--log-level debug",
+}
+
+_QUANTIZATION = "quantized weights are not supported: give a checkpoint in bfloat16, float16 or float32"
+_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
+_TEXT_ONLY = "only text is supported: images, audio and video are not"
+_GENERATES = "only text generation is supported: no embeddings, scores or classes"
+_REPLICAS = "not supported: start one server per replica behind a load balancer, or use --tensor-parallel-size"
+_DEVICE = "a model is on one kind of device as a whole: choose it with --device"
+_TOOLS = "tools need no flag: docs/sampling.md"
+_ALWAYS = "not needed: it is always on"
+_THREADS = "not needed: all cores that the process may use are used; taskset limits them"
+_REQUEST = "a parameter of requests, or a value of generation_config.json: --generation-config"
+
+# Flags without an equivalent: why.
+NO_EQUIVALENT = {
+    "quantization": _QUANTIZATION,
+    "q": _QUANTIZATION,
+    "load_in_4bit": _QUANTIZATION,
+    "enable_lora": _LORA,
+    "lora": _LORA,
+    "lora_modules": _LORA,
+    "lora_paths": _LORA,
+    "lora_scaled": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "mmproj": _TEXT_ONLY,
+    "limit_mm_per_prompt": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "enable_multimodal": _TEXT_ONLY,
+    "task": _GENERATES,
+    "runner": _GENERATES,
+    "embedding": _GENERATES,
+    "embeddings": _GENERATES,
+    "is_embedding": _GENERATES,
+    "reranking": _GENERATES,
+    "pooling": _GENERATES,
+    "dp": _REPLICAS,
+    "data_parallel_size": _REPLICAS,
+    "pipeline_parallel_size": _REPLICAS,
+    "ngl": _DEVICE,
+    "gpu_layers": _DEVICE,
+    "n_gpu_layers": _DEVICE,
+    "cpu_offload_gb": _DEVICE,
+    "trust_remote_code": "no code of a checkpoint is executed: docs/models.md lists the supported models",
+    "tokenizer": "the tokenizer is that of MODEL's folder",
+    "revision": "download that revision, and give its folder as MODEL",
+    "enable_auto_tool_choice": _TOOLS,
+    "jinja": "not needed: the chat template is always used",
+    "cont_batching": _ALWAYS,
+    "metrics": _ALWAYS,
+    "enable_metrics": _ALWAYS,
+    "slots": "not supported: /metrics has the number of requests by state",
+    "cache_reuse": "not needed: equal prefixes are reused unless --no-enable-prefix-caching is given",
+    "t": _THREADS,
+    "threads": _THREADS,
+    "temp": _REQUEST,
+    "override_generation_config": _REQUEST,
+    "n_predict": _REQUEST,
+}
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return what to add to an error about an unknown key: ``"; did you mean ...?"``, why there is none, or ""."""
+    if name in NO_EQUIVALENT:
+        return f"; {NO_EQUIVALENT[name]}"
+    foreign = FOREIGN_NAMES.get(name)
+    return f"; did you mean {foreign}?" if foreign else did_you_mean(name, known)

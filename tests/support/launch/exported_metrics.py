@@ -1,0 +1,35 @@
+"""The metrics of a server whose statistics have every metric: a scrape, and the labels by name."""
+
+import asyncio
+
+from front_end import EndlessEngine
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.launch.http.serving.metrics import Metrics, MetricsOptions
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
+
+
+class FullEngine(EndlessEngine):
+    """An engine whose statistics have every metric."""
+
+    async def statistics(self) -> Statistics:
+        times = Histogram([1.0], [1, 0], 0.5)
+        return Statistics(
+            1,
+            num_usable_blocks=8,
+            waiting_by_reason={"kv_blocks": 1},
+            preemptions_by_reason={"kv_blocks": 1},
+            kv_block_lifetime=times,
+            kv_block_idle_before_evict=times,
+            kv_block_reuse_gap=times,
+            step_tokens=times,
+        )
+
+
+def exported_labels(prefix: str) -> dict[str, set[str]]:
+    """Return the labels of every exported sample, by its name."""
+    page = asyncio.run(Metrics("tiny", MetricsOptions(prefix=prefix)).render(FullEngine())).decode()
+    labels: dict[str, set[str]] = {}
+    for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
+        labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
