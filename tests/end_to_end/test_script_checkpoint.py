@@ -1,4 +1,4 @@
-"""Script checkpoints (``script_checkpoint.py``): the answers are the script's, whatever the engine does meanwhile."""
+"""Script checkpoints (``script_checkpoint.py``): the answers are the script's, also after kills and preemptions."""
 
 import asyncio
 import json

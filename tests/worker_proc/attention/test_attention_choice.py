@@ -161,7 +161,7 @@ def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch, launchable:
     for module in ("flashinfer", "flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)
     extra = name.replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"{name}: .*cannot load.*quire\[{extra}\].*usable backends: triton$"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*cannot load.*quire-serve\[{extra}\].*usable backends: triton$"):
         pick(config_of(name, block_size=256))
 
 

@@ -98,7 +98,8 @@ def test_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_warns_if_the_pool_is_smaller_than_the_context(
     blocks: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_plan(plan(num_blocks_override=blocks), 256)
+    with caplog.at_level(logging.WARNING, "quire"):
+        log_plan(plan(num_blocks_override=blocks), 256)
     assert len(caplog.records) == warned
     if warned:
         assert "finish reason length tokens=240 max_model_len=256" in caplog.text
