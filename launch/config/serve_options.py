@@ -147,6 +147,37 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 30.0
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "none",
+            "deepseek_v3",
+            "deepseek_v31",
+            "gemma4",
+            "glm45",
+            "harmony",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "mistral_list",
+            "qwen3_coder",
+        ],
+        Setting(
+            SERVER,
+            "format in which the model writes tool calls. auto: that of the checkpoint's `response_template`, or the "
+            "one that its chat template has: [formats](../launch/text/parsing/README.md#formats). none: calls are text",
+            metavar="NAME",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "markers", "gemma4", "harmony"],
+        Setting(
+            SERVER,
+            "format in which the model writes thoughts, which responses have as `reasoning`. markers: between "
+            "`--reasoning-start-str` and `--reasoning-end-str`. none: thoughts are text",
+            metavar="NAME",
+        ),
+    ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,
         Setting(

@@ -74,6 +74,7 @@ class Answer:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
+            shown=prompt.shown,
         )
         self._include_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0

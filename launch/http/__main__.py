@@ -17,6 +17,7 @@ from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
+from quire.launch.text.parsing.choose import choose_format
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
@@ -71,12 +72,23 @@ class FrontEnd:
 
     def _make_server(self, text_in: TextIn) -> HttpServer:
         config, settings = self._config, self._settings
+        thinking = Thinking.of(config, text_in)
+        text_in.protect(thinking.markers or ())
+        answer_format = choose_format(
+            text_in.special_tokens,
+            "" if text_in.template is None else text_in.template.source,
+            text_in.response_template,
+            calls=settings.tool_call_parser,
+            thoughts=settings.reasoning_parser,
+            markers=thinking.markers,
+        )
         app = make_app(
             self._engine,
             ServerSettings(
                 text_in=text_in,
                 processors=tuple(load_logits_processors(config.logits_processors)),
-                thinking=Thinking.of(config, text_in),
+                thinking=thinking,
+                answer_format=answer_format,
                 served_model_names=tuple(settings.served_model_name or ()),
                 api_keys=tuple(settings.api_key or ()),
                 max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,

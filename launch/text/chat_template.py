@@ -25,6 +25,8 @@ MAX_SOURCE_CHARS = 2**20
 CANNOT_RENDER = "the model's chat template cannot render these messages"
 # Private-use characters around text of users that looks like a special token; see mark_special.
 MARK_START, MARK_END = "\ue0f0", "\ue0f1"
+# A template that prints a whole object, or JSON in ASCII, escapes the marks.
+ESCAPED_MARK = re.compile(r"\\+u(e0f[01])", re.IGNORECASE)
 _FINAL_MESSAGE_TAG = "\ue0f2CONTINUE\ue0f3"
 RESERVED_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
@@ -40,7 +42,10 @@ class RenderedTooLong(QuireError):
 
 
 class Template(Protocol):
-    """A chat template that can render conversations; see ``ChatTemplate.render``."""
+    """A chat template that can render conversations; see ``ChatTemplate.render``. ``source``: its text."""
+
+    @property
+    def source(self) -> str: ...
 
     def render(
         self,
@@ -85,6 +90,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template does not parse; ``where`` names the file.
         """
+        self.source = source
         self._variables = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -138,7 +144,7 @@ class ChatTemplate:
                 size += len(piece)
                 if size > max_chars:
                     raise RenderedTooLong("the conversation's text is too long")
-            return "".join(pieces)
+            return ESCAPED_MARK.sub(lambda found: chr(int(found[1], 16)), "".join(pieces))
         except RenderedTooLong:
             raise
         except TemplateRefusal as refusal:
@@ -156,14 +162,19 @@ def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, contents))) if contents else None
 
 
+def written_end(rendered: str, most: int = 256) -> str:
+    """Return the last characters of a rendered conversation, after the last marked text in them."""
+    return re.split(f"[{MARK_START}{MARK_END}]", rendered[-most:])[-1]
+
+
 def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
     """Return ``value`` with marks around each special token in its strings; marks that it already has are removed.
 
     Keys are marked too, because a template writes the keys of tool parameters and of earlier calls.
     """
     if isinstance(value, str):
-        if MARK_START in value or MARK_END in value:
-            value = value.replace(MARK_START, "").replace(MARK_END, "")
+        while MARK_START in value or MARK_END in value or ESCAPED_MARK.search(value):
+            value = ESCAPED_MARK.sub("", value.replace(MARK_START, "").replace(MARK_END, ""))
         return pattern.sub(f"{MARK_START}\\g<0>{MARK_END}", value)
     if isinstance(value, list):
         return [mark_special(item, pattern) for item in value]

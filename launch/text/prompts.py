@@ -5,14 +5,14 @@ the prompt's length with the context.
 """
 
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.text.chat_template import RESERVED_VARIABLES, Message
+from quire.launch.text.chat_template import RESERVED_VARIABLES, Message, written_end
 from quire.launch.text.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
@@ -37,10 +37,18 @@ class ModelLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One validated prompt. ``text``: the prompt's text, if it was given as text."""
+    """One validated prompt.
+
+    Attributes:
+        text: the prompt's text, if it was given as text.
+        end: the last characters of a rendered conversation, after the last text of the request in them.
+        shown: special tokens that are in the answer's text even if such tokens are skipped.
+    """
 
     token_ids: npt.NDArray[np.int32]
     text: str | None = None
+    end: str = ""
+    shown: frozenset[int] = frozenset()
 
 
 def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
@@ -90,7 +98,9 @@ def encode_prompt(
 
 def encode_messages(messages: list[Message], options: ChatOptions, text_in: TextIn, limits: ModelLimits) -> Prompt:
     """Encode a conversation with the chat template. ``messages``: the result of ``check_messages``."""
-    return prompt_from_ids(text_in.encode_chat(messages, options, limits.max_model_len), limits, "messages")
+    rendered = text_in.render_chat(messages, options, limits.max_model_len)
+    prompt = prompt_from_ids(text_in.encode_rendered(rendered), limits, "messages")
+    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
 
 
 def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", text: str | None = None) -> Prompt:

@@ -52,17 +52,25 @@ class TextIn:
     def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.response_template: Any = None
+        """The checkpoint's description of its answers; see ``parsing/``."""
         self._plain: Tokenizer | None = None
         self._special: re.Pattern[str] | None = None
+        self._special_texts: frozenset[str] = frozenset()
+        self._control: set[str] = set()
+        """Texts that are never more than text in a conversation: special tokens, tags that are one token, and those
+        of ``protect``."""
+        self._spelled: dict[str, list[int]] = {}
+        """Their token ids as plain text."""
         if tokenizer is None:
             return
         # A tokenizer.json may hold truncation and padding settings of its training, which a server must not apply.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
-        special = [token.content for token in added.values() if token.special]
-        self._special = special_pattern(special)
-        if special:
+        self._special_texts = frozenset(token.content for token in added.values() if token.special)
+        self.protect([token.content for token in added.values() if token.special or _is_tag(token.content)])
+        if self._special_texts:
             self._plain = Tokenizer.from_str(tokenizer.to_str())
             self._plain.encode_special_tokens = True
 
@@ -82,7 +90,21 @@ class TextIn:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception:  # the library raises nothing narrower
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
-        return cls(tokenizer, _load_template(folder, chat_template))
+        config = _read_config(folder / "tokenizer_config.json")
+        text_in = cls(tokenizer, _load_template(folder, config, chat_template))
+        text_in.response_template = config.get("response_template")
+        return text_in
+
+    def protect(self, texts: Iterable[str]) -> None:
+        """Make these texts, such as thinking markers, plain text where they are part of a request's conversation."""
+        self._control.update(text for text in texts if text)
+        self._spelled.clear()
+        self._special = special_pattern(self._control)
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -108,7 +130,11 @@ class TextIn:
         return _encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation. ``max_tokens``: as for ``encode``.
+        """Return the token ids of a conversation; see ``render_chat``."""
+        return self.encode_rendered(self.render_chat(messages, options, max_tokens))
+
+    def render_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> str:
+        """Return the text of a conversation for ``encode_rendered``. ``max_tokens``: as for ``encode``.
 
         Raises:
             InvalidRequest: no tokenizer, no template, the template refuses the messages, or they are too long.
@@ -135,7 +161,7 @@ class TextIn:
         except RecursionError:
             raise InvalidRequest("messages are nested too deeply", "messages") from None
         self._refuse_overlong(tokenizer, text, max_tokens, "messages")
-        return self._encode_marked(tokenizer, text)
+        return text
 
     def prepare(self) -> None:
         """Start the template's helper processes, so that the first conversation does not wait for them."""
@@ -173,21 +199,42 @@ class TextIn:
                 raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
             length *= 4
 
-    def _encode_marked(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Encode text with marks around users' special tokens: marked parts as plain text, the rest as usual.
+    def encode_rendered(self, text: str) -> list[int]:
+        """Encode text with marks around users' control tokens: marked parts as plain text, the rest as usual.
 
         A template that splits strings can separate a pair of marks. A lone mark is removed, but still splits the text.
         """
-        if self._plain is None or (MARK_START not in text and MARK_END not in text):
+        tokenizer = self._require_tokenizer("messages")
+        if MARK_START not in text and MARK_END not in text:
             return _encode(tokenizer, text, False)
         ids: list[int] = []
         for piece in re.split(f"({MARK_START}[^{MARK_START}{MARK_END}]*{MARK_END})", text):
             if piece.startswith(MARK_START) and piece.endswith(MARK_END):
-                ids += _encode(self._plain, piece[1:-1], False)
+                ids += self._encode_spelled(tokenizer, piece[1:-1])
                 continue
             for part in re.split(f"[{MARK_START}{MARK_END}]", piece):
                 ids += _encode(tokenizer, part, False) if part else []
         return ids
+
+    def _encode_spelled(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Return the ids of a control token's text that are not the control token's."""
+        if text not in self._spelled:
+            spelled = self._spell(tokenizer, text)
+            if text not in self._control:  # a template has changed it
+                return spelled
+            self._spelled[text] = spelled
+        return self._spelled[text]
+
+    def _spell(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        if text in self._special_texts and self._plain is not None:
+            return _encode(self._plain, text, False)
+        # In two parts, the text is neither an added token nor the usual tokens of a marker.
+        usual = _encode(tokenizer, text, False)
+        for cut in range(1, len(text)):
+            ids = [*_encode(tokenizer, text[:cut], False), *_encode(tokenizer, text[cut:], False)]
+            if ids != usual and text[cut:] not in self._control:
+                return ids
+        return [token for char in text for token in _encode(tokenizer, char, False)]
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -219,19 +266,27 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: st
     return ids
 
 
+def _is_tag(text: str) -> bool:
+    """Whether an added token that is not special is a delimiter, and not an abbreviation such as a run of blanks."""
+    return len(text) > 2 and (text[0], text[-1]) in (("<", ">"), ("[", "]"))
+
+
 def _has_surrogates(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is not None
 
 
-def _load_template(folder: Path, source: str) -> Template | None:
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        raise ConfigError(f"{path}: cannot be read as a JSON object") from None
+
+
+def _load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
     """Load the chat template: ``source`` if not empty, else chat_template.jinja, else that of tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
-    config: dict[str, Any] = {}
-    if config_path.is_file():
-        try:
-            config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
-        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
-            raise ConfigError(f"{config_path}: cannot be read as a JSON object") from None
     if source:
         return TemplateHelper(source, _special_variables(config), "--chat-template")
     template_path = folder / "chat_template.jinja"

@@ -23,15 +23,25 @@ class Detokenizer:
     """Incremental detokenizer of one sequence. Holds back the bytes of an incomplete character."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        prompt_tail: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """``prompt_tail``: the prompt's last tokens, for tokenizers that drop the blank of the first token."""
+        """
+        Args:
+            prompt_tail: the prompt's last tokens, for tokenizers that drop the blank of the first token.
+            shown: special tokens that are not skipped.
+        """
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens and not shown
         # DecodeStream keeps tokens without text and decodes them again each time, so they are filtered out before it.
-        self._silent = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self._silent = special_ids(tokenizer) - shown if skip_special_tokens else frozenset[int]()
         self._held: list[int] = []
-        self._stream = self._new_stream(_whole_tail(tokenizer, prompt_tail, skip_special_tokens))
+        tail = [token for token in prompt_tail if token not in self._silent]
+        self._stream = self._new_stream(_whole_tail(tokenizer, tail, self._skip_special_tokens))
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete."""
@@ -194,12 +204,17 @@ class TextOut:
         include_stop: bool = False,
         min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """``min_tokens``: stop strings that are complete within this many tokens are ignored."""
+        """
+        Args:
+            min_tokens: stop strings that are complete within this many tokens are ignored.
+            shown: special tokens that are in the text even if such tokens are skipped.
+        """
         self._detokenizer = (
             None
             if tokenizer is None
-            else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail)
+            else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail, shown=shown)
         )
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop

@@ -1,9 +1,7 @@
 """POST /v1/chat/completions: from a conversation to the assistant's message."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,17 +10,15 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
+from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
-from quire.launch.http.routes.tool_calls import AnyCalls, CallDelta, CallsAfterReasoning, NamedCall, new_call_id
+from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest
-from quire.launch.http.schema.tools import ToolUse
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.offline.request_output import Logprob
-from quire.launch.text.prompts import encode_messages
+from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 from quire.launch.text.text_out import TokenTexts
-
-T = TypeVar("T")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -60,6 +56,7 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | UnsetType | None = UNSET
     role: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -96,6 +93,7 @@ class AnswerMessage(msgspec.Struct, frozen=True):
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -120,53 +118,41 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await read_json(request, server.texts, server.parser.chat)
-    messages, options = parsed.messages, parsed.options
-    prompt = await server.conversations.run(
-        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
-    )
-    reasoning_end = ""
-    if parsed.tool_use is not None:
-        reasoning_end = server.settings.thinking.end_before_answer(prompt.token_ids, parsed.params)
-        if reasoning_end:
-            # The marker is searched for in the text, and may be a special token.
-            parsed = replace(parsed, params=msgspec.structs.replace(parsed.params, skip_special_tokens=False))
+    prompt, new_reader = await encode_conversation(server, parsed, size)
     request_id = new_request_id("chatcmpl", request)
-    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, request_id, reasoning_end))
+    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, request_id, new_reader))
 
 
 class ChatFormatter:
-    """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role.
+    """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role."""
 
-    ``reasoning_end``: text of the marker that ends the reasoning before a required call, or "" for no reasoning.
-    """
-
-    def __init__(self, server: Server, request: ChatRequest, request_id: str, reasoning_end: str = "") -> None:
+    def __init__(
+        self, server: Server, request: ChatRequest, request_id: str, new_reader: Callable[[], AnswerReader]
+    ) -> None:
         self.request_id = request_id
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
         self._num_prompt_logprobs = request.prompt_logprobs
-        self._tool_use = request.tool_use
-        self._calls: dict[int, CallsAfterReasoning] = {}
-        if request.tool_use is not None:
-            self._calls = {
-                index: CallsAfterReasoning(_parser(request.tool_use), reasoning_end)
-                for index in range(request.params.n)
-            }
-        self._called: set[int] = set()
-        """Indices of the choices that have started a call."""
+        self._calls_named = request.tool_use is not None and request.tool_use.function is not None
+        self._has_content = request.tool_use is None
+        self._readers = [new_reader() for _ in range(request.params.n)]
+        self._called: dict[int, set[int]] = {}
+        """Indices of the calls of each choice."""
         self._not_started = set(range(request.params.n))
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         role: str | UnsetType = "assistant" if index in self._not_started else UNSET
         self._not_started.discard(index)
-        if self._tool_use is None:
-            message_delta = Delta(delta.text, role)
-        else:
-            reasoning, found = self._calls[index].push(delta.text, last=delta.finish_reason is not None)
-            calls = self._note(index, [_call_delta(call) for call in found])
-            message_delta = Delta(UNSET if role is UNSET else None, role, calls or UNSET, reasoning or UNSET)
+        events = self._readers[index].push(delta.text, last=delta.finish_reason is not None)
+        self._note_calls(index, events)
+        calls = [_call_delta(event) for event in events if isinstance(event, CallDelta)]
+        reasoning = _joined(events, Thought) or UNSET
+        content: str | UnsetType | None = _joined(events, Content)
+        if not content and (calls or reasoning or not self._has_content):
+            content = UNSET if role is UNSET else None
+        message_delta = Delta(content, role, calls or UNSET, reasoning, reasoning)
         logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
         choice = ChunkChoice(
             index, message_delta, logprobs, self._reason(index, delta.finish_reason), delta.stop_reason
@@ -189,24 +175,27 @@ class ChatFormatter:
         )
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
-        text = "".join(answer.texts)
-        if self._tool_use is None:
-            message = AnswerMessage("assistant", text)
-        else:
-            reasoning, found = self._calls[index].push(text, last=True)
-            calls = self._note(index, _calls(found))
-            message = AnswerMessage("assistant", None, tool_calls=calls or UNSET, reasoning_content=reasoning or UNSET)
+        events = self._readers[index].push("".join(answer.texts), last=True)
+        self._note_calls(index, events)
+        calls = whole_calls(events)
+        reasoning = _joined(events, Thought) or UNSET
+        content = _joined(events, Content) or (None if calls or not self._has_content else "")
+        message = AnswerMessage(
+            "assistant", content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
+        )
         logprobs = None if answer.logprobs is None else format_logprobs(answer.logprobs, self._token_texts)
         return ChatChoice(index, message, logprobs, self._reason(index, answer.finish_reason), answer.stop_reason)
 
-    def _note(self, index: int, calls: list[T]) -> list[T]:
-        if calls:
-            self._called.add(index)
-        return calls
+    def _note_calls(self, index: int, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, CallDelta):
+                self._called.setdefault(index, set()).add(event.index)
+            elif isinstance(event, CallDropped):
+                self._called[index].discard(event.index)
 
     def _reason(self, index: int, finish_reason: str | None) -> str | None:
         """Return the finish reason as OpenAI defines it: ``stop``, not ``tool_calls``, for a named function."""
-        any_call = self._tool_use is not None and self._tool_use.function is None and index in self._called
+        any_call = not self._calls_named and bool(self._called.get(index))
         return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
@@ -215,8 +204,8 @@ class ChatFormatter:
         )
 
 
-def _parser(use: ToolUse) -> NamedCall | AnyCalls:
-    return AnyCalls() if use.function is None else NamedCall(use.function)
+def _joined(events: Sequence[Event], kind: type[Content] | type[Thought]) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
 
 
 def _call_delta(call: CallDelta) -> ToolCallDelta:
@@ -225,9 +214,17 @@ def _call_delta(call: CallDelta) -> ToolCallDelta:
     return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_call_id(), "function")
 
 
-def _calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
-    """Return the calls of a complete answer, given one delta per call."""
-    return [ToolCall(new_call_id(), Function(call.name or "", call.arguments)) for call in deltas]
+def whole_calls(events: Sequence[Event]) -> list[ToolCall]:
+    """Return the calls of a complete answer, without those that were dropped."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, CallDelta):
+            names.setdefault(event.index, event.name or "")
+            arguments.setdefault(event.index, []).append(event.arguments)
+        elif isinstance(event, CallDropped):
+            del names[event.index]
+    return [ToolCall(new_call_id(), Function(name, "".join(arguments[index]))) for index, name in names.items()]
 
 
 def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:

@@ -1,26 +1,27 @@
-"""Incremental parsing of outputs that are constrained to be tool calls."""
+"""Outputs that are constrained to be tool calls, as events."""
 
-import json
 import uuid
-from dataclasses import dataclass
-from enum import Enum, auto
 
+from quire.launch.http.schema.tools import ToolUse
+from quire.launch.text.parsing.answer_parser import CallDelta, Event, Thought
+from quire.launch.text.parsing.object_reader import ObjectReader
 from quire.launch.text.text_out import StopStrings
-
-WHITESPACE = " \t\n\r"
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """The text added to call ``index``. Only the first delta of a call has its ``name``."""
-
-    index: int
-    name: str | None
-    arguments: str
 
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class RequiredCalls:
+    """Reader of an answer that must be calls, after thoughts that end with the text ``end`` unless it is ""."""
+
+    def __init__(self, use: ToolUse, end: str) -> None:
+        calls = AnyCalls() if use.function is None else NamedCall(use.function)
+        self._calls = CallsAfterReasoning(calls, end)
+
+    def push(self, text: str, *, last: bool) -> list[Event]:
+        reasoning, calls = self._calls.push(text, last=last)
+        return [Thought(reasoning), *calls] if reasoning else [*calls]
 
 
 class NamedCall:
@@ -64,123 +65,15 @@ class CallsAfterReasoning:
         return text[: end - self._end_length], self._calls.push(text[end:])
 
 
-class _State(Enum):
-    OUTSIDE = auto()
-    """Outside of any call."""
-    MEMBER = auto()
-    """In a call, before a key."""
-    KEY = auto()
-    COLON = auto()
-    """Between a key and its value."""
-    VALUE = auto()
-
-
 class AnyCalls:
-    """Parser of a JSON list of ``{"name": ..., "parameters": ...}``, in time linear in the text.
+    """Parser of a JSON list of ``{"name": ..., "parameters": ...}``.
 
-    The output is constrained to this form, so nothing is validated: other text makes no call. If the output was cut
-    off, its last call is incomplete.
+    The output is constrained to this form, so nothing is validated. If it was cut off, its last call is incomplete.
     """
 
     def __init__(self) -> None:
-        self._state = _State.OUTSIDE
-        self._index = -1
-        self._begin_call()
-
-    def _begin_call(self) -> None:
-        self._token: list[str] = []
-        """Characters of the current key or name, with quotes."""
-        self._key = ""
-        self._name: str | None = None
-        self._name_sent = False
-        self._arguments: list[str] = []
-        """Parsed and not sent."""
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._objects = ObjectReader(is_constrained=True)
 
     def push(self, text: str) -> list[CallDelta]:
         """Return the deltas of ``text``, at most one per call."""
-        deltas: list[CallDelta] = []
-        for char in text:
-            ended = self._step(char)
-            if ended:
-                self._add_delta(deltas)
-                self._begin_call()
-        self._add_delta(deltas)
-        return deltas
-
-    def _add_delta(self, deltas: list[CallDelta]) -> None:
-        """Move parsed arguments to a new delta, once the name is known."""
-        if self._name is None:
-            return
-        arguments = "".join(self._arguments)
-        self._arguments.clear()
-        name = None if self._name_sent else self._name
-        self._name_sent = True
-        if arguments or name is not None:
-            deltas.append(CallDelta(self._index, name, arguments))
-
-    def _step(self, char: str) -> bool:
-        """Consume one character; return True if it ends a call."""
-        if self._state is _State.VALUE:
-            return self._step_in_value(char)
-        if self._state is _State.KEY:
-            self._token.append(char)
-            if self._closes_string(char):
-                self._key, self._state = _decoded(self._token), _State.COLON
-                self._token = []
-            return False
-        if self._state is _State.OUTSIDE:
-            if char == "{":
-                self._index += 1
-                self._state = _State.MEMBER
-        elif self._state is _State.COLON:
-            if char == ":":
-                self._state = _State.VALUE
-                self._token = []
-        elif char == '"':
-            self._token, self._in_string, self._state = ['"'], True, _State.KEY
-        elif char == "}":
-            self._state = _State.OUTSIDE
-            return True
-        return False
-
-    def _step_in_value(self, char: str) -> bool:
-        """Consume a character of a member's value, or the first one after it."""
-        if not self._in_string and not self._depth and char in ",}":
-            if self._key == "name" and self._name is None:
-                self._name = _decoded(self._token)
-            self._state = _State.OUTSIDE if char == "}" else _State.MEMBER
-            return char == "}"
-        if self._in_string:
-            self._closes_string(char)
-        elif char == '"':
-            self._in_string = True
-        elif char in "[{":
-            self._depth += 1
-        elif char in "]}":
-            self._depth -= 1
-        elif char in WHITESPACE and not self._depth:
-            return False
-        if self._key == "parameters":
-            self._arguments.append(char)
-        elif self._key == "name":
-            self._token.append(char)
-        return False
-
-    def _closes_string(self, char: str) -> bool:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False
-        return not self._in_string
-
-
-def _decoded(token: list[str]) -> str:
-    try:
-        decoded = json.loads("".join(token))
-    except ValueError:
-        return ""
-    return decoded if isinstance(decoded, str) else ""
+        return [CallDelta(*piece) for piece in self._objects.push(text)]

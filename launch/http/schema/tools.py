@@ -1,6 +1,6 @@
 """Tools of a chat request: validation, and the output constraint of a required call.
 
-Calls are only parsed from outputs that were constrained to be calls. With ``tool_choice: auto`` the output stays text.
+With ``tool_choice: auto`` the output is not constrained; ``routes/conversation.py`` reads the calls in it.
 """
 
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ from quire.launch.http.serving.metrics import Metrics, MetricsOptions
 from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import Tracer
+from quire.launch.text.parsing.choose import AnswerFormat
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
@@ -29,6 +30,7 @@ class ServerSettings:
         served_model_names: names accepted in requests; responses have the first one.
         processors: the engine's logits processors, which validate each request.
         thinking: the model's thinking markers.
+        answer_format: how the model writes thoughts and calls; None if its answers are plain text.
         api_keys: keys accepted on every route; if empty, requests need no key.
         max_num_queued_reqs_per_key: most sequences of one key that wait for their first token, or 0 for no limit.
         health_timeout: seconds without progress after which the engine counts as stuck.
@@ -47,6 +49,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...]
     processors: tuple[type[LogitsProcessor], ...] = ()
     thinking: Thinking = field(default_factory=Thinking)
+    answer_format: AnswerFormat | None = None
     api_keys: tuple[str, ...] = ()
     max_num_queued_reqs_per_key: int = 0
     health_timeout: float = 60.0

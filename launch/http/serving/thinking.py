@@ -13,18 +13,25 @@ from quire.protocol.request.thinking import Marker, ThinkingState
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The model's thinking markers as token ids; ``end_text`` is the text of the end marker. Empty if it has none."""
+    """The model's thinking markers as token ids, and their texts. Empty if it has none."""
 
     start: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
     end_text: str = ""
+    start_text: str = ""
 
     @classmethod
     def of(cls, config: EngineConfig, text_in: TextIn) -> "Thinking":
         start, end = config.thinking_start_token_ids, config.thinking_end_token_ids
         if not start or not end:
             return cls()
-        return cls(tuple(start), tuple(end), text_in.decode(end, skip_special_tokens=False))
+        texts = (text_in.decode(ids, skip_special_tokens=False) for ids in (end, start))
+        return cls(tuple(start), tuple(end), *texts)
+
+    @property
+    def markers(self) -> tuple[str, str] | None:
+        """The texts of the start and end marker."""
+        return (self.start_text, self.end_text) if self.start_text and self.end_text else None
 
     def end_before_answer(self, prompt: npt.NDArray[np.int32], params: SamplingParams) -> str:
         """Return the text that ends the thinking before a constrained output, or "" if there is no thinking.

@@ -26,21 +26,20 @@ _QWEN3_CODER = {
 }
 _LLAMA3_JSON = {
     "open_pattern": r"\s*<\|python_tag\|>\s*|\s*(?=\{\s*\"name\"\s*:)",
-    "close_pattern": r"\s*;\s*(?=\{\s*\"name\"\s*:)|<\|eo[tm]_id\|>",
+    "close_pattern": r"\s*;\s*(?=\{\s*\"name\"\s*:)",
     "repeats": True,
     "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }
 _MISTRAL_LIST = {
     "open": "[TOOL_CALLS]",
-    "close": "</s>",
     "content": "json",
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
     "transform_each": True,
 }
 _MISTRAL = {
     "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{\s]+)(?:\[CALL_ID\][^\[\]{\s]+)?\[ARGS\]",
-    "close_pattern": r"(?=\[TOOL_CALLS\])|</s>",
+    "close_pattern": r"(?=\[TOOL_CALLS\])",
     "repeats": True,
     "content": "json",
     "transform": CALL,

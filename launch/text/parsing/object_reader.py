@@ -28,7 +28,9 @@ class ObjectReader:
     Nothing is validated: other text makes no call, or a wrong one, which the value of the whole text tells.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_constrained: bool = False) -> None:
+        """``is_constrained``: the text is certainly calls: each is reported with its name, before its arguments."""
+        self._is_constrained = is_constrained
         self._state = OUTSIDE
         self._number = -1
         self._begin()
@@ -66,11 +68,11 @@ class ObjectReader:
 
     def _report(self, pieces: list[Piece]) -> None:
         """Move what was read to a new piece, once the name and the start of the arguments are known."""
-        if self._name is None or not self._has_arguments:
+        if self._name is None or not (self._has_arguments or self._is_constrained):
             return
         arguments = "".join(self._arguments)
         self._arguments.clear()
-        if arguments:
+        if arguments or (self._is_constrained and not self._is_sent):
             pieces.append(Piece(self._number, None if self._is_sent else self._name, arguments))
             self._is_sent = True
 
@@ -105,13 +107,13 @@ class ObjectReader:
                 self._name = _text_of(self._token) or None
             self._state = OUTSIDE if char == "}" else MEMBER
             return char == "}"
+        if not self._in_string and not self._depth and self._key in ARGUMENTS and char not in WHITESPACE:
+            self._has_arguments = self._has_arguments or self._is_constrained or char == "{"
         if self._in_string:
             self._closes_string(char)
         elif char == '"':
             self._in_string = True
         elif char in "[{":
-            if not self._depth and self._key in ARGUMENTS and char == "{":
-                self._has_arguments = True
             self._depth += 1
         elif char in "]}":
             self._depth -= 1

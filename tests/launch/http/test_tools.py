@@ -136,8 +136,8 @@ class TestParser:
         parser.push('[{"name": "f", "parameters": {"a": "')
         for _ in range(1000):
             assert parser.push("x" * 100)[0].arguments == "x" * 100
-        assert not parser._arguments
-        assert not parser._token
+        assert not parser._objects._arguments
+        assert not parser._objects._token
 
 
 class TestResponses:

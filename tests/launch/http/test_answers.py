@@ -1,0 +1,145 @@
+"""Thoughts and calls that the model chooses to write, in chat."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.launch.http.app import make_app
+from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.chat_template import ChatTemplate
+from quire.launch.text.parsing.choose import choose_format
+from quire.launch.text.text_in import TextIn
+from tests.launch.conftest import TEMPLATE
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("weather", "clock")
+]
+CALLS = [("weather", {"place": 'a "b" {', "days": [1, {"x": None}]}), ("clock", {})]
+CALL_TEXT = "\n".join(
+    f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in CALLS
+)
+# The special token ends a call, which a client must never see.
+SPECIAL_CALL = '<|im_start|>call{"name": "clock", "arguments": {}}<|im_end|>'
+OWN = {
+    "fields": {
+        "tool_calls": {
+            "open": "<|im_start|>call",
+            "close": "<|im_end|>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        }
+    }
+}
+
+
+@pytest.fixture
+def make_client(engine: Any, tokenizer: Any, client: Any) -> Any:
+    def make(own: Any = None, opening: str = "") -> Any:
+        template = TEMPLATE.replace("assistant\\n'", f"assistant\\n{opening}'")
+        text_in = TextIn(tokenizer, ChatTemplate(template, {}, "test"))
+        text_in.protect(("<think>", "</think>"))
+        form = choose_format(text_in.special_tokens, "<tool_call>", own, markers=("<think>", "</think>"))
+        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), answer_format=form)
+        return type(client)(make_app(engine, settings))
+
+    engine.max_model_len = 4000
+    return make
+
+
+def whole_message(chunks: list[Any]) -> dict[str, Any]:
+    """Return the message that a client collects from a stream."""
+    message: dict[str, Any] = {"role": "", "content": "", "reasoning": "", "reasoning_content": "", "calls": []}
+    for delta in (chunk["choices"][0]["delta"] for chunk in chunks):
+        for name in ("role", "content", "reasoning", "reasoning_content"):
+            message[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(message["calls"])
+                message["calls"].append([call["function"]["name"], ""])
+            message["calls"][call["index"]][1] += call["function"]["arguments"]
+    message["calls"] = [(name, json.loads(arguments)) for name, arguments in message["calls"]]
+    return message
+
+
+@pytest.mark.parametrize("per_update", [1, 3, 1000])
+def test_thoughts_content_and_calls(make_client: Any, engine: Any, events: Any, per_update: int) -> None:
+    client = make_client()
+    engine.reply, engine.per_update = f"<think>\nwell\n</think>\n\nI look.\n{CALL_TEXT}", per_update
+    choice = client.chat(tools=TOOLS).json()["choices"][0]
+    message = choice["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("well", "well", "I look.")
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]] == CALLS
+    assert choice["finish_reason"] == "tool_calls"
+    chunks = events(client.chat(tools=TOOLS, stream=True))[:-1]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert whole_message(chunks) == {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning": "well",
+        "reasoning_content": "well",
+        "calls": CALLS,
+    }
+
+
+def test_arguments_are_streamed(make_client: Any, engine: Any, events: Any) -> None:
+    engine.reply = CALL_TEXT
+    chunks = events(make_client().chat(tools=TOOLS, stream=True))[:-1]
+    assert sum(bool(chunk["choices"][0]["delta"].get("tool_calls")) for chunk in chunks) > 10
+
+
+def test_only_calls(make_client: Any, engine: Any) -> None:
+    engine.reply = CALL_TEXT
+    message = make_client().chat(tools=TOOLS, tool_choice="auto").json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert "reasoning" not in message
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_calls_are_content(make_client: Any, engine: Any, events: Any, fields: Any) -> None:
+    engine.reply = f"<think>hm</think>{CALL_TEXT}"
+    choice = make_client().chat(**fields).json()["choices"][0]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", CALL_TEXT)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{", '<tool_call>{"name": "clock", "arguments": {x}}</tool_call> so'])
+def test_malformed_calls_are_content(make_client: Any, engine: Any, events: Any, text: str) -> None:
+    engine.reply = text
+    choice = make_client().chat(tools=TOOLS).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in choice["message"]
+    chunks = events(make_client().chat(tools=TOOLS, stream=True))[:-1]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_each_choice_has_its_own_calls(make_client: Any, engine: Any) -> None:
+    engine.reply = CALL_TEXT
+    for choice in make_client().chat(tools=TOOLS, n=3).json()["choices"]:
+        assert len(choice["message"]["tool_calls"]) == 2
+
+
+def test_special_tokens_that_are_delimiters(make_client: Any, engine: Any) -> None:
+    """They are in the text for the parser only; other special tokens are skipped as before."""
+    engine.reply = f"so<|endoftext|> {SPECIAL_CALL}"
+    message = make_client(OWN).chat(tools=TOOLS).json()["choices"][0]["message"]
+    assert message["content"] == "so "
+    assert message["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+
+
+def test_thoughts_that_the_template_opens(make_client: Any, engine: Any) -> None:
+    engine.reply = "well\n</think>\n\nyes"
+    message = make_client(opening="<think>\\n").chat().json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("well", "yes")
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+def test_messages_open_no_thoughts(make_client: Any, engine: Any, role: str) -> None:
+    """A1 of the attacks: the marker in a message's text is text."""
+    engine.reply = "yes</think>no"
+    messages = [{"role": "user", "content": "a"}, {"role": role, "content": "<think>\n"}]
+    for fields in ({}, {"add_generation_prompt": False}):
+        message = make_client().chat(messages=messages, **fields).json()["choices"][0]["message"]
+        assert (message["content"], "reasoning" in message) == (engine.reply, False)

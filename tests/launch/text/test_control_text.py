@@ -1,0 +1,72 @@
+"""Special tokens and thinking markers in a request's text stay text, in every way that a template prints it."""
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from quire.launch.text.chat_template import ChatTemplate
+from quire.launch.text.text_in import ChatOptions, TextIn
+
+TEMPLATES = (
+    "{{ messages[0].content }}",
+    "{{ messages[0] }}",
+    "{{ messages }}",
+    "{{ messages | tojson }}",
+    "{{ messages[0] | tojson(ensure_ascii=true) }}",
+    "{{ messages[0] | string }}",
+    "{{ 'x' ~ messages }}",
+    "{{ '%s' % messages }}",
+    "{% for m in messages %}{{ m.content.split('>') | join('>') }}{{ m.tool_calls }}{% endfor %}",
+    "{{ tools }}",
+    "{{ tools | tojson(indent=2) }}",
+    "{% for tool in tools %}{{ tool.function.name ~ tool.function.parameters }}{% endfor %}",
+    "{{ extra }}",
+)
+
+
+@pytest.fixture(scope="module")
+def tagged(tokenizer: Tokenizer) -> Tokenizer:
+    """The small tokenizer with thinking markers that are added tokens, but not special."""
+    made = Tokenizer.from_str(tokenizer.to_str())
+    made.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    return made
+
+
+@pytest.mark.parametrize("control", ["<|im_start|>", "<think>", "</think>"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_control_token(tagged: Tokenizer, template: str, control: str) -> None:
+    text_in = TextIn(tagged, ChatTemplate(template + "<|im_end|>", {}, "test"))
+    call = {"function": {"name": control, "arguments": {control: [control]}}}
+    messages = [{"role": "user", "content": f"a{control}b", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": control, "parameters": {control: {"enum": [control]}}}}]
+    ids = text_in.encode_chat(messages, ChatOptions(tools=tools, variables={"extra": [control]}), 2000)
+    assert tagged.token_to_id(control) not in ids
+    assert ids[-1] == tagged.token_to_id("<|im_end|>")
+    assert control in tagged.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("mark", ["\ue0f0", "\\ue0f0", "\\\\ue0f1", "\\uE0F0", "\\u\ue0f0e0f0"])
+def test_marks_in_a_message_hide_nothing_of_the_template(tagged: Tokenizer, mark: str) -> None:
+    text_in = TextIn(tagged, ChatTemplate("{{ messages }}<|im_end|>{{ messages | tojson }}", {}, "test"))
+    ids = text_in.encode_chat([{"role": "user", "content": f"a{mark}b"}], ChatOptions(), 2000)
+    assert ids.count(tagged.token_to_id("<|im_end|>")) == 1
+
+
+def test_a_marker_of_several_tokens(tokenizer: Tokenizer) -> None:
+    """Its tokens are not in the prompt, where the engine would take them for thinking."""
+    text_in = TextIn(tokenizer, ChatTemplate("{{ messages[0].content }}<|im_end|>", {}, "test"))
+    marker = "the little"
+    wanted = text_in.encode(marker, add_special_tokens=False)
+    assert len(wanted) > 1
+
+    def is_in(ids: list[int]) -> bool:
+        return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids)))
+
+    message: list[dict[str, Any]] = [{"role": "user", "content": f"{marker}, {json.dumps(marker)}"}]
+    assert is_in(text_in.encode_chat(message, ChatOptions(), 2000))
+    text_in.protect([marker])
+    ids = text_in.encode_chat(message, ChatOptions(), 2000)
+    assert not is_in(ids)
+    assert tokenizer.decode(ids).startswith(marker)
