@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, assert_never
 
-import msgspec
-
-from quire.launch.http.routes.tool_calls import AnyCalls, CallsAfterReasoning, NamedCall
+from quire.launch.http.routes import conversation
+from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.server import Server
-from quire.launch.text.prompts import Prompt, encode_messages
+from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Thought
+from quire.launch.text.prompts import Prompt
 
 Kind = Literal["thought", "text", "call"]
 
@@ -35,21 +35,28 @@ class Part:
 class AnswerParts:
     """The parser of one answer."""
 
-    def __init__(self, request: ChatRequest, thinking_end: str) -> None:
-        use = request.tool_use
-        self._calls = None
-        if use is not None:
-            self._calls = CallsAfterReasoning(
-                AnyCalls() if use.function is None else NamedCall(use.function), thinking_end
-            )
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
 
     def push(self, text: str, *, last: bool) -> list[Part]:
-        """Return what ``text`` adds. ``last``: it ends the answer."""
-        if self._calls is None:
-            return [Part("text", text)] if text else []
-        thought, calls = self._calls.push(text, last=last)
-        found = [Part("call", call.arguments, call.name or "") for call in calls]
-        return [Part("thought", thought), *found] if thought else list(found)
+        """Return what ``text`` adds. ``last``: it ends the answer.
+
+        A call that turns out not to be one is left out if it began in this text; its text follows as content.
+        """
+        found: list[tuple[int, Part]] = []
+        for event in self._reader.push(text, last=last):
+            match event:
+                case Content(text=added):
+                    found.append((-1, Part("text", added)))
+                case Thought(text=added):
+                    found.append((-1, Part("thought", added)))
+                case CallDelta(index=index, name=name, arguments=arguments):
+                    found.append((index, Part("call", arguments, name or "")))
+                case CallDropped(index=dropped):
+                    found = [(index, part) for index, part in found if index != dropped]
+                case _:
+                    assert_never(event)
+        return [part for _, part in found]
 
 
 async def encode_conversation(
@@ -59,15 +66,8 @@ async def encode_conversation(
 
     ``size``: bytes of the request body.
     """
-    prompt = await server.conversations.run(
-        size, request.options, lambda: encode_messages(request.messages, request.options, server.text_in, server.engine)
-    )
-    thinking_end = ""
-    if request.tool_use is not None:
-        thinking_end = server.settings.thinking.end_before_answer(prompt.token_ids, request.params)
-        if thinking_end:
-            request = replace(request, params=msgspec.structs.replace(request.params, skip_special_tokens=False))
-    return request, prompt, AnswerParts(request, thinking_end)
+    prompt, new_reader = await conversation.encode_conversation(server, request, size)
+    return request, prompt, AnswerParts(new_reader())
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
