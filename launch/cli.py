@@ -113,8 +113,13 @@ def _lazy(target: str) -> Callable[..., None]:
 
 
 def _with_options(target: str) -> Callable[[argparse.Namespace], None]:
-    """Return the same for a function that also takes the engine's options."""
-    return lambda args: _lazy(target)(args, read_options(args)[0])
+    """Return the same for a function that runs an engine, and also takes its options."""
+
+    def run(args: argparse.Namespace) -> None:
+        start_logging()
+        _lazy(target)(args, read_options(args)[0])
+
+    return run
 
 
 def _add_serve_flags(parser: _Parser) -> None:

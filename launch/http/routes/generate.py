@@ -121,7 +121,7 @@ class Generation:
         self._tenant = scope["state"][TENANT]
         scope["state"][IGNORED_FIELDS] = self._request.ignored
         streamed = self._request.stream
-        self._log_start()
+        self._begin()
         try:
             await run_until_disconnect(receive, self._stream(send) if streamed else self._respond(scope, receive, send))
         finally:
@@ -152,8 +152,9 @@ class Generation:
         )
         tracer.record(scope["headers"], span)
 
-    def _log_start(self) -> None:
+    def _begin(self) -> None:
         request = self._request
+        self._server.metrics.began(request.params)
         log.info(
             "request",
             id=self._formatter.request_id,

@@ -21,6 +21,7 @@ from quire.launch.http.serving.engine_metrics import EngineCollector, MetricName
 from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
 from quire.protocol.process.restarts import read_restarts
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Histogram
 
 STATISTICS_TIMEOUT_S = 2.0
@@ -30,6 +31,7 @@ LATENCY_BUCKETS = (
 )
 TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0, 2.5, 5.0)
 TOKEN_BUCKETS = tuple(float(2**i) for i in range(21))
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0)
 OTHER = "other"
 """Label of a reason that no label is reserved for."""
 
@@ -65,6 +67,9 @@ HISTOGRAMS = (
     ),
     ("request_prompt_tokens", "Prompt tokens per sequence.", TOKEN_BUCKETS),
     ("request_generation_tokens", "Output tokens per sequence.", TOKEN_BUCKETS),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens per sequence that needed a prefill.", TOKEN_BUCKETS),
+    ("request_params_n", "Parameter n per request.", N_BUCKETS),
+    ("request_params_max_tokens", "Parameter max_tokens per request that has it.", TOKEN_BUCKETS),
 )
 
 
@@ -121,12 +126,21 @@ class Metrics:
         self.time_per_output_token = histograms["request_time_per_output_token_seconds"]
         self.prompt_tokens = histograms["request_prompt_tokens"]
         self.generation_tokens = histograms["request_generation_tokens"]
+        self.computed_tokens = histograms["request_prefill_kv_computed_tokens"]
+        self._params_n = histograms["request_params_n"]
+        self._params_max_tokens = histograms["request_params_max_tokens"]
         self._directory = options.directory
         self._engine = EngineCollector(names, options.cache_config)
         self._registry = CollectorRegistry()
         self._registry.register(self._engine)
         self._registry.register(_FrontEndCollector(names, values))
         self._scrape: asyncio.Task[bytes] | None = None
+
+    def began(self, params: SamplingParams) -> None:
+        """Count a request that is submitted to the engine."""
+        self._params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self._params_max_tokens.observe(params.max_tokens)
 
     def ended(self, reason: str) -> None:
         self._success.get(reason, self._success[OTHER]).inc()
@@ -175,13 +189,14 @@ class SequenceClock:
         self.admitted = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached_tokens = 0
 
     def record(self, delta: OutputDelta) -> None:
         now = self._metrics.now()
         new = delta.num_output_tokens - self._num_tokens
         if new > 0 and not self._num_tokens:
             self.first_token = now
+            self._num_cached_tokens = delta.num_cached_tokens
             self.admitted = min(max(delta.admitted, self._arrival), now)
             self._metrics.time_to_first_token.observe(now - self._arrival)
         elif new > 0:
@@ -201,6 +216,7 @@ class SequenceClock:
         metrics.e2e_latency.observe(metrics.now() - self._arrival)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
+        metrics.computed_tokens.observe(max(self._num_prompt_tokens - self._num_cached_tokens, 0))
         if self._num_tokens:
             metrics.queue_time.observe(self.admitted - self._arrival)
             metrics.prefill_time.observe(self.first_token - self.admitted)

@@ -11,6 +11,7 @@ from front_end import EndlessEngine
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
 from quire.protocol.process.restarts import Restarts, write_restarts
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 
@@ -101,9 +102,11 @@ def test_restarts_of_processes_are_those_of_the_supervisor(tmp_path: Path) -> No
 def test_parts_of_a_request_add_up() -> None:
     times = [101.0, 101.5, 103.5, 103.5]
     metrics = Metrics("tiny", now=lambda: times.pop(0))
+    metrics.began(SamplingParams(n=1, max_tokens=6))
+    metrics.began(SamplingParams(n=2, max_tokens=None))
     clock = SequenceClock(metrics, 100.0, num_prompt_tokens=7)
     for num_tokens, reason in ((1, None), (2, None), (6, "length")):
-        clock.record(OutputDelta("", [], None, reason, None, num_tokens, 0, "", admitted=100.25))
+        clock.record(OutputDelta("", [], None, reason, None, num_tokens, 3, "", admitted=100.25))
     found = scrape(metrics)
     assert {name: found[f"quire:{name}_sum"] for name, _, _ in HISTOGRAMS} == {
         "time_to_first_token_seconds": 1.0,
@@ -116,6 +119,9 @@ def test_parts_of_a_request_add_up() -> None:
         "request_time_per_output_token_seconds": 0.5,
         "request_prompt_tokens": 7,
         "request_generation_tokens": 6,
+        "request_prefill_kv_computed_tokens": 4,
+        "request_params_n": 3,
+        "request_params_max_tokens": 6,
     }
     assert found['quire:request_queue_time_seconds_bucket{le="0.25"}'] == 1
     assert found['quire:request_queue_time_seconds_bucket{le="0.1"}'] == 0
