@@ -1,4 +1,4 @@
-"""Closes the objects of a JSON schema: an object that names its properties has no others, unless the schema says so.
+"""Closes the objects of a JSON schema: an object that names its properties has no others.
 
 JSON Schema allows any further property. Weak models then write keys that the client's code does not expect, up to the
 end of the answer. An object stays open where closing it would change what its schema combines:

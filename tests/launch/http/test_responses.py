@@ -263,7 +263,7 @@ class TestPrompt:
 
 
 class TestStored:
-    def test_conversation_goes_on(self, ask: Any, engine: Any, prompt: Any) -> None:
+    def test_conversation_continues(self, ask: Any, engine: Any, prompt: Any) -> None:
         engine.reply = json.dumps(CALLS)
         first = ask(**REQUIRED, instructions="Be good.").json()
         engine.reply = "fine"
