@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.http.dialects.messages_body import parse_messages
 from quire.launch.http.dialects.messages_events import MessageFormatter
-from quire.launch.http.dialects.parts import encode_conversation
+from quire.launch.http.routes.conversation import encode_conversation
 from quire.launch.http.routes.generate import Generation, new_request_id
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.gate import IGNORED_FIELDS
@@ -21,11 +21,11 @@ class TokenCount(msgspec.Struct, frozen=True):
 async def create_message(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
-    chat, prompt, parts = await encode_conversation(server, parsed.chat, size)
+    prompt, new_reader = await encode_conversation(server, parsed.chat, size)
     formatter = MessageFormatter(
-        parsed, len(prompt.token_ids), parts, new_request_id("msg", request).replace("-", "_", 1)
+        parsed, len(prompt.token_ids), new_reader(), new_request_id("msg", request).replace("-", "_", 1)
     )
-    return Generation(server, chat, [prompt], formatter, formatter.style)
+    return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
 
 
 async def count_message_tokens(server: Server, request: Request) -> Response:
@@ -33,5 +33,5 @@ async def count_message_tokens(server: Server, request: Request) -> Response:
         request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
     )
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
-    _, prompt, _ = await encode_conversation(server, parsed.chat, size)
+    prompt, _ = await encode_conversation(server, parsed.chat, size)
     return Response(msgspec.json.encode(TokenCount(len(prompt.token_ids))), media_type="application/json")

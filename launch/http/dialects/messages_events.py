@@ -8,7 +8,8 @@ import msgspec
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.dialects.messages_body import MessagesRequest
-from quire.launch.http.dialects.parts import AnswerParts, Part, merged
+from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_parts
+from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.routes.generate import Collected, Usage
 from quire.launch.http.serving.sse import EventStyle
 
@@ -106,17 +107,17 @@ class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
 class MessageFormatter:
     """Formats the one answer of a request. A stream has one open block at a time."""
 
-    def __init__(self, request: MessagesRequest, num_prompt_tokens: int, parts: AnswerParts, request_id: str) -> None:
+    def __init__(self, request: MessagesRequest, num_prompt_tokens: int, reader: AnswerReader, request_id: str) -> None:
         self.request_id = request_id
         self.style = EventStyle(b"%b", None, lambda error: frame("error", error.messages_body()))
         self._model = request.chat.model
         self._max_tokens = request.max_tokens
         self._num_prompt_tokens = num_prompt_tokens
-        self._parts = parts
+        self._reader = reader
         self._started = False
         self._index = -1
         self._open: Part | None = None
-        self._called = False
+        self._calls: set[int] = set()
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         frames: list[bytes] = []
@@ -126,7 +127,7 @@ class MessageFormatter:
             message = self._message([], None, None, self._usage(delta.num_cached_tokens, 0))
             frames.append(_event("message_start", MessageStart(message)))
         last = delta.finish_reason is not None
-        for part in self._parts.push(delta.text, last=last):
+        for part in read_parts(self._reader, delta.text, last=last):
             frames += self._add(part)
         if last:
             frames += self._close()
@@ -141,21 +142,25 @@ class MessageFormatter:
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
-        parts = merged(self._parts.push("".join(answer.texts), last=True))
-        self._called = any(part.kind == "call" for part in parts)
+        parts = whole_parts(self._reader, answer.texts)
+        self._calls = {part.index for part in parts if part.kind == "call"}
         reason, sequence = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
         counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         return msgspec.json.encode(
             self._message([_block(part) for part in parts if part.text], reason, sequence, counts)
         )
 
-    def _add(self, part: Part) -> list[bytes]:
+    def _add(self, part: Part | Dropped) -> list[bytes]:
         """Return the events of a part: the start of a block, if it begins one, and a delta."""
+        if isinstance(part, Dropped):
+            self._calls.discard(part.index)
+            return self._close()
         frames: list[bytes] = []
         if not part.continues(self._open):
             frames += self._close()
             self._index += 1
-            self._called |= part.kind == "call"
+            if part.kind == "call":
+                self._calls.add(part.index)
             frames.append(_event("content_block_start", BlockStart(self._index, _empty_block(part))))
         self._open = part
         if part.text:
@@ -182,7 +187,7 @@ class MessageFormatter:
                 return "model_context_window_exceeded" if full else "max_tokens", None
             case "stop" if isinstance(stop_reason, str):
                 return "stop_sequence", stop_reason
-            case "stop" if self._called:
+            case "stop" if self._calls:
                 return "tool_use", None
             case _:
                 return "end_turn", None

@@ -1,81 +1,69 @@
 """An answer's text as parts: thoughts, text and tool calls, which each API writes in its own form."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from quire.launch.http.routes import conversation
 from quire.launch.http.routes.conversation import AnswerReader
-from quire.launch.http.schema.schema import ChatRequest
-from quire.launch.http.serving.server import Server
-from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Thought
-from quire.launch.text.prompts import Prompt
+from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 
 Kind = Literal["thought", "text", "call"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one delta adds to a part of the answer.
+    """What one event adds to a part of the answer.
 
     Attributes:
         text: added text; the arguments of a call.
         name: the function's name, in the first delta of a call only.
+        index: the number of the call.
     """
 
     kind: Kind
     text: str
     name: str = ""
+    index: int = 0
 
     def continues(self, other: "Part | None") -> bool:
         """Whether this delta belongs to the same part of the answer as ``other``."""
-        return other is not None and other.kind == self.kind and not self.name
+        return other is not None and (other.kind, other.index) == (self.kind, self.index)
 
 
-class AnswerParts:
-    """The parser of one answer."""
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Call ``index`` turned out not to be one; its text follows as text."""
 
-    def __init__(self, reader: AnswerReader) -> None:
-        self._reader = reader
-
-    def push(self, text: str, *, last: bool) -> list[Part]:
-        """Return what ``text`` adds. ``last``: it ends the answer.
-
-        A call that turns out not to be one is left out if it began in this text; its text follows as content.
-        """
-        found: list[tuple[int, Part]] = []
-        for event in self._reader.push(text, last=last):
-            match event:
-                case Content(text=added):
-                    found.append((-1, Part("text", added)))
-                case Thought(text=added):
-                    found.append((-1, Part("thought", added)))
-                case CallDelta(index=index, name=name, arguments=arguments):
-                    found.append((index, Part("call", arguments, name or "")))
-                case CallDropped(index=dropped):
-                    found = [(index, part) for index, part in found if index != dropped]
-                case _:
-                    assert_never(event)
-        return [part for _, part in found]
+    index: int
 
 
-async def encode_conversation(
-    server: Server, request: ChatRequest, size: int
-) -> tuple[ChatRequest, Prompt, AnswerParts]:
-    """Render and tokenize a conversation; return the request to submit, its prompt, and the parser of its answer.
-
-    ``size``: bytes of the request body.
-    """
-    prompt, new_reader = await conversation.encode_conversation(server, request, size)
-    return request, prompt, AnswerParts(new_reader())
+def read_parts(reader: AnswerReader, text: str, *, last: bool) -> list[Part | Dropped]:
+    """Return what ``text`` adds to the answer. ``last``: it ends the answer."""
+    return [_part(event) for event in reader.push(text, last=last)]
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
-    """Return whole parts, given all deltas of an answer."""
+def whole_parts(reader: AnswerReader, texts: Iterable[str]) -> list[Part]:
+    """Return the parts of a whole answer, without the calls that were none."""
     whole: list[Part] = []
-    for part in parts:
-        if whole and part.continues(whole[-1]):
+    for part in read_parts(reader, "".join(texts), last=True):
+        if isinstance(part, Dropped):
+            whole = [each for each in whole if (each.kind, each.index) != ("call", part.index)]
+        elif whole and part.continues(whole[-1]):
             whole[-1] = replace(whole[-1], text=whole[-1].text + part.text)
         else:
             whole.append(part)
     return whole
+
+
+def _part(event: Event) -> Part | Dropped:
+    match event:
+        case Content():
+            return Part("text", event.text)
+        case Thought():
+            return Part("thought", event.text)
+        case CallDelta():
+            return Part("call", event.arguments, event.name or "", event.index)
+        case CallDropped():
+            return Dropped(event.index)
+        case _:
+            assert_never(event)

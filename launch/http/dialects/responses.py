@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's API for conversations of items, and the responses that it has stored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from quire.launch.http.dialects.parts import AnswerParts, encode_conversation
 from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.launch.http.dialects.responses_events import ResponsesFormatter, new_response_id
+from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
 from quire.launch.http.routes.generate import Generation
 from quire.launch.http.schema.errors import ApiError, shorten
-from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
 from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
@@ -37,19 +36,19 @@ class Deleted(msgspec.Struct, frozen=True):
 async def create_response(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await _read(server, request)
-    chat, prompt, parts = await _encode(server, parsed, size)
+    prompt, new_reader = await _encode(server, parsed, size)
     response_id = new_response_id()
     store = None
     if parsed.store and server.response_store.is_enabled:
         store = partial(_store, server.response_store, request.scope["state"][TENANT], response_id, parsed)
-    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), parts, response_id, store)
-    return Generation(server, chat, [prompt], formatter, formatter.style)
+    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), response_id, store)
+    return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
 
 
 async def count_input_tokens(server: Server, request: Request) -> Response:
     parsed, size = await _read(server, request)
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
-    _, prompt, _ = await _encode(server, parsed, size)
+    prompt, _ = await _encode(server, parsed, size)
     return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
 
 
@@ -86,7 +85,7 @@ async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int
 
 async def _encode(
     server: Server, parsed: ResponsesRequest, num_body_bytes: int
-) -> tuple[ChatRequest, Prompt, AnswerParts]:
+) -> tuple[Prompt, Callable[[], AnswerReader]]:
     try:
         return await encode_conversation(server, parsed.chat, num_body_bytes + sum(map(len, parsed.before)))
     except InvalidRequest as error:

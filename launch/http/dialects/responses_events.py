@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.dialects.parts import AnswerParts, Part, merged
+from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.launch.http.dialects.responses_body import ResponsesRequest
 from quire.launch.http.dialects.responses_items import OpenItem, new_item
 from quire.launch.http.routes.chat import format_logprobs
+from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.routes.generate import Collected, Usage
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.serving.server import Server
@@ -29,7 +30,7 @@ class ResponsesFormatter:
         server: Server,
         request: ResponsesRequest,
         num_prompt_tokens: int,
-        parts: AnswerParts,
+        reader: AnswerReader,
         request_id: str,
         store: Store | None,
     ) -> None:
@@ -37,7 +38,7 @@ class ResponsesFormatter:
         self.style = EventStyle(b"%b", b"data: [DONE]\n\n", self._failed)
         self._request = request
         self._num_prompt_tokens = num_prompt_tokens
-        self._parts = parts
+        self._reader = reader
         self._server = server
         self._store = store
         self._created = int(time.time())
@@ -59,10 +60,10 @@ class ResponsesFormatter:
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
         last = delta.finish_reason is not None
-        parts = self._parts.push(delta.text, last=last)
+        parts = read_parts(self._reader, delta.text, last=last)
         self._waiting += delta.logprobs or ()
         for part in parts:
-            if part.kind == "thought":
+            if isinstance(part, Part) and part.kind == "thought":
                 self._num_thought_tokens = delta.num_output_tokens
             self._add(part)
         if last:
@@ -77,7 +78,7 @@ class ResponsesFormatter:
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         self._frames = None
-        parts = merged(self._parts.push("".join(answer.texts), last=True))
+        parts = whole_parts(self._reader, answer.texts)
         if len(parts) == 1:
             # The token that ends the answer has no text.
             self._waiting = [each for each in answer.logprobs or () if each.text_offset < len(parts[0].text)]
@@ -89,8 +90,11 @@ class ResponsesFormatter:
         counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         return msgspec.json.encode(self._finish(answer.finish_reason, counts))
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: Part | Dropped) -> None:
         """Add a part to the open item, or open one for it."""
+        if isinstance(part, Dropped):
+            self._close("incomplete")
+            return
         if not part.continues(self._last) or self._open is None:
             self._close("completed")
             self._open = new_item(part, self._request.tools.name(part.name), self._request.seals_thoughts)
