@@ -16,6 +16,7 @@ from quire.launch.supervision.policy import (
 )
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
+from quire.protocol.process.restarts import Restarts
 
 
 @dataclass(eq=False)
@@ -343,6 +344,20 @@ class TestFrontEnds:
         assert runner.one("scheduler").commands == [Command("front_end_exited", pid=gone.pid)]
         assert stays.alive and len(runner.alive("frontend")) == 2
         assert runner.alive("frontend")[1].index == gone.index
+
+    def test_restarts_are_counted_by_role(self) -> None:
+        runner = FakeRunner(num_ranks=2, num_front_ends=2)
+        runner.become_ready()
+        for role, expected in (
+            ("scheduler", Restarts(scheduler=1)),
+            ("worker", Restarts(scheduler=1, worker=1)),
+            ("frontend", Restarts(scheduler=1, worker=1, frontend=1)),
+        ):
+            runner.die(runner.alive(role)[0])  # type: ignore[arg-type]
+            assert runner.policy.restarts == expected
+        runner.policy.drain()
+        runner.die(runner.alive("frontend")[0])
+        assert runner.policy.restarts == Restarts(1, 1, 1)
 
     def test_front_ends_may_end_while_draining_and_workers_are_replaced(self) -> None:
         runner = FakeRunner(num_front_ends=2)
