@@ -159,7 +159,7 @@ class TestOpenAIClient:
 
 BAD = [
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 to 2"),
-    ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
+    ({"prompt": "x", "guided_regex": "a"}, 400, "guided_regex", "structured_outputs"),
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"prompt": [1024]}, 400, "prompt", "from 0 to 1023"),
     ({"prompt": [5] * 2048}, 400, "prompt", "2048"),
