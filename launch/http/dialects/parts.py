@@ -29,6 +29,9 @@ class Part:
         """Whether this delta belongs to the same part of the answer as ``other``."""
         return other is not None and (other.kind, other.index) == (self.kind, self.index)
 
+    def is_of(self, call: "Dropped") -> bool:
+        return self.kind == "call" and self.index == call.index
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -38,17 +41,27 @@ class Dropped:
 
 
 def read_parts(reader: AnswerReader, text: str, *, last: bool) -> list[Part | Dropped]:
-    """Return what ``text`` adds to the answer. ``last``: it ends the answer."""
-    return [_part(event) for event in reader.push(text, last=last)]
+    """Return what ``text`` adds to the answer. ``last``: it ends the answer.
+
+    A call that began in this text and turns out not to be one is left out.
+    """
+    found: list[Part | Dropped] = []
+    for part in map(_part, reader.push(text, last=last)):
+        if isinstance(part, Dropped):
+            begun = any(isinstance(each, Part) and each.is_of(part) and each.name for each in found)
+            found = [each for each in found if not (isinstance(each, Part) and each.is_of(part))]
+            if begun:
+                continue
+        found.append(part)
+    return found
 
 
 def whole_parts(reader: AnswerReader, texts: Iterable[str]) -> list[Part]:
-    """Return the parts of a whole answer, without the calls that were none."""
+    """Return the parts of a whole answer."""
     whole: list[Part] = []
     for part in read_parts(reader, "".join(texts), last=True):
-        if isinstance(part, Dropped):
-            whole = [each for each in whole if (each.kind, each.index) != ("call", part.index)]
-        elif whole and part.continues(whole[-1]):
+        assert isinstance(part, Part)  # no call can have begun before
+        if whole and part.continues(whole[-1]):
             whole[-1] = replace(whole[-1], text=whole[-1].text + part.text)
         else:
             whole.append(part)

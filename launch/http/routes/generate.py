@@ -177,8 +177,8 @@ class Generation:
                     text = f"response has more than {MAX_COLLECTED_VALUES} log probabilities: request fewer, or stream"
                     raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
         tables = [answer.prompt_logprobs for answer in collected if answer.prompt_logprobs is not None]
-        # Formatting one value takes about as long as tokenizing one character.
-        num_values = sum(table.values.size for table in tables)
+        # Formatting one value, or parsing one character, takes about as long as tokenizing one character.
+        num_values = sum(table.values.size for table in tables) + sum(len(t) for each in collected for t in each.texts)
         body = await self._server.texts.run(num_values, lambda: self._formatter.response(collected, self._usage()))
         headers = {"x-request-id": self._formatter.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
