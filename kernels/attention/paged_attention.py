@@ -235,8 +235,8 @@ def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
     """Return the compile-time constants of the kernel that merges the partial results of a row's pieces of keys.
 
     Args:
-        fixed_split: keys per piece if the plan is deterministic, else 0. With it, the kernel adds one partial result at
-            a time, which is slower, but then the rounding depends on the order of the partial results alone.
+        fixed_split: keys per piece in deterministic mode, else 0. With it, the kernel adds one partial result at a
+            time. This is slower, but the rounding no longer depends on how many results are added at once.
     """
     return {
         "HEAD_DIM": head_dim,

@@ -119,7 +119,7 @@ def check_blocks(block_ids: torch.Tensor, num_blocks: int) -> None:
     if len(set(block_ids.tolist())) < len(block_ids):
         ids = block_ids.tolist()
         at = next(at for at, block in enumerate(ids) if block in ids[:at])
-        raise ValueError(f"block_ids: duplicate target block {ids[at]} at index {at}")
+        raise ValueError(f"block_ids: block {ids[at]} at index {at} is a duplicate, expected each block once")
 
 
 def _span(block_ids: torch.Tensor) -> str:

@@ -187,8 +187,8 @@ def _cut_at_tag(text: str) -> str:
     """Return a rendered conversation up to the end of its final message, so that the model continues that message.
 
     ``render`` appended ``_FINAL_MESSAGE_TAG`` and a space to the message before it rendered the conversation. If the
-    space after the tag is missing in ``text``, the template trims messages: then the white space at the end of the
-    message is trimmed too.
+    space after the tag is missing in ``text``, the template trims messages, so this function
+    also trims the white space at the end of the message.
     """
     place = text.rfind(_FINAL_MESSAGE_TAG)
     if place < 0:

@@ -130,7 +130,7 @@ class Codec(Generic[M]):
             raise ValueError(f"array of {dtype.str} has {length}")
         wanted = self._wanted(kind)
         if (dtype.kind == "f") != (wanted.kind == "f"):
-            raise ValueError(f"array has dtype {dtype}, but the field has {wanted}")
+            raise ValueError(f"array has dtype {dtype}, but its field requires {wanted}")
         array = np.frombuffer(data, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)
 

@@ -201,7 +201,7 @@ class RequestQueue:
             yield from sorted(line.requests.values(), key=self.key)
 
     def check(self) -> None:
-        """Raise AssertionError unless each request is queued once and each tenant is at its place in the order."""
+        """Raise AssertionError unless each request is queued once and the tenants are in the order of their turns."""
         assert sum(len(line.requests) for line in self._lines.values()) == self._num_waiting, (
             f"{self._num_waiting} waiting requests are counted, but the queues have another number"
         )

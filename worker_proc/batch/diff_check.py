@@ -313,7 +313,9 @@ def _require_new_blocks(table: BlockTable, group: int, ids: Int32, num_computed:
     own = ids[first:]
     if not own.all():
         at = first + int(np.argmax(own == NULL_BLOCK_ID))
-        raise StepRefused(f"handle {handle}, KV group {group}: block {at} will be written, but is the null block")
+        raise StepRefused(
+            f"handle {handle}, KV group {group}: entry {at} of the block table will be written, but is the null block"
+        )
     return own
 
 

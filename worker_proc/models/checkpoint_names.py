@@ -68,8 +68,8 @@ def find_tensor_sources(
             if slot in sources:
                 other = sources[slot].stored
                 raise ConfigError(
-                    f"{tensor.file}: tensor {tensor.name} and tensor {other.name} of {other.file} are both "
-                    f"the weight {slot} of the model"
+                    f"{tensor.file}: tensor {tensor.name} and tensor {other.name} of {other.file} both "
+                    f"fill the weight slot {slot}"
                 )
             sources[slot] = source
     missing = [name for name in slots if name not in sources]

@@ -44,7 +44,7 @@ def test_copies_blocks_in_dimension_0() -> None:
     [
         ([(1, 2), (2, 3)], "both source and target"),
         ([(1, 1)], "both source and target"),
-        ([(1, 3), (2, 3)], "duplicate target"),
+        ([(1, 3), (2, 3)], "is a duplicate"),
         ([(4, 0)], "source block ids must be between 0 and 3"),
         ([(-1, 0)], "source block ids must be between 0 and 3"),
         ([(0, 4)], "target block ids must be between 0 and 3"),

@@ -245,7 +245,7 @@ class TestExperts:
             tensors[one] = kept
 
         _edit(folder, merge_and_keep)
-        assert "are both the weight" in _refused(folder)
+        assert "fill the weight slot" in _refused(folder)
 
     def test_wrong_number(self, copy_of: Any) -> None:
         folder = copy_of("mixtral")
