@@ -128,6 +128,7 @@ class Generation:
             self._record_span(scope)
             if (answered := scope["state"].get(ANSWERED)) is not None:
                 usage = self._usage()
+                answered.request_id = self._formatter.request_id
                 answered.prompt_tokens, answered.output_tokens = usage.prompt_tokens, usage.completion_tokens
                 answered.finish = ",".join(self._finished())
 

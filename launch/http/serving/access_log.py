@@ -24,8 +24,14 @@ DISCONNECTED = 499
 
 @dataclass(slots=True)
 class Answered:
-    """What a route adds to the line. ``finish``: the finish reasons of its sequences; None if it generates nothing."""
+    """What a route adds to the line.
 
+    Attributes:
+        request_id: id of the request in the engine.
+        finish: the finish reasons of its sequences; None if it generates nothing.
+    """
+
+    request_id: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish: str | None = None
@@ -59,7 +65,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched_send)
         finally:
-            data: dict[str, Any] = {"id": request_id} if request_id else {}
+            data: dict[str, Any] = {"id": answered.request_id} if answered.request_id else {}
+            if request_id and request_id != answered.request_id:
+                data["client_id"] = request_id
             data |= {"method": scope["method"], "path": _shorten(scope["path"]), "status": status}
             data["seconds"] = self._clock() - begin
             if answered.finish is not None and (status < 400 or status == DISCONNECTED):

@@ -44,6 +44,15 @@ def test_refusals_have_a_line_without_tokens(client: Any, lines: Any) -> None:
     assert len(lines()[1][1]["path"]) < 200
 
 
+def test_the_clients_id_is_logged(client: Any, lines: Any) -> None:
+    headers = {"x-request-id": "job-7"}
+    for max_tokens in (2, -1):
+        client.request("POST", "/v1/completions", json={"prompt": "one", "max_tokens": max_tokens}, headers=headers)
+    (_, received), (_, sent), (_, refused) = lines()
+    assert received["id"] == sent["id"] and "job-7" in sent["id"] and sent["client_id"] == "job-7"
+    assert "id" not in refused and refused["client_id"] == "job-7"
+
+
 def test_probes_and_scrapes_are_logged_at_debug_only(client: Any, lines: Any, caplog: pytest.LogCaptureFixture) -> None:
     for path in ("/health", "/ready", "/metrics"):
         client.get(path)
