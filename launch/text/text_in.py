@@ -58,8 +58,8 @@ class TextIn:
         self._special: re.Pattern[str] | None = None
         self._special_texts: frozenset[str] = frozenset()
         self._control: set[str] = set()
-        """Texts that are never more than text in a conversation: special tokens, tags that are one token, and those
-        of ``protect``."""
+        """Texts that are never more than text in a conversation: special tokens, tags in the chat template that are
+        one token, and those of ``protect``."""
         self._spelled: dict[str, list[int]] = {}
         """Their token ids as plain text."""
         if tokenizer is None:
@@ -69,7 +69,10 @@ class TextIn:
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self._special_texts = frozenset(token.content for token in added.values() if token.special)
-        self.protect([token.content for token in added.values() if token.special or _is_tag(token.content)])
+        # Other added tokens, such as those of HTML in Gemma's vocabulary, are a way to write text.
+        written = "" if template is None else template.source
+        tags = {token.content for token in added.values() if _is_tag(token.content) and token.content in written}
+        self.protect(self._special_texts | tags)
         if self._special_texts:
             self._plain = Tokenizer.from_str(tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -267,7 +270,7 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: st
 
 
 def _is_tag(text: str) -> bool:
-    """Whether an added token that is not special is a delimiter, and not an abbreviation such as a run of blanks."""
+    """Whether the text has brackets around it."""
     return len(text) > 2 and (text[0], text[-1]) in (("<", ">"), ("[", "]"))
 
 

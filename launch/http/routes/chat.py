@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
+from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
 from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest
@@ -145,19 +145,28 @@ class ChatFormatter:
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         role: str | UnsetType = "assistant" if index in self._not_started else UNSET
         self._not_started.discard(index)
-        events = self._readers[index].push(delta.text, last=delta.finish_reason is not None)
+        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
+        choice = ChunkChoice(
+            index,
+            self._message_delta(index, delta, role),
+            logprobs,
+            self._reason(index, delta.finish_reason),
+            delta.stop_reason,
+        )
+        return self._chunk([choice], usage or (None if self._include_usage else UNSET))
+
+    def _message_delta(self, index: int, delta: OutputDelta, role: str | UnsetType) -> Delta:
+        reader = self._readers[index]
+        if isinstance(reader, PlainAnswer):
+            return Delta(delta.text, role)
+        events = reader.push(delta.text, last=delta.finish_reason is not None)
         self._note_calls(index, events)
         calls = [_call_delta(event) for event in events if isinstance(event, CallDelta)]
         reasoning = _joined(events, Thought) or UNSET
         content: str | UnsetType | None = _joined(events, Content)
         if not content and (calls or reasoning or not self._has_content):
             content = UNSET if role is UNSET else None
-        message_delta = Delta(content, role, calls or UNSET, reasoning, reasoning)
-        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
-        choice = ChunkChoice(
-            index, message_delta, logprobs, self._reason(index, delta.finish_reason), delta.stop_reason
-        )
-        return self._chunk([choice], usage or (None if self._include_usage else UNSET))
+        return Delta(content, role, calls or UNSET, reasoning, reasoning)
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._chunk([], usage)

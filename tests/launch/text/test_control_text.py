@@ -24,6 +24,7 @@ TEMPLATES = (
     "{% for tool in tools %}{{ tool.function.name ~ tool.function.parameters }}{% endfor %}",
     "{{ extra }}",
 )
+TAGS = "{% if false %}<think></think>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def tagged(tokenizer: Tokenizer) -> Tokenizer:
 @pytest.mark.parametrize("control", ["<|im_start|>", "<think>", "</think>"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_no_control_token(tagged: Tokenizer, template: str, control: str) -> None:
-    text_in = TextIn(tagged, ChatTemplate(template + "<|im_end|>", {}, "test"))
+    text_in = TextIn(tagged, ChatTemplate(template + TAGS + "<|im_end|>", {}, "test"))
     call = {"function": {"name": control, "arguments": {control: [control]}}}
     messages = [{"role": "user", "content": f"a{control}b", "tool_calls": [call]}]
     tools = [{"type": "function", "function": {"name": control, "parameters": {control: {"enum": [control]}}}}]
@@ -52,6 +53,13 @@ def test_marks_in_a_message_hide_nothing_of_the_template(tagged: Tokenizer, mark
     text_in = TextIn(tagged, ChatTemplate("{{ messages }}<|im_end|>{{ messages | tojson }}", {}, "test"))
     ids = text_in.encode_chat([{"role": "user", "content": f"a{mark}b"}], ChatOptions(), 2000)
     assert ids.count(tagged.token_to_id("<|im_end|>")) == 1
+
+
+def test_tags_that_the_template_does_not_write_are_tokens(tagged: Tokenizer) -> None:
+    """Some vocabularies have tokens for the tags of HTML."""
+    text_in = TextIn(tagged, ChatTemplate("{{ messages[0].content }}", {}, "test"))
+    ids = text_in.encode_chat([{"role": "user", "content": "a<think>b"}], ChatOptions(), 2000)
+    assert tagged.token_to_id("<think>") in ids
 
 
 def test_a_marker_of_several_tokens(tokenizer: Tokenizer) -> None:
