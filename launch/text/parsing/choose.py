@@ -7,6 +7,7 @@ from typing import Any
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
 from quire.launch.text.parsing.scanner import Scanner
 from quire.launch.text.parsing.templates import THOUGHTS, Format, load_format
+from quire.protocol.errors import ConfigError
 
 AUTO, NONE, MARKERS = "auto", "none", "markers"
 
@@ -77,7 +78,10 @@ def choose_format(
         if calls not in CALL_FORMATS and (thoughts == NONE or (thoughts == MARKERS and markers is None)):
             return None
         data, where = template(calls, thoughts, markers), f"format {calls or thoughts}"
-    whole = load_format(data, where)
+    try:
+        whole = load_format(data, where)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: select a format with --tool-call-parser and --reasoning-parser") from None
     plain = whole.without_calls()
     is_text = not plain.regions and plain.rest.closes is None and not plain.rest.strips
     # Patterns have backslashes before most signs.

@@ -180,11 +180,13 @@ class _Program:
             stop = self.add(_Instruction((then,), mark=f"{name}\0stop"))
             return self.add(_Instruction((self.sequence(inside, stop),), mark=f"{name}\0start"))
         if kind is codes.BRANCH:
-            return self.add(_Instruction(tuple(self.sequence(each, then, at_end=at_end) for each in value[1])))
+            # The end of the text closes a region in any case.
+            branches = [each for each in value[1] if list(each) not in AT_END]
+            return self.add(_Instruction(tuple(self.sequence(each, then, at_end=at_end) for each in branches)))
         if kind in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             least, most, inside = value
             return self._repeat(least, most, inside, then, greedy=kind is codes.MAX_REPEAT)
-        raise PatternError(f"{str(kind).lower()} is not supported")
+        raise PatternError(f"{UNSUPPORTED.get(kind, str(kind).lower())} are not supported")
 
     def _repeat(self, least: int, most: int, inside: Sequence[Any], then: int, *, greedy: bool) -> int:
         if most is codes.MAXREPEAT:
@@ -253,6 +255,13 @@ def literal(*texts: str) -> Pattern:
     return Pattern("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
 
 
+AT_END = ([(codes.AT, codes.AT_END)], [(codes.AT, codes.AT_END_STRING)])
+UNSUPPORTED = {
+    codes.AT: "anchors",
+    codes.ASSERT: "look-arounds before the end",
+    codes.ASSERT_NOT: "negative look-arounds",
+    codes.GROUPREF: "references",
+}
 CATEGORIES = {
     codes.CATEGORY_SPACE: r"\s",
     codes.CATEGORY_NOT_SPACE: r"\S",

@@ -47,6 +47,11 @@ def test_refused(source: str) -> None:
         Pattern(source)
 
 
+def test_the_end_of_the_text_as_an_alternative() -> None:
+    assert find(Pattern(r"(?:<end>|$)"), "a<end>") == (1, 6, {})
+    assert find(Pattern(r"<end>|\Z"), "a<en") is None
+
+
 def test_split_at_group() -> None:
     split = split_at_group(r"<(?P<key>\w+)>\s*(?P<value>.*?)\s*</>", "value")
     assert split is not None
