@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 from abuse import AbusedServer, check_error
@@ -57,54 +58,66 @@ def narrow() -> Iterator[FrontEnd]:
 
 
 class TestConnections:
-    def test_beyond_the_limit_only_open_routes_are_served(self, narrow: FrontEnd) -> None:
+    @pytest.fixture
+    def full(self) -> Iterator[FrontEnd]:
+        """An engine that is paused, so that requests stay unanswered."""
+        engine = PausedEngine()
+        engine.pause_tokens(False)
+        front_end = FrontEnd(engine, connections=20, spare_connections=4, client_share=1.0)
+        engine.pause_tokens(True)
+        yield front_end
+        engine.pause_tokens(False)
+        front_end.check()
+        front_end.close()
+
+    def test_beyond_the_limit_only_open_routes_are_served(self, full: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
-                stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True))))
-            narrow.until(lambda: len(narrow.engine.live) == 20)
+                stack.enter_context(full.connect(post(COMPLETIONS, body_of(stream=True))))
+            full.until(lambda: len(full.engine.live) == 20)
             for path in OPEN_PATHS:
-                assert narrow.client.get(path).status_code == 200
+                assert full.client.get(path).status_code == 200
             for path in ("/v1/models", "/version", "/none"):
-                refused = narrow.client.get(path)
+                refused = full.client.get(path)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert check_error(refused)["code"] == "too_many_connections"
-            large = narrow.client.post(COMPLETIONS, content=body_of(user="x" * 10**6))
+            large = full.client.post(COMPLETIONS, content=body_of(user="x" * 10**6))
             assert large.status_code == 503
-        narrow.until(lambda: narrow.num_connections == 0)
-        narrow.check()
+        full.until(lambda: full.num_connections == 0)
 
-    def test_beyond_the_spare_connections_nothing_is_served(self, narrow: FrontEnd) -> None:
+    def test_beyond_the_spare_connections_nothing_is_served(self, full: FrontEnd) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
-                stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True))))
-            narrow.until(lambda: len(narrow.engine.live) == 20)
-            spare = [stack.enter_context(narrow.connect()) for _ in range(4)]
-            narrow.until(lambda: narrow.num_connections == 24)
-            assert [narrow.ask(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(50)] == [b""] * 50
+                stack.enter_context(full.connect(post(COMPLETIONS, body_of(stream=True))))
+            full.until(lambda: len(full.engine.live) == 20)
+            spare = [stack.enter_context(full.connect()) for _ in range(4)]
+            full.until(lambda: full.num_connections == 24)
+            assert [full.ask(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(50)] == [b""] * 50
             spare[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             assert status_of(read_all(spare[0])) == 200
-        narrow.until(lambda: narrow.num_connections == 0)
-        narrow.check()
+        full.until(lambda: full.num_connections == 0)
 
     @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n", GET_MODELS])
-    def test_idle_connections_make_room(self, narrow: FrontEnd, data: bytes) -> None:
+    def test_idle_connections_make_room(self, full: FrontEnd, data: bytes) -> None:
         """The oldest first: connections that are silent, slow, or wait for their next request."""
         with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context(narrow.connect(post(COMPLETIONS, body_of(stream=True)))) for _ in range(5)]
-            narrow.until(lambda: len(narrow.engine.live) == 5)
-            idle = [stack.enter_context(narrow.connect(data)) for _ in range(15)]
-            narrow.until(lambda: narrow.num_connections == 20)
-            assert [narrow.client.get("/v1/models").status_code for _ in range(10)] == [200] * 10
+            streams = [stack.enter_context(full.connect(post(COMPLETIONS, body_of(stream=True)))) for _ in range(5)]
+            full.until(lambda: len(full.engine.live) == 5)
+            idle = [stack.enter_context(full.connect(data)) for _ in range(15)]
+            full.until(lambda: full.num_connections == 20)
+            assert [full.client.get("/v1/models").status_code for _ in range(10)] == [200] * 10
             assert read_all(idle[0]).count(b"HTTP/1.1") == (data is GET_MODELS)
-            assert len(narrow.engine.live) == 5, "a stream was closed"
+            assert len(full.engine.live) == 5, "a stream was closed"
             for stream in streams:
                 stream.close()
-            narrow.until(lambda: not narrow.engine.live)
-        narrow.until(lambda: narrow.num_connections == 0)
-        narrow.check()
+            full.until(lambda: not full.engine.live)
+        full.until(lambda: full.num_connections == 0)
 
     def test_one_address_leaves_a_reserve_for_others(self) -> None:
-        front_end = FrontEnd(connections=20, spare_connections=4)
+        engine = PausedEngine()
+        engine.pause_tokens(False)
+        front_end = FrontEnd(engine, connections=20, spare_connections=4)
+        engine.pause_tokens(True)
         with contextlib.ExitStack() as stack:
             for _ in range(15):
                 stack.enter_context(front_end.connect(post(COMPLETIONS, body_of(stream=True))))
@@ -116,6 +129,7 @@ class TestConnections:
                 other.sendall(GET_MODELS)
                 assert status_of(other.recv(1000)) == 200
         front_end.until(lambda: front_end.num_connections == 0)
+        engine.pause_tokens(False)
         front_end.check()
         front_end.close()
 
@@ -416,6 +430,46 @@ class TestCollectedOutput:
         if status == 400:
             assert check_error(response)["param"] in fields
         narrow.until(lambda: not narrow.engine.live)
+
+    def test_too_many_prompt_logprobs_are_refused_before_they_are_computed(self, narrow: FrontEnd) -> None:
+        before = len(narrow.engine.added)
+        fields = {"prompt": [7] * 1000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20, "echo": True}
+        response = narrow.client.post(COMPLETIONS, json=fields)
+        assert response.status_code == 400 and "at most" not in check_error(response)["message"]
+        assert len(narrow.engine.added) == before
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"max_tokens": 500, "logprobs": 20},
+            {"prompt": [7] * 500, "max_tokens": 1, "prompt_logprobs": 20},
+            {"prompt": [7] * 500, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True},
+        ],
+        ids=str,
+    )
+    def test_many_logprobs_are_formatted_beside_the_event_loop(
+        self, narrow: FrontEnd, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads: list[str] = []
+        encode = msgspec.json.encode
+
+        def watched(value: Any) -> bytes:
+            body = encode(value)
+            if len(body) > 10_000:
+                threads.append(threading.current_thread().name)
+            return body
+
+        monkeypatch.setattr("msgspec.json.encode", watched)
+        assert narrow.client.post(COMPLETIONS, json={"prompt": [1], **fields}).status_code == 200
+        assert threads and all(name.startswith(("long", "huge")) for name in threads), threads
+
+    def test_a_long_response_is_written_in_parts(self, narrow: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+        fields = {"prompt": [1], "max_tokens": 500, "logprobs": 20}
+        whole = narrow.client.post(COMPLETIONS, json=fields)
+        monkeypatch.setattr("quire.launch.http.routes.generate.WRITE_BYTES", 1000)
+        parts = narrow.client.post(COMPLETIONS, json=fields)
+        assert parts.json()["choices"] == whole.json()["choices"]
+        assert int(parts.headers["content-length"]) == len(parts.content) > 1000
 
 
 def front_end_of(server: AbusedServer) -> psutil.Process:

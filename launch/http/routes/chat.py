@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
-from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
+from quire.launch.http.routes.generate import Collected, Generation, Usage, encode_choices, new_request_id
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.body import read_json
@@ -110,7 +110,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     object: str
     created: int
     model: str
-    choices: list[ChatChoice]
+    choices: Sequence[ChatChoice | msgspec.Raw]
     usage: Usage
     prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
 
@@ -172,7 +172,7 @@ class ChatFormatter:
         return self._chunk([], usage)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        choices = encode_choices(answers, self._choice)
         # All choices have the same prompt.
         prompt_logprobs = format_prompt_logprobs(
             answers[0].prompt_logprobs, self._num_prompt_logprobs, self._token_texts

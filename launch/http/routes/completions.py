@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.routes.generate import Collected, Generation, Usage, new_request_id
+from quire.launch.http.routes.generate import Collected, Generation, Usage, encode_choices, new_request_id
 from quire.launch.http.schema.schema import CompletionRequest
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
@@ -46,7 +46,7 @@ class Completion(msgspec.Struct, frozen=True):
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[CompletionChoice | msgspec.Raw]
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -91,7 +91,8 @@ class CompletionFormatter:
         return self._object([], usage)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
-        return self._object([self._choice(i, "".join(answer.texts), answer) for i, answer in enumerate(answers)], usage)
+        choices = encode_choices(answers, lambda index, answer: self._choice(index, "".join(answer.texts), answer))
+        return self._object(choices, usage)
 
     def _choice(self, index: int, text: str, answer: OutputDelta | Collected) -> CompletionChoice:
         logprobs = None
@@ -108,7 +109,7 @@ class CompletionFormatter:
         prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
         return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, prompt_logprobs)
 
-    def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+    def _object(self, choices: Sequence[CompletionChoice | msgspec.Raw], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             Completion(self.request_id, "text_completion", self._created, self._model, choices, usage)
         )

@@ -5,7 +5,7 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,8 +31,11 @@ from quire.protocol.wire.logprobs import LogprobArrays
 
 log = event_logger("http")
 
-# Most log probabilities, of about 150 bytes each, that are kept until a response is complete.
-MAX_COLLECTED_VALUES = 2**22
+# Most log probabilities, of about 150 bytes each in memory and at most 100 in JSON, that are kept until a response is
+# complete.
+MAX_COLLECTED_VALUES = 2**20
+# Part of a response that is written at once.
+WRITE_BYTES = 1024 * 1024
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -169,20 +172,34 @@ class Generation:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected = [Collected() for _ in self._unfinished]
         num_kept = 0
+        self._check_num_values(self._num_prompt_values())  # known before the prompts are computed
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
                 for index, delta in batch:
                     num_kept += _num_values(delta)
                     collected[index].add(delta)
-                if num_kept > MAX_COLLECTED_VALUES:
-                    text = f"response has more than {MAX_COLLECTED_VALUES} log probabilities: request fewer, or stream"
-                    raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
-        tables = [answer.prompt_logprobs for answer in collected if answer.prompt_logprobs is not None]
+                self._check_num_values(num_kept)
         # Formatting one value, or parsing one character, takes about as long as tokenizing one character.
-        num_values = sum(table.values.size for table in tables) + sum(len(t) for each in collected for t in each.texts)
-        body = await self._server.texts.run(num_values, lambda: self._formatter.response(collected, self._usage()))
+        size = num_kept + sum(len(text) for each in collected for text in each.texts)
+        body = await self._server.texts.run(size, lambda: self._formatter.response(collected, self._usage()))
         headers = {"x-request-id": self._formatter.request_id}
-        await Response(body, 200, headers, "application/json")(scope, receive, send)
+        start = Response(b"", 200, {**headers, "content-length": str(len(body))}, "application/json")
+        await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
+        rest = memoryview(body)
+        while rest.nbytes:  # sending waits while a slow reader has not read the parts before
+            part, rest = rest[:WRITE_BYTES], rest[WRITE_BYTES:]
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": bool(rest.nbytes)})
+
+    def _num_prompt_values(self) -> int:
+        params = self._request.params
+        if params.prompt_logprobs is None:
+            return 0
+        return params.n * (params.prompt_logprobs + 1) * sum(len(prompt.token_ids) - 1 for prompt in self._prompts)
+
+    def _check_num_values(self, count: int) -> None:
+        if count > MAX_COLLECTED_VALUES:
+            text = f"response has more than {MAX_COLLECTED_VALUES} log probabilities: request fewer, or stream"
+            raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
 
     async def _stream(self, send: Send) -> None:
         try:
@@ -204,7 +221,7 @@ class Generation:
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
                 usage = self._usage() if options.continuous_usage_stats else None
-                events = [self._formatter.event(index, delta, usage) for index, delta in batch]
+                events = await self._events(batch, usage)
                 if self._unfinished:
                     await stream.write(events)
                     continue
@@ -213,6 +230,16 @@ class Generation:
                 if self._style.end is not None:
                     events.append(self._style.end)
                 await stream.write(events, last=True)
+
+    async def _events(self, batch: list[tuple[int, OutputDelta]], usage: Usage | None) -> list[bytes]:
+        num_prompt_values = sum(d.prompt_logprobs.values.size for _, d in batch if d.prompt_logprobs is not None)
+
+        def format_batch() -> list[bytes]:
+            return [self._formatter.event(index, delta, usage) for index, delta in batch]
+
+        if not num_prompt_values:
+            return format_batch()
+        return await self._server.texts.run(num_prompt_values, format_batch)
 
     async def _batches(self) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         """Yield the deltas of all sequences as they arrive. However this ends, no sequence is left running."""
@@ -274,6 +301,20 @@ class Generation:
         num_output_tokens = sum(self._num_output_tokens)
         cached = sum(self._num_cached_tokens[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
+
+
+def encode_choices(
+    answers: Sequence[Collected], choice: Callable[[int, Collected], msgspec.Struct]
+) -> list[msgspec.Raw]:
+    """Return each choice as JSON. One after the other, because encoding holds the interpreter lock.
+
+    The log probabilities are dropped as soon as they are encoded, because freeing many at once takes long, too.
+    """
+    encoded = []
+    for index, answer in enumerate(answers):
+        encoded.append(msgspec.Raw(msgspec.json.encode(choice(index, answer))))
+        answer.logprobs = None
+    return encoded
 
 
 def _num_values(delta: OutputDelta) -> int:
