@@ -129,7 +129,7 @@ class Gate:
             # If the response has started, only closing the connection shows that it is incomplete. uvicorn closes it
             # when this returns before the end of the response. Raising would log the error again, unescaped.
             if not started:
-                await api_error.response(scope["path"])(scope, receive, send)
+                await api_error.response(scope["path"])(scope, receive, watched_send)
         finally:
             if not started:
                 self._bodies.release(client, num_bytes)
