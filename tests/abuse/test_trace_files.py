@@ -194,6 +194,39 @@ def test_invalid_header(tmp_path: Path, field: str, value: Any) -> None:
     assert peak_of(read) < 64 * MIB
 
 
+HEADERS: list[tuple[str, Any]] = [
+    *(("config.block_size", value) for value in (0, -1, 10**9)),
+    *(("kv_layout.groups.0.block_size", value) for value in (0, -1, 10**12)),
+    *((name, 10**12) for name in ("num_blocks", "config.max_num_seqs", "config.max_num_batched_tokens")),
+    *(("num_blocks", 10**9), ("hash_bytes", -1), ("hash_bytes", 10**12), ("now", -1e308)),
+]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("settings", [[], ["--set", "block_size=16"]], ids=["exact", "what if"])
+def test_command_reports_a_damaged_header_in_one_line(
+    tmp_path: Path, settings: list[str], checksum: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the checksum that it had before the damage, and without one."""
+    header, *rest = raw_lines()
+    for field, value in HEADERS:
+        fields = msgspec.json.decode(header)
+        if not checksum:
+            fields.pop("crc")
+        *places, name = field.split(".")
+        at = fields
+        for place in places:
+            at = at[int(place)] if place.isdigit() else at[place]
+        at[name] = value
+        path = written(tmp_path, b"\n".join([msgspec.json.encode(fields), *rest]) + b"\n")
+        if name == "max_num_batched_tokens" and not checksum and not settings:
+            continue  # this number has no effect on an exact replay
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", str(path), *settings])
+        error = capsys.readouterr().err
+        assert ended.value.code == 78 and error.startswith("quire: error: ") and error.count("\n") == 1, (field, value)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_damage_to_lines(tmp_path: Path, seed: int) -> None:
     rng, raw = random.Random(seed), raw_lines()

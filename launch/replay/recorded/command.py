@@ -13,6 +13,7 @@ from quire.launch.replay.recorded.recorded_settings import recorded_settings
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.run.step_shape import StepShape
+from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
@@ -50,6 +51,8 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
     run = _Run(record, progress)
     gaps: list[TraceLine] = []
     difference = replay_lines(_until_lost(reader, gaps) if lenient else reader, observe=run)
+    if not run.has_begun:
+        raise ConfigError(f"{reader.files[0]}:1: the header was altered: its checksum does not match")
     run.finish()
     record.decisions_equal = None if gaps and difference is None else difference is None
     if difference is not None:
@@ -83,12 +86,14 @@ class _Run:
         self._begin = self._now = self._worker_free = 0.0
         self._num_ended = 0
         self._times_back = 0
+        self.has_begun = False
 
     def begin(self, header: Header, scheduler: Scheduler, decision_log: DecisionLog) -> None:
         self._begin = header.now
         self._scheduler = scheduler
         self._decision_log = decision_log
         self._collector = RunCollector(self._record, scheduler, decision_log)
+        self.has_begun = True
 
     def arrived(self, line: Arrival) -> None:
         now = self._time(line.now)

@@ -20,6 +20,8 @@ _LONGEST_HEADER = 2**24
 LONGEST_LINE = 2**26
 """Bytes. The keyframe of a large engine has a few million; a line without an end would fill the memory."""
 _CRC = b',"crc":'
+_LONGEST_HASH = 64
+_LATEST = 1e12
 
 
 class TraceLine(NamedTuple):
@@ -155,7 +157,21 @@ def read_header(file: Path) -> Header:
     except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # by its kind
+    _check_header(file, header)
     return header
+
+
+def _check_header(file: Path, header: Header) -> None:
+    """Raise ConfigError for a number with which arithmetic on the lines would fail. Other numbers cannot do harm."""
+    sizes = [("config.block_size", header.config.block_size)]
+    sizes += [
+        (f"kv_layout.groups[{i}].block_size", group.block_size) for i, group in enumerate(header.kv_layout.groups)
+    ]
+    for name, value, most in [("hash_bytes", header.hash_bytes, _LONGEST_HASH), *((*size, 2**20) for size in sizes)]:
+        if not 1 <= value <= most:
+            raise ConfigError(f"{file}:1: {name} must be between 1 and {most} (got {value}): the header is damaged")
+    if not abs(header.now) < _LATEST:
+        raise ConfigError(f"{file}:1: now must be a number of seconds below 1e12 (got {header.now})")
 
 
 def _first_line(file: Path) -> tuple[bytes, _First]:
