@@ -61,8 +61,10 @@ def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]
     given: dict[str, Any] = {}
     where = "command line"
     if args.config is not None:
+        from quire.launch.config.config_file import read_config_file  # YAML is imported only for such a file
+
         where = str(args.config)
-        given = {str(key).replace("-", "_"): value for key, value in _read_yaml(args.config).items()}
+        given = {str(key).replace("-", "_"): value for key, value in read_config_file(args.config).items()}
         for key in given:
             if key not in keys:
                 raise ConfigError(f"{where}: unknown key {key!r}{suggest(key, keys)}")
@@ -70,15 +72,3 @@ def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]
     engine = parse_options({key: value for key, value in given.items() if key in engine_keys}, where)
     serve = convert({key: value for key, value in given.items() if key in serve_keys}, ServeOptions, where)
     return engine, serve
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{path}: must be a YAML mapping of keys and values")
-    return loaded or {}
