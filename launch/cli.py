@@ -14,8 +14,8 @@ from quire.launch.config.foreign_names import suggest
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.supervision.descriptors import raise_descriptor_limit
-from quire.protocol.errors import InvalidRequest, QuireError
-from quire.protocol.process.log import start_logging, write_line
+from quire.protocol.errors import InvalidRequest, QuireError, shortage
+from quire.protocol.process.log import one_line, start_logging, write_line
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import version_text
 
@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors that suggest the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EX_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(EX_USAGE, one_line(f"{self.prog}: error: {message} (see {self.prog} --help)") + "\n")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
         word = unknown[0]
@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    except (OSError, MemoryError, RuntimeError) as error:
+        reason = shortage(error)
+        if not reason:
+            raise
+        write_line(f"quire: error: {reason}", logging.ERROR)
+        sys.exit(1)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

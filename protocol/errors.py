@@ -1,6 +1,7 @@
 """Errors with texts that users may see: no internal paths, no traceback."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 MAX_SHOWN = 160
@@ -34,6 +35,37 @@ class InvalidRequest(QuireError):
         self.message = message
         self.param = param
         self.code = code
+
+
+_SHORTAGES = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many open files: raise their limit (ulimit -n)"),
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "a file cannot be written: free space on its disk, set TMPDIR to another folder, or raise ulimit -f",
+    ),
+    errno.ENOMEM: "not enough memory: free some, raise ulimit -v, or lower --kv-cache-memory-bytes and --max-model-len",
+    errno.EAGAIN: "no process or thread can be started: raise the limit of processes (ulimit -u)",
+}
+_SHORTAGE_TEXTS = {
+    "failed to map segment": errno.ENOMEM,
+    "allocate memory": errno.ENOMEM,
+    "start new thread": errno.EAGAIN,
+    "open files": errno.EMFILE,
+    "No usable temporary directory": errno.ENOSPC,
+}
+"""Parts of the texts by which libraries report a shortage without a number."""
+
+
+def shortage(error: BaseException) -> str:
+    """Return one line with the resource that the machine or a limit denied, and what to do; "" for other errors."""
+    if isinstance(error, MemoryError):
+        return _SHORTAGES[errno.ENOMEM]
+    number = getattr(error, "errno", None)
+    if number not in _SHORTAGES and isinstance(error, FileNotFoundError | ImportError | RuntimeError):
+        number = next((number for text, number in _SHORTAGE_TEXTS.items() if text in str(error)), None)
+    if number not in _SHORTAGES:
+        return ""
+    return _SHORTAGES[number]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import psutil
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import one_line
 
 PERCENTILES = (50, 90, 99)
 
@@ -27,7 +28,8 @@ class Table:
     rows: Sequence[tuple[str, Sequence[float | str | None]]]
 
     def text(self) -> str:
-        cells = [[self.title, *self.columns], *([label, *map(format_value, values)] for label, values in self.rows)]
+        rows = [[self.title, *self.columns], *([label, *map(format_value, values)] for label, values in self.rows)]
+        cells = [[one_line(cell) for cell in row] for row in rows]
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         lines = (
             "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -62,7 +64,7 @@ class Report:
         for table in self.tables:
             print(table.text(), end="\n\n", file=out)
         for note in self.notes:
-            print(note, file=out)
+            print(one_line(note), file=out)
         line = json.dumps(self.as_dict(), allow_nan=False)
         print(line, file=out, flush=True)
         if json_path is not None:

@@ -15,6 +15,7 @@ from quire.launch.measure.report import Table
 from quire.launch.replay.report.summary import summary, tables
 from quire.launch.replay.run.run_record import RunRecord
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import one_line
 
 PROGRESS_AFTER_S = 2.0
 Progress = Callable[[float, int], None]
@@ -99,15 +100,15 @@ def publish(result: Result, args: argparse.Namespace) -> None:
 
         _write("--perfetto", args.perfetto, lambda path: write_perfetto(path, result.records[0]))
     if result.problem:
-        print(f"quire: {result.problem}", file=sys.stderr, flush=True)
+        print(f"quire: {one_line(result.problem)}", file=sys.stderr, flush=True)
 
 
 def _print(result: Result) -> None:
-    print(*result.head, sep="\n", end="\n\n")
+    print(*map(one_line, result.head), sep="\n", end="\n\n")
     for table in result.tables:
         print(table.text(), end="\n\n")
     for note in result.notes:
-        print(f"note: {note}")
+        print(f"note: {one_line(note)}")
     sys.stdout.flush()
 
 

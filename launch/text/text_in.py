@@ -1,7 +1,9 @@
 """Text to token ids: a checkpoint's tokenizer and chat template, and the behaviour without one of them."""
 
+import contextlib
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,8 +92,11 @@ class TextIn:
         if not path.is_file():
             return cls()
         try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # the library raises nothing narrower
+            with _without_stderr():
+                tokenizer = Tokenizer.from_file(str(path))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the library raises nothing narrower, and its panics are no Exceptions
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
         config = _read_config(folder / "tokenizer_config.json")
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))
@@ -324,3 +329,20 @@ def _special_variables(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             variables[name] = content
     return variables
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what is written to stderr: a panic of a Rust library prints many lines before it can be caught."""
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # stderr is closed, or there are no descriptors
+        yield
+        return
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -28,7 +28,7 @@ from typing import Literal, NoReturn
 
 import msgspec
 
-from quire.protocol.errors import ConfigError, QuireError
+from quire.protocol.errors import ConfigError, QuireError, shortage
 from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
@@ -115,9 +115,10 @@ class Child:
 
         An unexpected error also leaves its traceback on stderr.
         """
-        if not isinstance(error, QuireError):
+        text = str(error) if isinstance(error, QuireError) else shortage(error)
+        if not text:
             traceback.print_exception(error)
-        text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
         status = EX_CONFIG if isinstance(error, ConfigError) else 1
         self.report(Report("failed", " ".join(text.split()), status))
         sys.exit(status)

@@ -48,7 +48,7 @@ class LineFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
-        return _printable(super().format(record))
+        return one_line(super().format(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -139,7 +139,7 @@ def start_logging(options: LogOptions | None = None) -> None:
 def write_line(text: str, level: int = logging.INFO) -> None:
     """Write a line for the user of the command at any log level: plain, or as a record in format json."""
     if not any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
-        print(text, file=sys.stderr, flush=True)
+        print(one_line(text), file=sys.stderr, flush=True)
         return
     logger = logging.getLogger("quire")
     logger.handle(logger.makeRecord(logger.name, level, "", 0, text, (), None))
@@ -154,5 +154,6 @@ def _value(value: Any) -> str:
     return text if plain and text else json.dumps(text)
 
 
-def _printable(text: str) -> str:
+def one_line(text: str) -> str:
+    """Escape line breaks and control characters: names of folders and files may hold commands for a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -49,7 +49,8 @@ def plan_memory(
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
             f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable: "
-            f"lower --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise --gpu-memory-utilization"
+            f"lower --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise "
+            f"--gpu-memory-utilization"
         )
     return MemoryPlan(
         device=str(device),
@@ -87,7 +88,7 @@ def _activation_bytes(config: EngineConfig) -> int:
     """Return an upper bound of a step's activation memory.
 
     It is the larger of the MLP intermediates of all tokens and the logits of all sampled positions, plus the token
-    counts for penalties if every request has some.
+    counts for penalties if every request has some, the rotary tables, and the block tables on host and device.
     """
     model = config.model
     per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
@@ -97,4 +98,6 @@ def _activation_bytes(config: EngineConfig) -> int:
     hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]
     logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * model.vocab_size * 4
     counts = config.max_num_seqs * model.vocab_size * 4
-    return max(hidden, logits) + counts
+    rotary = 2 * config.max_model_len * model.head_dim * 4 * (1 if model.local_rope is None else 2)
+    tables = 2 * config.max_num_seqs * (config.max_model_len // config.block_size + 1) * 4
+    return max(hidden, logits) + counts + rotary + tables
