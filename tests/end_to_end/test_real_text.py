@@ -96,7 +96,7 @@ def test_bfloat16_knows_the_capital_of_france(folder: Path, deterministic: bool)
     """Logits rounded to bfloat16 tied, and the answer was nonsense."""
     server = Served(str(folder), "--dtype", "bfloat16", "--max-model-len", "2048", *["--deterministic"] * deterministic)
     try:
-        (answer,) = _answers(server.url, QUESTIONS[:1])
+        (answer,) = _answers(server.url, QUESTIONS[:1], logprobs=True, top_logprobs=5)
         completion = httpx.post(
             f"{server.url}/v1/completions",
             json={"prompt": "The capital of France is", "temperature": 0.0, "max_tokens": 8},
@@ -106,3 +106,7 @@ def test_bfloat16_knows_the_capital_of_france(folder: Path, deterministic: bool)
         server.stop()
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert "Paris" in completion["choices"][0]["text"]
+    best = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
+    # Logits of this size that are rounded to bfloat16 are multiples of 1/16.
+    gaps = [16 * (best[0] - other) for other in best[1:]]
+    assert max(abs(gap - round(gap)) for gap in gaps) > 0.01
