@@ -26,9 +26,9 @@ ESCAPES = "\x1b]0;title\x07\x1b[2J\r\n2026-01-01 ERROR forged\x9b31m"
 @pytest.fixture(autouse=True)
 def _level_restored() -> Iterator[None]:
     """Commands that run in this process set the level of the log."""
-    level = logging.getLogger().level
+    level = logging.getLogger("quire").level
     yield
-    logging.getLogger().setLevel(level)
+    logging.getLogger("quire").setLevel(level)
 
 
 def start(*flags: str, limit: tuple[int, int] | None = None) -> str:

@@ -87,7 +87,7 @@ def test_error_has_the_numbers_if_memory_does_not_suffice(settings: dict[str, An
 
 
 def test_plan_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "quire"):
         log_plan(plan(num_blocks_override=32), 256)
     (record,) = caplog.records
     assert "memory plan device=cpu weights_mib=10 " in record.message
