@@ -34,7 +34,7 @@ _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace
 _TOO_COMPLEX = re.compile(
     r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
 )
-_LIBRARY_INTERNAL = re.compile(r"out of range$|\bline \d+ column \d|[Rr]etriev")
+_LIBRARY_INTERNAL = re.compile(r"out of range$|\bline \d+ column \d|[Rr]etriev|^panic: ")
 """Errors about the library or its reading position rather than about the client's text."""
 _GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
