@@ -230,6 +230,11 @@ COMMANDS = {
         _add_chat_flags,
         _with_options("offline.terminal:chat"),
     ),
+    "top": Command(
+        "Show what a running server does: requests, tokens per second, KV blocks, times.",
+        _lazy("top.command:add_top_flags"),
+        _lazy("top.command:run"),
+    ),
     "replay": Command(
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
         _lazy("replay.arguments:add_replay_flags"),

@@ -99,14 +99,14 @@ def test_only_workers_import_torch(package: str) -> None:
         assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, file
 
 
-TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay"))
+TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay", "top"))
 
 
 def test_serving_code_imports_no_tools() -> None:
-    """Tools (bench, demo, measure, replay) are imported only by themselves and by cli.py, which starts them."""
+    """Tools (bench, demo, measure, replay, top) are imported only by themselves and by cli.py, which starts them."""
     for file in _files("launch"):
         place = file.relative_to(ROOT)
-        if place.parts[1] not in ("bench", "measure", "replay", "cli.py"):
+        if place.parts[1] not in ("bench", "measure", "replay", "top", "cli.py"):
             assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 

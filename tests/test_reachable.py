@@ -2,8 +2,8 @@
 
 The search is by name. It finds: kernels that the product does not use, directly or through other kernels; parameters of
 used kernels that no caller passes; fields of messages, the configuration, KV layouts and attention metadata that are
-never written or never read; kinds of KV groups that no layout has. Tools (benchmarks, replay, demo) are not product
-paths.
+never written or never read; kinds of KV groups that no layout has. Tools (benchmarks, replay, demo, top) are not
+product paths.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
-TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "worker_proc/bench/")
+TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "launch/top/", "worker_proc/bench/")
 STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
 OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface

@@ -113,7 +113,7 @@ NO_EQUIVALENT = {
     "cont_batching": _ALWAYS,
     "metrics": _ALWAYS,
     "enable_metrics": _ALWAYS,
-    "slots": "not supported: /metrics has the number of requests by state",
+    "slots": "not supported: quire top shows the requests by state",
     "cache_reuse": "not needed: equal prefixes are reused unless --no-enable-prefix-caching is given",
     "t": _THREADS,
     "threads": _THREADS,

@@ -1,0 +1,1 @@
+"""``quire top``: the figures of a running server."""

@@ -1,0 +1,185 @@
+"""``quire top``: shows a running server's figures, from its ``/metrics``."""
+
+import argparse
+import http.client
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.launch.top.overview import Overview, overview
+from quire.launch.top.scrape import Scrape
+from quire.launch.top.screen import screen
+from quire.protocol.errors import ConfigError, EngineError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 10.0
+MAX_BYTES = 2**24
+WINDOW_S = 10.0
+"""Rates and times of the live screen are of the last seconds, so that single requests stay visible."""
+
+ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def add_top_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"address of the server ({DEFAULT_URL})")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key to send, for a proxy that demands one (the variable QUIRE_API_KEY)"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between scrapes; 0 with --once: a single scrape, with figures since the start (2)",
+    )
+    parser.add_argument("--once", action="store_true", help="print the figures of one interval and exit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per interval instead of the screen")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command; Ctrl-C ends it with status 0.
+
+    Raises:
+        ConfigError: invalid flags, or the server cannot be reached at the start.
+        EngineError: the server does not answer with metrics.
+    """
+    least = 0.0 if args.once else 0.1
+    if not (math.isfinite(args.interval) and least <= args.interval <= 3600):
+        raise ConfigError(f"--interval must be between {least:g} and 3600 seconds (got {args.interval:g})")
+    watch = Watch(ServerMetrics(args.url, args.api_key), args.interval, time.monotonic, time.sleep)
+    try:
+        if args.once:
+            _print(watch.once(), watch.url, args.json)
+        elif args.json or not sys.stdout.isatty():
+            while True:
+                _print(watch.next(), watch.url, args.json)
+        else:
+            _live(watch)
+    except KeyboardInterrupt:
+        return
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would carry the API key to another server."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class ServerMetrics:
+    """Reads ``/metrics`` and ``/health`` of a server. Proxies of the environment are not used."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = api_key or os.environ.get("QUIRE_API_KEY", "")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+    def metrics(self) -> str:
+        """
+        Raises:
+            ConfigError: the server cannot be reached.
+            EngineError: it answered with an error.
+        """
+        try:
+            return self._get("/metrics")
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise EngineError(f"{self.url}/metrics returned {error.code}: is this a server of Quire?") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"--url {self.url}: cannot reach the server: {reason}") from None
+
+    def state(self) -> str:
+        """Return the state in the answer of /health, with any status; "" if it has none."""
+        try:
+            text = self._get("/health")
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read(1024).decode(errors="replace")
+        except (OSError, http.client.HTTPException, ValueError):
+            return ""
+        try:
+            return str(json.loads(text)["status"])[:40]
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+    def _get(self, path: str) -> str:
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        with self._opener.open(request, timeout=TIMEOUT_S) as response:
+            body: bytes = response.read(MAX_BYTES)
+        return body.decode(errors="replace")
+
+
+class Watch:
+    """Scrapes a server at an interval and keeps the scrapes of the window. Clock and pause are passed in."""
+
+    def __init__(
+        self, server: ServerMetrics, interval: float, clock: Callable[[], float], pause: Callable[[float], None]
+    ) -> None:
+        self.url = server.url
+        self._server, self._interval, self._clock, self._pause = server, interval, clock, pause
+        self._scrapes: deque[Scrape] = deque()
+
+    def once(self) -> Overview:
+        """Return the figures of one interval, or with interval 0 those since the start."""
+        return self.scrape() if self._interval == 0 else self.next()
+
+    def next(self) -> Overview:
+        """Wait for the interval and return the figures of the window. The first call makes two scrapes."""
+        if not self._scrapes:
+            self.scrape()
+        self._pause(self._interval)
+        return self.scrape()
+
+    def scrape(self) -> Overview:
+        """Return the figures of the window up to now; without an earlier scrape, those since the start."""
+        now = Scrape.parse(self._server.metrics(), self._clock())
+        while len(self._scrapes) > 1 and self._scrapes[1].time <= now.time - WINDOW_S:
+            self._scrapes.popleft()
+        earlier = self._scrapes[0] if self._scrapes else None
+        self._scrapes.append(now)
+        return overview(now, earlier, self._server.state())
+
+
+def _print(shown: Overview, url: str, as_json: bool) -> None:
+    text = msgspec.json.encode(shown).decode() if as_json else "\n".join([*screen(shown, url), ""])
+    print(text, flush=True)
+
+
+def _live(watch: Watch) -> None:
+    """Redraw the screen until Ctrl-C. If the server cannot be reached later, the error is shown until it can."""
+    shown, error = watch.scrape(), ""
+    sys.stdout.write(ENTER_SCREEN)
+    try:
+        while True:
+            sys.stdout.write(HOME + "".join(f"{line}{REST_OF_LINE}\r\n" for line in _lines(shown, watch.url, error)))
+            sys.stdout.write(REST_OF_SCREEN)
+            sys.stdout.flush()
+            try:
+                shown, error = watch.next(), ""
+            except (ConfigError, EngineError) as failure:
+                error = str(failure)
+    finally:
+        sys.stdout.write(LEAVE_SCREEN)
+        sys.stdout.flush()
+
+
+def _lines(shown: Overview, url: str, error: str) -> list[str]:
+    """Return the lines that fit on the terminal, an error first."""
+    width, height = shutil.get_terminal_size()
+    lines = [error[:width], *screen(shown, url, width)] if error else screen(shown, url, width)
+    return lines[: max(1, height - 1)]

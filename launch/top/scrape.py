@@ -1,0 +1,105 @@
+"""One scrape of a server's ``/metrics``: values by name, and differences between two scrapes."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.protocol.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The metrics of a server at one time.
+
+    Attributes:
+        time: seconds on the reader's clock.
+        values: value by name without its prefix, summed over all labels. Buckets of histograms are not included.
+        by_reason: values of the label ``reason`` by name.
+        buckets: cumulative counts by upper bound, by the histogram's name.
+        labels: of the last sample of each name.
+    """
+
+    time: float
+    values: dict[str, float] = field(default_factory=dict)
+    by_reason: dict[str, dict[str, float]] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+    labels: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, time: float) -> "Scrape":
+        """Parse the Prometheus text format; names without a prefix and a colon are left out.
+
+        Raises:
+            EngineError: the text has another format.
+        """
+        scrape = cls(time)
+        try:
+            for name, labels, value in _samples(text):
+                scrape._add(name, labels, value)
+        except (ValueError, KeyError, IndexError) as error:
+            raise EngineError(f"/metrics is not in the Prometheus text format: {str(error)[:100]}") from None
+        return scrape
+
+    def _add(self, name: str, labels: dict[str, str], value: float) -> None:
+        if name.endswith("_bucket"):
+            counts = self.buckets.setdefault(name.removesuffix("_bucket"), {})
+            bound = float(labels["le"])
+            counts[bound] = counts.get(bound, 0.0) + value
+            return
+        self.values[name] = self.values.get(name, 0.0) + value
+        self.labels[name] = labels
+        if "reason" in labels:
+            reasons = self.by_reason.setdefault(name, {})
+            reasons[labels["reason"]] = reasons.get(labels["reason"], 0.0) + value
+
+    def since(self, earlier: "Scrape", name: str) -> float | None:
+        """Return how much a counter grew, or None if it is missing. A counter that fell began at 0 in between."""
+        now = self.values.get(name)
+        if now is None:
+            return None
+        return _growth(now, earlier.values.get(name, 0.0))
+
+    def distribution(self, earlier: "Scrape", name: str) -> "Distribution | None":
+        """Return the values that a histogram counted since the earlier scrape; None if it counted none."""
+        count, total = self.since(earlier, f"{name}_count"), self.since(earlier, f"{name}_sum")
+        if not count or total is None:
+            return None
+        before, now = earlier.buckets.get(name, {}), self.buckets.get(name, {})
+        counts = [(bound, _growth(now[bound], before.get(bound, 0.0))) for bound in sorted(now)]
+        return Distribution(count, total / count, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values of a histogram: their number, their mean, and cumulative counts by upper bound."""
+
+    count: float
+    mean: float
+    counts: list[tuple[float, float]]
+
+    def quantile(self, share: float) -> float | None:
+        """Return the quantile, interpolated within its bucket; in the last bucket, its lower bound."""
+        wanted = share * self.count
+        edges = [(0.0, 0.0), *self.counts]
+        at = bisect.bisect_left([count for _, count in self.counts], wanted)
+        if at == len(self.counts):
+            return None
+        (low, below), (high, up_to) = list(pairwise(edges))[at]
+        if high == float("inf") or up_to == below:
+            return low
+        return low + (high - low) * (wanted - below) / (up_to - below)
+
+
+def _growth(now: float, before: float) -> float:
+    return now - before if now >= before else now
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            _, colon, name = sample.name.partition(":")
+            if colon:
+                yield name, dict(sample.labels), sample.value

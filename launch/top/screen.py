@@ -1,0 +1,107 @@
+"""The screen of ``quire top`` as text. Pure functions of their arguments."""
+
+from quire.launch.top.overview import Overview, Times
+
+BAR_WIDTH = 24
+LABEL_WIDTH = 16
+COLUMN_WIDTH = 10
+
+
+def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
+    """Return the lines, each at most ``width`` characters long and without control characters."""
+    window = "since the start" if shown.window_s is None else f"last {shown.window_s:.1f} s"
+    lines = [
+        f"quire top  {url}  {shown.model or 'no model'}  {shown.state or 'state unknown'}  ({window})",
+        "",
+        *_requests(shown),
+        *_cache(shown),
+        "",
+        _row("seconds", *(f"{name:>{COLUMN_WIDTH}}" for name in ("mean", "p50", "p99", "number"))),
+        *(_time_row(label, times) for label, times in shown.times.items()),
+        "",
+        _row(
+            "restarts",
+            f"workers {_count(shown.worker_restarts)}   scheduler {_count(shown.scheduler_restarts)}   "
+            f"front ends {_count(shown.front_end_restarts)}",
+        ),
+    ]
+    if shown.running is None:
+        lines += ["", "the scheduler did not answer this scrape: its figures are missing"]
+    return ["".join(each if each.isprintable() else "?" for each in line)[:width].rstrip() for line in lines]
+
+
+def _requests(shown: Overview) -> list[str]:
+    rates = f"ended {_rate(shown.ended_per_s)}   refused {_rate(shown.rejected_per_s)}"
+    return [
+        _row("requests", f"running {_count(shown.running)}   waiting {_count(shown.waiting)}   {rates}"),
+        _row("waiting for", _reasons(shown.waiting_by_reason)),
+        _row(
+            "tokens/s",
+            f"generated {_number(shown.generation_tokens_per_s)}   prompt {_number(shown.prompt_tokens_per_s)}, "
+            f"of these cached {_number(shown.cached_tokens_per_s)}   per step {_number(shown.tokens_per_step)}",
+        ),
+    ]
+
+
+def _cache(shown: Overview) -> list[str]:
+    size = "" if shown.block_size is None else f" of {shown.block_size} tokens"
+    lines = [
+        _row(
+            "KV blocks",
+            f"{_bar(shown.kv_use)} {_share(shown.kv_use)} of {_count(shown.num_blocks)} blocks{size}   "
+            f"cached {_count(shown.num_cached_blocks)}   evicted {_rate(shown.evicted_blocks_per_s)}",
+        ),
+        _row("prefix cache", f"{_bar(shown.hit_share)} {_share(shown.hit_share)} of the prompt tokens found"),
+        _row(
+            "preemptions",
+            f"{_rate(shown.preemptions_per_s)}   since the start {_count(shown.preemptions)}: "
+            f"{_reasons(shown.preemptions_by_reason)}",
+        ),
+    ]
+    if shown.draft_acceptance is not None:
+        lines.append(_row("draft tokens", f"{_bar(shown.draft_acceptance)} {_share(shown.draft_acceptance)} accepted"))
+    return lines
+
+
+def _row(label: str, *cells: str) -> str:
+    return f"{label:<{LABEL_WIDTH}}{''.join(cells)}"
+
+
+def _time_row(label: str, times: Times | None) -> str:
+    cells = ("-",) * 4
+    if times is not None:
+        cells = (_seconds(times.mean), _seconds(times.p50), _seconds(times.p99), f"{times.count:,}")
+    return _row(f"  {label.replace('_', ' ')}", *(f"{cell:>{COLUMN_WIDTH}}" for cell in cells))
+
+
+def _bar(share: float | None) -> str:
+    full = 0 if share is None else round(BAR_WIDTH * min(max(share, 0.0), 1.0))
+    return f"[{'#' * full}{'.' * (BAR_WIDTH - full)}]"
+
+
+def _share(share: float | None) -> str:
+    return "   -" if share is None else f"{share:4.0%}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _rate(value: float | None) -> str:
+    return f"{_number(value)}/s"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 1 else f"{value:.2f}"
+
+
+def _reasons(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()) or "-"

@@ -1,0 +1,225 @@
+"""``quire top``: its screen and its JSON, from recorded metrics and from a real front end; one-line errors."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from exported_metrics import FullEngine, exported_labels
+from front_end import FrontEnd
+
+from quire.launch import cli
+from quire.launch.top import overview as overview_module
+from quire.launch.top.command import ServerMetrics, Watch
+from quire.launch.top.overview import Overview, overview
+from quire.launch.top.scrape import Scrape
+from quire.launch.top.screen import screen
+from quire.protocol.errors import EngineError
+
+BEFORE = """\
+# TYPE quire:prompt_tokens counter
+quire:prompt_tokens_total{model_name="m"} 1000
+quire:prompt_tokens_cached_total{model_name="m"} 100
+quire:generation_tokens_total{model_name="m"} 5000
+quire:prefix_cache_queries_total{model_name="m"} 1000
+quire:prefix_cache_hits_total{model_name="m"} 100
+quire:num_preemptions_total{model_name="m"} 9
+quire:request_success_total{finished_reason="stop",model_name="m"} 10
+quire:request_success_total{finished_reason="length",model_name="m"} 2
+# TYPE quire:request_queue_time_seconds histogram
+quire:request_queue_time_seconds_bucket{le="0.1",model_name="m"} 10
+quire:request_queue_time_seconds_bucket{le="1.0",model_name="m"} 10
+quire:request_queue_time_seconds_bucket{le="+Inf",model_name="m"} 10
+quire:request_queue_time_seconds_count{model_name="m"} 10
+quire:request_queue_time_seconds_sum{model_name="m"} 0.5
+"""
+AFTER = """\
+# TYPE quire:prompt_tokens counter
+quire:prompt_tokens_total{model_name="m"} 3000
+quire:prompt_tokens_cached_total{model_name="m"} 1100
+quire:generation_tokens_total{model_name="m"} 5500
+quire:prefix_cache_queries_total{model_name="m"} 3000
+quire:prefix_cache_hits_total{model_name="m"} 1100
+quire:num_preemptions_total{model_name="m"} 4
+quire:num_preemptions_by_reason_total{model_name="m",reason="no_kv_blocks"} 4
+quire:request_success_total{finished_reason="stop",model_name="m"} 18
+quire:request_success_total{finished_reason="length",model_name="m"} 2
+quire:num_requests_running{model_name="m"} 12
+quire:num_requests_waiting{model_name="m"} 34
+quire:num_requests_waiting_by_reason{model_name="m",reason="queued"} 4
+quire:num_requests_waiting_by_reason{model_name="m",reason="kv_blocks"} 30
+quire:num_requests_waiting_by_reason{model_name="m",reason="grammar"} 0
+quire:kv_cache_usage_perc{model_name="m"} 0.75
+quire:num_usable_blocks{model_name="m"} 4096
+quire:num_cached_blocks{model_name="m"} 1200
+quire:cache_config_info{block_size="16",model_name="m"} 1
+quire:num_worker_restarts_total{model_name="m"} 1
+quire:num_scheduler_restarts_total{model_name="m"} 0
+quire:num_front_end_restarts_total{model_name="m"} 0
+# TYPE quire:request_queue_time_seconds histogram
+quire:request_queue_time_seconds_bucket{le="0.1",model_name="m"} 11
+quire:request_queue_time_seconds_bucket{le="1.0",model_name="m"} 14
+quire:request_queue_time_seconds_bucket{le="+Inf",model_name="m"} 14
+quire:request_queue_time_seconds_count{model_name="m"} 14
+quire:request_queue_time_seconds_sum{model_name="m"} 2.5
+"""
+SCREEN = """\
+quire top  http://h:8000  m  ready  (last 2.0 s)
+
+requests        running 12   waiting 34   ended 4.0/s   refused -/s
+waiting for     kv_blocks 30, queued 4
+tokens/s        generated 250   prompt 1,000, of these cached 500   per step -
+KV blocks       [##################......]  75% of 4,096 blocks of 16 tokens   cached 1,200   evicted -/s
+prefix cache    [############............]  50% of the prompt tokens found
+preemptions     2.0/s   since the start 4: no_kv_blocks 4
+
+seconds               mean       p50       p99    number
+  queue             0.5000    0.4000    0.9880         4
+  prefill                -         -         -         -
+  decode                 -         -         -         -
+  first token            -         -         -         -
+  between tokens         -         -         -         -
+  whole request          -         -         -         -
+
+restarts        workers 1   scheduler 0   front ends 0"""
+
+
+def recorded(text: str = AFTER) -> Overview:
+    return overview(Scrape.parse(text, 12.0), Scrape.parse(BEFORE, 10.0), "ready")
+
+
+def test_the_screen_of_recorded_metrics() -> None:
+    assert "\n".join(screen(recorded(), "http://h:8000")) == SCREEN
+
+
+def test_any_prefix_is_read() -> None:
+    assert recorded(AFTER.replace("quire:", "vllm:")) == recorded()
+
+
+def test_without_an_earlier_scrape_figures_are_since_the_start() -> None:
+    shown = overview(Scrape.parse(AFTER, 12.0), None, "")
+    assert shown.window_s is None and shown.generation_tokens_per_s is None
+    assert shown.hit_share == 1100 / 3000
+    queue = shown.times["queue"]
+    assert queue is not None and (queue.count, queue.mean) == (14, 2.5 / 14)
+    assert "(since the start)" in screen(shown, "u")[0]
+
+
+def test_a_scrape_without_the_scheduler_is_marked() -> None:
+    lines = screen(recorded("quire:num_worker_restarts_total 0\n"), "u")
+    assert lines[-1].startswith("the scheduler did not answer")
+    assert any("running -   waiting -" in line for line in lines)
+
+
+def test_control_characters_and_long_names_of_a_server_do_not_reach_the_terminal() -> None:
+    lines = screen(recorded(AFTER.replace('"m"', '"\x1b[2J' + "m" * 500 + '"')), "u", 80)
+    assert all(len(line) <= 80 and line.isprintable() for line in lines)
+    assert "?[2Jmmm" in lines[0]
+
+
+@pytest.mark.parametrize("text", ["quire:x{le= 1", 'quire:x_bucket{model_name="m"} 1', "quire:x one"])
+def test_damaged_metrics_are_an_error(text: str) -> None:
+    with pytest.raises(EngineError, match="not in the Prometheus text format"):
+        Scrape.parse(text + "\n", 0.0)
+
+
+def test_every_metric_that_is_read_exists() -> None:
+    source = Path(overview_module.__file__).read_text()
+    named = set(re.findall(r'"([a-z_]+_(?:total|seconds|info|perc|running|waiting|blocks|by_reason))"', source))
+    exported = set(exported_labels("quire"))
+    families = exported | {name.removesuffix("_count") for name in exported if name.endswith("_count")}
+    assert len(named) > 20
+    assert {f"quire:{name}" for name in named} <= families
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[FrontEnd]:
+    made = FrontEnd(FullEngine())
+    yield made
+    made.close()
+
+
+def url(served: FrontEnd) -> str:
+    return f"http://127.0.0.1:{served.port}"
+
+
+def test_once_json_of_a_real_front_end(served: FrontEnd, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["top", "--url", f"{url(served)}/v1", "--once", "--json", "--interval", "0.01"])
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["model"], shown["state"], shown["running"]) == ("endless", "ready", 0)
+    assert shown["waiting_by_reason"] == {"kv_blocks": 1} and shown["ended_per_s"] == 0
+    assert 0 < shown["window_s"] < 10
+
+
+def test_once_prints_the_screen(served: FrontEnd, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["top", "--url", url(served), "--once", "--interval", "0"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"quire top  {url(served)}  endless  ready  (since the start)\n")
+    assert "\x1b" not in out and "waiting for     kv_blocks 1\n" in out
+    assert re.search(r"whole request +[\d.]+ +[\d.]+ +[\d.]+ +\d+\n", out)  # of the canary request
+
+
+def test_figures_are_of_the_last_ten_seconds(served: FrontEnd) -> None:
+    times = iter(range(0, 1000, 4))
+    pauses: list[float] = []
+    watch = Watch(ServerMetrics(url(served), None), 4.0, lambda: float(next(times)), pauses.append)
+    assert watch.scrape().window_s is None
+    assert [watch.next().window_s for _ in range(5)] == [4, 8, 12, 12, 12]
+    assert pauses == [4.0] * 5
+    slow = iter(range(0, 1000, 60))
+    watch = Watch(ServerMetrics(url(served), None), 60.0, lambda: float(next(slow)), pauses.append)
+    assert [watch.next().window_s for _ in range(3)] == [60, 60, 60]
+
+
+def unused_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--url", "localhost:8000"], "--url must start with http:// or https:// (got 'localhost:8000')"),
+        (["--interval", "0"], "--interval must be between 0.1 and 3600 seconds (got 0)"),
+        (["--once", "--interval", "nan"], "--interval must be between 0 and 3600 seconds (got nan)"),
+        (["--once", "--url", "http://[::1"], "cannot reach the server"),
+        (["--once", "--url", unused_url()], "cannot reach the server: [Errno"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["top", *words])
+    error = capsys.readouterr().err
+    assert ended.value.code and message in error and error.count("\n") == 1, error
+
+
+def test_another_server_is_an_error(served: FrontEnd, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["top", "--once", "--url", f"{url(served)}/elsewhere"])
+    assert "/elsewhere/metrics returned 404: is this a server of Quire?" in capsys.readouterr().err
+
+
+def test_the_screen_is_redrawn_until_interrupted_and_shows_errors(
+    served: FrontEnd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, answers = ServerMetrics.metrics, iter([True, False, True])
+
+    def metrics(server: ServerMetrics) -> str:
+        answer = next(answers, None)
+        if answer is None:
+            raise KeyboardInterrupt
+        if not answer:
+            raise EngineError("the server is restarting")
+        return real(server)
+
+    monkeypatch.setattr(ServerMetrics, "metrics", metrics)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    cli.main(["top", "--url", url(served)])
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[?1049h") and out.endswith("\x1b[?25h\x1b[?1049l")
+    screens = out.split("\x1b[H")[1:]
+    assert ["the server is restarting" in drawn for drawn in screens] == [False, True, False]
+    assert all("quire top  http" in drawn for drawn in screens)
