@@ -184,7 +184,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             LOGS,
             "lowest level of the log lines. info: requests, responses, throughput; debug: also health checks, "
             "scrapes and scheduling decisions",
-            default="the variable QUIRE_LOG_LEVEL, or info",
+            default="the variable QUIRE_LOG_LEVEL, or warning",
         ),
     ] = None
     log_format: Annotated[
@@ -226,4 +226,4 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logs(self) -> LogOptions:
-        return LogOptions.of(self.log_level, self.log_format, default_level="INFO")
+        return LogOptions.of(self.log_level, self.log_format)

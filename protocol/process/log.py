@@ -110,10 +110,10 @@ class LogOptions(NamedTuple):
     form: str = ""
 
     @classmethod
-    def of(cls, level: str | None, form: str | None, default_level: str = "") -> "LogOptions":
+    def of(cls, level: str | None, form: str | None) -> "LogOptions":
         """Return the given options, and otherwise those of the environment."""
         return cls(
-            (level or os.environ.get(LOG_LEVEL_VARIABLE) or default_level).upper(),
+            (level or os.environ.get(LOG_LEVEL_VARIABLE, "")).upper(),
             form or os.environ.get(LOG_FORMAT_VARIABLE, ""),
         )
 

@@ -89,11 +89,11 @@ def test_the_environment_sets_the_level(
 def test_flags_override_the_environment_and_reach_children(
     root: Callable[[], logging.Logger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert LogOptions.of(None, None, "INFO").level == "INFO"
+    assert LogOptions.of(None, None).level == ""
     monkeypatch.setenv("QUIRE_LOG_LEVEL", "error")
     monkeypatch.setenv("QUIRE_LOG_FORMAT", "text")
-    assert LogOptions.of(None, None, "INFO") == ("ERROR", "text")
-    options = LogOptions.of("debug", "json", "INFO")
+    assert LogOptions.of(None, None) == ("ERROR", "text")
+    options = LogOptions.of("debug", "json")
     assert options.environment == {"QUIRE_LOG_LEVEL": "DEBUG", "QUIRE_LOG_FORMAT": "json"}
     own = root()
     start_logging(options)
