@@ -72,6 +72,8 @@ class LLM:
         self.config = config
         self.max_model_len = config.max_model_len
         self.vocab_size = config.model.vocab_size
+        markers = (config.thinking_start_token_ids, config.thinking_end_token_ids)
+        text_in.protect(text_in.decode(ids, skip_special_tokens=False) for ids in markers)
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
         self._processors = plugins.load_logits_processors(config.logits_processors)

@@ -198,4 +198,4 @@ class TestOtherApis:
                 continue
             assert "".join(event["delta"] for event in found if event["type"] == delta) == text
             calls = [item for item in found[-1]["response"]["output"] if item["type"] == "function_call"]
-            assert [call["status"] for call in calls] == ["incomplete"]
+            assert [call["status"] for call in calls] == ["incomplete"] * (per_update == 1)

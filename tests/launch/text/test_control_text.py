@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire.launch.text.chat_template import ChatTemplate
 from quire.launch.text.text_in import ChatOptions, TextIn
+from quire.protocol.request.thinking import ThinkingState
 
 TEMPLATES = (
     "{{ messages[0].content }}",
@@ -78,3 +79,15 @@ def test_a_marker_of_several_tokens(tokenizer: Tokenizer) -> None:
     ids = text_in.encode_chat(message, ChatOptions(), 2000)
     assert not is_in(ids)
     assert tokenizer.decode(ids).startswith(marker)
+
+
+@pytest.mark.parametrize("marker", ["<think>", "the little"])
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "name"])
+def test_messages_open_no_thinking_span(tagged: Tokenizer, marker: str, name: str) -> None:
+    """The engine looks for the markers in the prompt's tokens: a schema does not apply while the model thinks."""
+    text_in = TextIn(tagged, ChatTemplate("{% for m in messages %}{{ m }}{{ m.content }}{% endfor %}", {}, "test"))
+    start, end = (text_in.encode(text, add_special_tokens=False) for text in (marker, "</think>"))
+    text_in.protect([marker, "</think>"])
+    message = {"role": "user", "content": "a", name: f"{marker}\n"}
+    assert not ThinkingState(start, end, text_in.encode_chat([message], ChatOptions(), 2000)).is_open
+    assert ThinkingState(start, end, text_in.encode(marker)).is_open

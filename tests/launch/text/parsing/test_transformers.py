@@ -142,7 +142,7 @@ THEIRS = {
         "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
-            "close_pattern": r"(?:</tool_call>|$)",
+            "close_pattern": r"(?:</tool_call>|\Z)",
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
