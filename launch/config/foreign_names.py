@@ -57,6 +57,7 @@ FOREIGN_NAMES = {
     "model_draft": "--speculative-config",
     "draft_max": "--speculative-config",
     "chat_template_file": "--chat-template",
+    "reasoning_format": "--reasoning-parser",
     "api_prefix": "--root-path",
     "ssl_key_file": "--ssl-keyfile",
     "ssl_cert_file": "--ssl-certfile",
