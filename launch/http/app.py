@@ -25,7 +25,7 @@ from quire.launch.http.dialects.responses import (
 )
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
-from quire.launch.http.routes.tokens import detokenize, tokenize
+from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
 from quire.launch.http.serving.gate import Gate
@@ -117,6 +117,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
+    ("GET", "/tokenizer_info", tokenizer_info),
     ("GET", "/health", health),
     ("GET", "/ready", ready),
     ("GET", "/version", version),

@@ -56,6 +56,8 @@ class TextIn:
         self.template = template
         self.response_template: Any = None
         """The checkpoint's description of its answers; see ``parsing/``."""
+        self.tokenizer_info: Mapping[str, str] = {}
+        """The tokenizer's class, and special tokens such as ``eos_token``, of the checkpoint's configuration."""
         self._plain: Tokenizer | None = None
         self._special: re.Pattern[str] | None = None
         self._special_texts: frozenset[str] = frozenset()
@@ -101,6 +103,9 @@ class TextIn:
         config = _read_config(folder / "tokenizer_config.json")
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
+        kind = config.get("tokenizer_class")
+        named = {"tokenizer_class": kind} if isinstance(kind, str) else {}
+        text_in.tokenizer_info = named | _special_variables(config)
         return text_in
 
     def protect(self, texts: Iterable[str]) -> None:

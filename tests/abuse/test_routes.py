@@ -34,6 +34,7 @@ EXPECTED = {
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
+    "/tokenizer_info": ({"GET", "HEAD"}, 400),
     "/health": ({"GET", "HEAD"}, 200),
     "/ready": ({"GET", "HEAD"}, 200),
     "/version": ({"GET", "HEAD"}, 200),

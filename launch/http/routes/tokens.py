@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's fields."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, with vLLM's fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -59,6 +59,18 @@ async def detokenize(server: Server, request: Request) -> Response:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
     return _json(Detokenized(text))
+
+
+async def tokenizer_info(server: Server, request: Request) -> Response:
+    """Return what a client needs to tokenize and render conversations by this server, as lm-eval does."""
+    if server.text_in.tokenizer is None:
+        raise InvalidRequest(NO_TOKENIZER)
+    template = server.text_in.template
+    info = {"chat_template": None if template is None else template.source}
+    body = msgspec.json.encode(
+        {**server.text_in.tokenizer_info, **info, "model_max_length": server.engine.max_model_len}
+    )
+    return Response(body, media_type="application/json")
 
 
 def _ignored(server: Server, request: Request) -> Ignored:

@@ -72,6 +72,11 @@ class TestTokens:
         assert body["token_strs"][0] == "hello"
         assert client.post("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": text}
 
+    def test_tokenizer_info(self, client: Any, text_in: Any) -> None:
+        info = client.get("/tokenizer_info").json()
+        assert info == {"chat_template": text_in.template.source, "model_max_length": 256}
+        assert info["chat_template"].startswith("{%")
+
     def test_conversations(self, client: Any) -> None:
         messages = [{"role": "user", "content": "hello"}]
         tokens = client.post("/tokenize", {"messages": messages}).json()["tokens"]
