@@ -16,7 +16,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Return the mapping in the file, empty if the file is.
 
     Raises:
-        ConfigError: the file cannot be read, is too large or too deep, is no mapping, or uses anchors or tags.
+        ConfigError: the file cannot be read, is too large or too deep, is not a mapping, or uses anchors or tags.
     """
     try:
         with path.open("rb") as file:

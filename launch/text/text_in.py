@@ -98,7 +98,7 @@ class TextIn:
                 tokenizer = Tokenizer.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # the library raises nothing narrower, and its panics are no Exceptions
+        except BaseException:  # the library raises nothing narrower, and its panics are not subclasses of Exception
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
         config = _read_config(folder / "tokenizer_config.json")
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))

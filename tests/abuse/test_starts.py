@@ -114,14 +114,14 @@ def test_tokenizer_on_which_its_library_panics(tmp_path: Path, capfd: pytest.Cap
         (RuntimeError("can't start new thread"), "no process or thread can be started"),
     ],
 )
-def test_shortages_are_told_apart(error: BaseException, expected: str) -> None:
+def test_shortages_are_distinguished(error: BaseException, expected: str) -> None:
     assert shortage(error).startswith(expected) and "\n" not in shortage(error)
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOENT, "x"), RuntimeError("x"), KeyError("open files"), ImportError()]
 )
-def test_other_errors_are_no_shortage(error: BaseException) -> None:
+def test_other_errors_are_not_shortages(error: BaseException) -> None:
     assert shortage(error) == ""
 
 

