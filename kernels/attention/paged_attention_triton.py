@@ -227,8 +227,7 @@ def attention_kernel(
     ``tile_tokens * GROUP`` lanes, of which a program computes TILE_LANES.
 
     SHARED: tokens are counted in the step instead of in a row, and ``positions`` holds their positions. WHOLE_TILES:
-        keys
-    that all lanes see are computed in a loop without masks; a masked loop follows it and, with LEAD, another precedes
+    keys that all lanes see are computed in a loop without masks; a masked loop follows and, with LEAD, another precedes
     it. SEGMENT: keys are attended to in segments, cut at its multiples, and folded in order; 0: no segments.
     """
     kv_head = tl.program_id(0) % num_kv_heads
