@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from quire.launch.http.dialects.text_parts import list_at, object_at, string_at
+from quire.launch.http.dialects.text_parts import encoded, list_at, object_at, string_at
 from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest
@@ -95,7 +93,7 @@ def _assistant(blocks: list[tuple[Mapping[str, Any], str]], tool_names: dict[str
                 pass  # written by another server, and only readable there
             case "tool_use":
                 call_id, name = string_at(block, "id", where), string_at(block, "name", where)
-                arguments = msgspec.json.encode(object_at(block.get("input"), f"{where}.input")).decode()
+                arguments = encoded(object_at(block.get("input"), f"{where}.input"), f"{where}.input").decode()
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
                 tool_names[call_id] = name
             case _:

@@ -9,7 +9,7 @@ import msgspec
 from quire.launch.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed
 from quire.launch.http.dialects.responses_input import Item, chat_messages, input_items
 from quire.launch.http.dialects.responses_tools import Tools, chat_choice, read_tools
-from quire.launch.http.dialects.text_parts import string_at
+from quire.launch.http.dialects.text_parts import encoded, string_at
 from quire.launch.http.schema.bodies import Effort, Name
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
@@ -164,7 +164,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         chat=parsed,
         tools=tools,
         before=before,
-        input=tuple(msgspec.json.encode(item) for item in own),
+        input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
         store=body.store is not False,
         seals_thoughts=SEALED_THOUGHTS in (body.include or ()),
         echo=_echo(body, parsed),

@@ -5,10 +5,8 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from quire.launch.http.dialects.responses_tools import ToolName
-from quire.launch.http.dialects.text_parts import joined_text, list_at, object_at, string_at
+from quire.launch.http.dialects.text_parts import encoded, joined_text, list_at, object_at, string_at
 from quire.launch.http.schema.errors import shorten
 from quire.launch.text.chat_template import Message
 from quire.protocol.errors import InvalidRequest
@@ -78,7 +76,7 @@ class _Conversation:
                 self._add_call(item, arguments or "{}", where)
             case "custom_tool_call":
                 text = string_at(item, "input", where)
-                self._add_call(item, msgspec.json.encode({"input": text}).decode(), where)
+                self._add_call(item, encoded({"input": text}, f"{where}.input").decode(), where)
             case "function_call_output" | "custom_tool_call_output":
                 self._add_result(item, where)
             case _:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
+
 from quire.protocol.errors import InvalidRequest
 
 
@@ -27,6 +29,14 @@ def string_at(value: Mapping[str, Any], name: str, where: str, *, default: str |
     if not isinstance(found, str):
         raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}", "invalid_type")
     return found
+
+
+def encoded(value: Any, where: str) -> bytes:
+    """Return JSON from a request as JSON again."""
+    try:
+        return msgspec.json.encode(value)
+    except (RecursionError, ValueError):
+        raise InvalidRequest(f"{where} is nested too deeply, or not valid Unicode text", where) from None
 
 
 def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:

@@ -290,6 +290,14 @@ class TestBadInput:
         assert guarded.post("/v1/messages", body).json()["error"]["type"] == "authentication_error"
         assert guarded.post("/v1/messages", body, headers={"x-api-key": "secret"}).status_code == 200
 
+    def test_lone_surrogate(self, client: Any) -> None:
+        call = (
+            '{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"\\ud800": 1}}]}'
+        )
+        body = f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": "x"}}, {call}]}}'
+        response = client.request("POST", "/v1/messages", content=body.encode())
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
     def test_unknown_fields_and_tools_of_anthropics_servers_are_ignored(self, ask: Any, prompt: Any) -> None:
         tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, WEATHER]
         response = ask(tools=tools, context_management={"edits": []}, metadata={"user_id": "u"})
