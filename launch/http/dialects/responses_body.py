@@ -22,6 +22,8 @@ UNSUPPORTED = {
     "conversation": "use previous_response_id",
     "prompt": "send its text as instructions",
 }
+UNSET_OF_FUNCTION = {"description": None, "parameters": None, "strict": None}
+"""Fields that clients expect of each function that a response repeats."""
 LOGPROBS, SEALED_THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -83,8 +85,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str = ""
-    # Ignored:
     user: str = ""
+    # Ignored:
     stream_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None
     prompt_cache_retention: str = ""
@@ -229,8 +231,11 @@ def _echo(body: ResponsesBody, parsed: ChatRequest) -> dict[str, Any]:
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
+        "tools": [
+            {**UNSET_OF_FUNCTION, **tool} if tool.get("type") == "function" else tool for tool in body.tools or ()
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation,
+        "user": body.user or None,
     }

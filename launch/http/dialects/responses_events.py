@@ -14,7 +14,7 @@ from quire.launch.http.dialects.responses_items import OpenItem, new_item
 from quire.launch.http.routes.chat import format_logprobs
 from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.routes.generate import Collected, Usage
-from quire.launch.http.schema.errors import ApiError
+from quire.launch.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import EventStyle
 
@@ -148,7 +148,9 @@ class ResponsesFormatter:
     def _failed(self, error: ApiError) -> bytes:
         """Return the events that end a stream with an error."""
         code = error.code or "server_error"
-        self._emit("error", code=code, message=error.message, param=error.param)
+        # OpenAI has these fields in the event itself, Open Responses in its error.
+        fields = {"code": code, "message": error.message, "param": error.param}
+        self._emit("error", **fields, error={"type": TYPE_OF_STATUS.get(error.status, "server_error"), **fields})
         response = self._response("failed", None) | {"error": {"code": code, "message": error.message}}
         self._emit("response.failed", response=response)
         return self._take_frames()

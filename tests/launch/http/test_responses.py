@@ -24,6 +24,14 @@ CALLS = [
     {"name": "patch", "parameters": {"input": '*** "a"\n+b'}},
     {"name": "mcp__git__log", "parameters": {}},
 ]
+REQUIRED_FIELDS = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
+    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text"),
+    *("top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user"),
+    *("usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+"""What the specification of Open Responses requires of a response, null or not."""
 REQUIRED = {"tools": [WEATHER, PATCH, REMOTE], "tool_choice": "required"}
 
 
@@ -134,6 +142,7 @@ class TestAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + 6,
         }
+        assert response.keys() >= REQUIRED_FIELDS
         for name, value in (("object", "response"), ("status", "completed"), ("error", None), ("store", True)):
             assert response[name] == value
         assert (response["metadata"], response["instructions"]) == ({"a": "b"}, "Be good.")
