@@ -198,7 +198,8 @@ class Generation:
 
     def _check_num_values(self, count: int) -> None:
         if count > MAX_COLLECTED_VALUES:
-            text = f"response has more than {MAX_COLLECTED_VALUES} log probabilities: request fewer, or stream"
+            limit = f"must be at most {MAX_COLLECTED_VALUES} (got {count})"
+            text = f"log probabilities of a response {limit}: request fewer, or stream"
             raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
 
     async def _stream(self, send: Send) -> None:
