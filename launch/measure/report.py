@@ -15,6 +15,7 @@ import psutil
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import one_line
+from quire.version import __version__
 
 PERCENTILES = (50, 90, 99)
 
@@ -140,7 +141,7 @@ def machine_facts() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("quire", "torch", "numpy")},
+        "packages": {"quire": __version__} | {name: _version(name) for name in ("torch", "numpy")},
         "load1": round(os.getloadavg()[0], 2),
     }
 
