@@ -82,7 +82,7 @@ def _wrong(draw: random.Random) -> SoakRequest:
             {"n": 0},
             {"temperature": 3},
             {"prompt": [2**31]},
-            {"unheard": draw.random()},
+            {"suffix": "end"},
             {"max_tokens": 10**6},
             {"structured_outputs": {"regex": "("}},
             {"logit_bias": {"999999": 1}},

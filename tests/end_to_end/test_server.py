@@ -239,7 +239,9 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
     def test_signals_to_all_processes_stop_the_server_in_order_or_not_at_all(self, number: signal.Signals) -> None:
+        before = signal.signal(number, signal.SIG_DFL)  # the server keeps ignoring SIGHUP if its parent does (nohup)
         served = Served("--num-gpu-blocks-override", "300")
+        signal.signal(number, before)
         processes = processes_of(served.process.pid, "quire.")
         directory = next(word for each in processes for word in each.cmdline() if "/quire-" in word)
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
