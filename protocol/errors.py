@@ -57,7 +57,12 @@ _SHORTAGE_TEXTS = {
 
 
 def shortage(error: BaseException) -> str:
-    """Return one line with the resource that the machine or a limit denied, and what to do; "" for other errors."""
+    """Return one line with the resource that the machine or a limit denied, and what to do; "" for other errors.
+
+    Of a group of errors, the first shortage counts.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(shortage, error.exceptions)), "")
     if isinstance(error, MemoryError):
         return _SHORTAGES[errno.ENOMEM]
     number = getattr(error, "errno", None)

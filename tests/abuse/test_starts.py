@@ -112,6 +112,7 @@ def test_tokenizer_on_which_its_library_panics(tmp_path: Path, capfd: pytest.Cap
             "not enough memory",
         ),
         (RuntimeError("can't start new thread"), "no process or thread can be started"),
+        (ExceptionGroup("in a task", [OSError(errno.EMFILE, "x")]), "too many open files"),
     ],
 )
 def test_shortages_are_distinguished(error: BaseException, expected: str) -> None:

@@ -176,7 +176,7 @@ def has_settled(process: psutil.Process) -> bool:
             if process.status() != psutil.STATUS_SLEEPING:
                 return False
             time.sleep(0.05)
-        return process.cpu_times() == before and sum(before[:2]) > 1.0
+        return process.cpu_times() == before and sum(before[:2]) > 0.5
     return False
 
 
