@@ -59,7 +59,7 @@ _SHORTAGE_TEXTS = {
 def shortage(error: BaseException) -> str:
     """Return one line with the resource that the machine or a limit denied, and what to do; "" for other errors.
 
-    Of a group of errors, the first shortage counts.
+    For a group of errors, this is the first shortage in it.
     """
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(shortage, error.exceptions)), "")
