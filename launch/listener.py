@@ -53,29 +53,29 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     # Ports of closed connections may be used again. Unlike SO_REUSEPORT, this allows no second listening socket.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
-        raise ConfigError(f"{f'[{host}]' if ':' in host else host}:{port} {reason}: set --host and --port") from None
+    _listen(listener, (host, port), f"{f'[{host}]' if ':' in host else host}:{port}", "--host and --port")
     return listener
 
 
 def _bind_unix(path: Path) -> socket.socket:
     """Return a socket at ``path``, in place of one that a killed server has left. Its mode depends on the umask."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if _is_left_over(path):
+    if _is_left_over(path):
+        with contextlib.suppress(OSError):  # binding then reports that the path is in use
             path.unlink()
-        listener.bind(str(path))
+    _listen(listener, str(path), str(path), "--uds")
+    return listener
+
+
+def _listen(listener: socket.socket, address: str | tuple[str, int], name: str, flags: str) -> None:
+    """Bind and listen. Close the socket and raise ConfigError if the address cannot be used."""
+    try:
+        listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
-        raise ConfigError(f"{path} {reason}: set --uds") from None
-    return listener
+        raise ConfigError(f"{name} {reason}: set {flags}") from None
 
 
 def _is_left_over(path: Path) -> bool:

@@ -17,7 +17,15 @@ NO_HANDLES = np.zeros(0, np.int32)
 
 
 class WorkerFault(Exception):
-    """A worker's result is invalid; no part of it was applied."""
+    """A worker's result is invalid; no part of it was applied.
+
+    Attributes:
+        field: the field of a trace's ``Result`` line that is invalid.
+    """
+
+    def __init__(self, text: str, field: str = "counts") -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class StepTooLarge(WorkerFault):
@@ -147,7 +155,7 @@ class StepsInFlight:
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
-            _raise(output, _marks_fault(output, handles))
+            _raise(output, _marks_fault(output, handles), "bad")
         if output.logprobs is not None:
             token_handles = handles if output.counts is None else np.repeat(handles, output.counts)
             _raise(output, logprobs_fault(record, output, output.logprobs, token_handles, self._vocab_size))
@@ -167,7 +175,7 @@ class StepsInFlight:
     def expected_step(self, step: int) -> InFlightStep:
         if not self.records or self.records[0].step != step:
             expected = self.records[0].step if self.records else "none"
-            raise WorkerFault(f"unexpected result of step {step}, expected {expected}")
+            raise WorkerFault(f"unexpected result of step {step}, expected {expected}", "step")
         return self.records[0]
 
     def check_handles(self, record: InFlightStep, output: ModelRunnerOutput, handles: Int32) -> None:
@@ -181,14 +189,13 @@ class StepsInFlight:
         expected = record.steady.keys() | {handle for handle, row in record.rows.items() if row.samples}
         if len(received) != len(expected) or set(received) != expected:
             missing, extra = sorted(expected - set(received))[:8], sorted(set(received) - expected)[:8]
-            if not missing and not extra:
-                _raise(output, "handles differ from those of the sampling requests: a handle occurs twice")
-            _raise(output, f"handles differ from those of the sampling requests: missing {missing}, unexpected {extra}")
+            detail = f"missing {missing}, unexpected {extra}" if missing or extra else "a handle occurs twice"
+            _raise(output, f"handles differ from those of the sampling requests: {detail}", "handles")
 
 
-def _raise(output: ModelRunnerOutput, fault: str | None) -> None:
+def _raise(output: ModelRunnerOutput, fault: str | None, field: str = "counts") -> None:
     if fault is not None:
-        raise WorkerFault(f"result of step {output.step}: {fault}")
+        raise WorkerFault(f"result of step {output.step}: {fault}", field)
 
 
 def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> None:
@@ -203,14 +210,14 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
     if verified is None:
         verified = np.zeros(len(handles), np.int32)
     if len(verified) != len(handles):
-        _raise(output, f"{len(verified)} counts of drafts for {len(handles)} handles")
+        _raise(output, f"{len(verified)} counts of drafts for {len(handles)} handles", "drafts")
     if (verified < 0).any():
-        _raise(output, f"handle {handles[verified.argmin()]} has {verified.min()} drafts")
+        _raise(output, f"handle {handles[verified.argmin()]} has {verified.min()} drafts", "drafts")
     rows = record.rows
     most = np.array([rows[h].num_drafts if h in rows else 0 for h in handles.tolist()], np.int32)
     if (verified > most).any():
         at = int((verified > most).argmax())
-        _raise(output, f"handle {handles[at]} has {verified[at]} drafts, more than the {most[at]} scheduled")
+        _raise(output, f"handle {handles[at]} has {verified[at]} drafts, more than the {most[at]} scheduled", "drafts")
     if counts is not None:
         wrong = (counts < 1) | (counts - 1 > verified)
         if wrong.any():

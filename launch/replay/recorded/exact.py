@@ -231,7 +231,7 @@ class _Replay:
         try:
             self.scheduler.consume(opaque_result(line))
         except WorkerFault as fault:
-            raise Differs(_faulty_field(str(fault)), "a valid result", str(fault)) from None
+            raise Differs(fault.field, "a valid result", str(fault)) from None
         if self._decision_log.ended_requests != line.ended:
             at = first_index(line.ended, self._decision_log.ended_requests)
             ended = line.ended[at] if at < len(line.ended) else self._decision_log.ended_requests[at]
@@ -367,9 +367,3 @@ def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
     assert isinstance(line, PrefixCacheEvent)
     local = line.local_hit_tokens + line.external_hit_tokens  # Quire itself records only local hits
     return line.req_id, line.step, local, line.total_prompt_tokens, line.num_tokens
-
-
-def _faulty_field(fault: str) -> str:
-    """Return the result field that a WorkerFault's message is about."""
-    words = {"unexpected result": "step", "handles differ": "handles", "bad or failed": "bad", "drafts": "drafts"}
-    return next((field for word, field in words.items() if word in fault), "counts")
