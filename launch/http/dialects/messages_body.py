@@ -10,7 +10,7 @@ from quire.launch.http.dialects.chat_fields import PASSED_FIELDS, passed, rename
 from quire.launch.http.dialects.messages_blocks import chat_messages
 from quire.launch.http.dialects.text_parts import object_at, string_at
 from quire.launch.http.schema.bodies import Effort
-from quire.launch.http.schema.errors import shorten
+from quire.launch.http.schema.errors import THREAD_UNSUPPORTED, shorten
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
@@ -48,6 +48,9 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    # Refused:
+    thread: Any = None
+    compaction: Any = None
     # Ignored:
     metadata: dict[str, Any] | None = None
     service_tier: str = ""
@@ -70,6 +73,10 @@ def parse_messages(parser: Parser, raw: Mapping[str, Any], *, count_only: bool =
     """
     ignored = Ignored(parser.unknown_fields)
     body = read(MessagesBody, raw, besides=PASSED_FIELDS, ignored=ignored)
+    if body.thread is not None:
+        raise InvalidRequest("thread is not supported: send the whole conversation", "thread", THREAD_UNSUPPORTED)
+    if body.compaction is not None:
+        raise InvalidRequest("compaction is not supported: shorten the conversation", "compaction", "unsupported")
     if body.max_tokens is None and not count_only:
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     max_tokens = 0 if body.max_tokens is None else check_int("max_tokens", body.max_tokens, 1, MAX_TOKENS_LIMIT)

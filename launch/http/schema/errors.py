@@ -22,6 +22,7 @@ STATUS_OF_CODE = {
     "context_length_exceeded": 400,
     "kv_pool_too_small": 400,
     "invalid_structured_outputs": 400,
+    "thread_unsupported_request": 400,
     "priority_not_allowed": 403,
     "model_not_found": 404,
     "duplicate_request_id": 409,
@@ -52,6 +53,8 @@ TYPE_OF_STATUS = {
 }
 MESSAGES_PATH = "/v1/messages"
 """The paths that begin with it have errors in Anthropic's format."""
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""After an error with this code Anthropic's SDK sends the whole conversation with each request."""
 MESSAGES_TYPE_OF_STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -75,9 +78,17 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-class MessagesErrorDetail(msgspec.Struct, frozen=True):
+class MessagesErrorDetails(msgspec.Struct, frozen=True):
+    """What the SDK reads, to send a request in another form after an error with a code that it knows."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     message: str
+    details: MessagesErrorDetails | None = None
 
 
 class MessagesErrorBody(msgspec.Struct, frozen=True):
@@ -112,7 +123,8 @@ class ApiError(QuireError):
     def messages_body(self) -> bytes:
         """Return the body in Anthropic's format."""
         kind = MESSAGES_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
-        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, one_line(self.message))))
+        details = MessagesErrorDetails(self.code, ["thread"]) if self.code == THREAD_UNSUPPORTED else None
+        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, one_line(self.message), details)))
 
     def response(self, path: str, headers: dict[str, str] | None = None) -> Response:
         """Return the response to a request for ``path``, in the format of its API."""

@@ -271,6 +271,7 @@ class TestBadInput:
             ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens must be"),
             ({"output_config": {"effort": "x"}}, "output_config.effort must be one of"),
             ({"output_format": {"type": "x"}}, "output_format.type must be json_schema"),
+            ({"compaction": {"type": "summarize"}}, "compaction is not supported: shorten the conversation"),
         ],
         ids=str,
     )
@@ -280,6 +281,18 @@ class TestBadInput:
         assert (response.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
         assert body["error"]["message"].startswith(message)
         assert not engine.added
+
+    @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+    def test_threads_are_refused_with_the_code_for_the_sdk(self, ask: Any, engine: Any, thread: Any) -> None:
+        """The SDK's tool runner then sends whole conversations. It would send the newest messages only."""
+        response = ask(thread=thread)
+        assert response.status_code == 400 and not engine.added
+        assert response.json()["error"] == {
+            "type": "invalid_request_error",
+            "message": "thread is not supported: send the whole conversation",
+            "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        }
+        assert ask(thread=None).status_code == 200
 
     def test_errors_have_anthropics_form(self, client: Any, ask: Any, engine: Any, text_in: Any) -> None:
         assert ask(model="other").json()["error"]["type"] == "not_found_error"
