@@ -40,8 +40,8 @@ class Journal:
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, is_restart: bool = False) -> None:
         """
         Args:
-            is_restart: whether this scheduler replaces another one. It then runs without a trace when the trace cannot
-                be written; the first scheduler refuses to start.
+            is_restart: whether this scheduler replaces another one. It then begins the next part of the trace, and
+                runs without a trace when that cannot be written; the first scheduler refuses to start.
 
         Raises:
             ConfigError: the trace cannot be written.
@@ -62,7 +62,9 @@ class Journal:
     def _make_writer(self) -> TraceWriter | None:
         config, clock = self._config, self._clock
         try:
-            files = TraceFiles(Path(config.trace), max_bytes=config.trace_max_bytes, clock=clock)
+            files = TraceFiles(
+                Path(config.trace), max_bytes=config.trace_max_bytes, is_restart=self._is_restart, clock=clock
+            )
         except ConfigError as error:
             if not self._is_restart:
                 raise

@@ -34,8 +34,10 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     """The first line of every file of a trace: all that a replay needs to make the same Scheduler.
 
     Attributes:
-        part: number of the file, from 0; after a rotation each file continues the previous one.
+        part: number of the file, from 0; each file continues the previous one.
         wall: seconds since 1970 at ``now``.
+        began: ``wall`` of part 0, by which the other parts of the same trace are known; 0 in part 0 itself.
+        restarted: the scheduler of the previous part died, and this part begins with a new one, without requests.
         prompts: whether arrivals have their token ids.
         complete: false for a crash dump that starts in the middle of a run. When its second line is a keyframe, it can
             be replayed from there; otherwise it can only be read.
@@ -53,6 +55,13 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     hash_bytes: int = HASH_BYTES
     prompts: bool = False
     complete: bool = True
+    began: float = 0.0
+    restarted: bool = False
+
+    @property
+    def trace_id(self) -> float:
+        """Equal in all parts of one trace."""
+        return self.began or self.wall
 
 
 class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):

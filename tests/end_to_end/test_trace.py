@@ -4,12 +4,15 @@ import random
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from engine_processes import engine_processes
 from served import Served
 
 from quire.launch.replay.formats.options import LoadOptions
@@ -17,6 +20,7 @@ from quire.launch.replay.formats.quire import load
 from quire.launch.replay.recorded.command import replay_trace
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.launch.replay.run.run_record import RunRecord
+from quire.scheduler_proc.trace.files import part_path
 from quire.scheduler_proc.trace.lines import Line, encode_line
 
 FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
@@ -150,6 +154,32 @@ def test_a_trace_can_be_loaded_as_a_workload(recorded: tuple[Path, int]) -> None
     assert len(workload.calls) == len(replay_trace(path).requests)
     assert any("aborted" in note for note in workload.notes) == (num_aborted > 0)
     assert workload.settings["num_usable_blocks"] == 22 and workload.settings["scheduling_policy"] == "priority"
+
+
+def test_the_trace_continues_after_the_death_of_the_scheduler(tmp_path: Path) -> None:
+    """Three schedulers in turn: what the first two recorded is kept, and a request is one request in the record."""
+    path = tmp_path / "trace.jsonl"
+    served = Served("--trace", str(path), "--simulate", "constant:5", *FLAGS)
+    bodies = [{"prompt": [9 + number] * 20, "max_tokens": 120, "ignore_eos": True} for number in range(4)]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            answers = [threads.submit(httpx.post, f"{served.url}/v1/completions", json=body) for body in bodies]
+            for part in range(2):
+                while not (file := part_path(path, part)).exists() or b"step_decision" not in file.read_bytes():
+                    time.sleep(0.01)
+                (scheduler,) = engine_processes("quire.scheduler_proc")
+                scheduler.kill()
+            assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [120] * 4
+        assert httpx.post(f"{served.url}/v1/completions", json=bodies[0]).status_code == 200
+    finally:
+        assert served.stop(signal.SIGTERM) == 0
+    record = replay_trace(path)
+    assert record.decisions_equal is True, record.first_difference
+    assert [run.num_output_tokens for run in record.requests] == [120] * 5
+    assert sum("the scheduler died" in note for note in record.notes) == 2
+    assert record.preemptions_by_reason["new_epoch"] > 0
+    calls = load(path, LoadOptions()).calls
+    assert [(call.num_prompt_tokens, call.num_output_tokens) for call in calls] == [(20, 120)] * 5
 
 
 @pytest.mark.slow

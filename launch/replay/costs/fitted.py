@@ -14,7 +14,7 @@ from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
-from quire.scheduler_proc.trace.lines import Keyframe, Lost, Result, StepDecision, WorkerEpoch
+from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost, Result, StepDecision, WorkerEpoch
 
 MIN_STEPS = 50
 MAX_STEPS = 50_000
@@ -124,6 +124,9 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
                     timed.append(TimedStep(found[0], max(seconds, now - max(answered, found[1]))))
                 answered = now
             case WorkerEpoch():
+                shapes.clear()
+            case Header(restarted=True):
+                rows = SimulatedRows()
                 shapes.clear()
             case Keyframe(state=state):
                 rows.hold(state.removed)

@@ -89,11 +89,15 @@ class _Run:
         self.has_begun = False
 
     def begin(self, header: Header, scheduler: Scheduler, decision_log: DecisionLog) -> None:
-        self._begin = header.now
         self._scheduler = scheduler
         self._decision_log = decision_log
-        self._collector = RunCollector(self._record, scheduler, decision_log)
-        self.has_begun = True
+        if not self.has_begun:
+            self._begin = header.now
+            self._collector = RunCollector(self._record, scheduler, decision_log)
+            self.has_begun = True
+        else:
+            self.num_lines += 1
+            self._collector.restarted(self._now, scheduler, decision_log)
 
     def arrived(self, line: Arrival) -> None:
         now = self._time(line.now)

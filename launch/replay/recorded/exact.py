@@ -57,7 +57,10 @@ class Observer(Protocol):
     """Follows a replay line by line. It must take the Scheduler's messages; the replay takes the decisions."""
 
     def begin(self, header: Header, scheduler: ReplayScheduler, decision_log: DecisionLog) -> None:
-        """Start. ``decision_log`` is the Scheduler's; the observer may take only its ``hits``."""
+        """Start, or continue with the Scheduler that replaced a dead one.
+
+        ``decision_log`` is the Scheduler's; the observer may take only its ``hits``.
+        """
         ...
 
     def arrived(self, line: Arrival) -> None: ...
@@ -96,6 +99,11 @@ def replay_lines(
     if keyframe is not None and (difference := replay.begin_at(keyframe)) is not None:
         return difference
     for each in entries:
+        if isinstance(each.line, Header) and each.line.restarted:
+            replay = _begin(each, each.line, observe)
+            if not each.is_intact:
+                return _altered(each, 0)
+            continue
         difference = replay.take(each)
         if difference is not None:
             return difference

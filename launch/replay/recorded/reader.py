@@ -78,15 +78,29 @@ class TraceReader:
             if at and read_header(file).part != self.header.part + at:
                 self._report(f"{file} is part {read_header(file).part}, not {self.header.part + at} of the trace")
                 return
+            restarts = self._restarts_after(at)
             end = None
-            for each in self._read(file):
+            for each in self._read(file, may_be_cut=restarts):
                 yield each
                 if isinstance(each.line, End):
                     end = each.line
-            if end is None or not end.next_part:
+            if restarts:
+                self.notes.append(f"the scheduler died at the end of {file}; a new one begins in {self.files[at + 1]}")
+            elif end is None or not end.next_part:
                 self._note_end(end, at)
                 return
         self._report(f"{self.files[-1]} is not the last part of the trace; the next part is missing")
+
+    def _restarts_after(self, at: int) -> bool:
+        """Whether the file after file ``at`` begins with the scheduler that replaced a dead one."""
+        if at + 1 >= len(self.files):
+            return False
+        try:
+            header = read_header(self.files[at + 1])
+        except ConfigError:
+            return False
+        is_next = header.trace_id == self.header.trace_id and header.part == self.header.part + at + 1
+        return header.restarted and is_next
 
     def _note_end(self, end: End | None, at: int) -> None:
         if end is None:
@@ -94,7 +108,8 @@ class TraceReader:
         if self.files[at + 1 :]:
             self.notes.append(f"{self.files[at]} is the last part; {self.files[at + 1]} belongs to another trace")
 
-    def _read(self, file: Path) -> Iterator[TraceLine]:
+    def _read(self, file: Path, *, may_be_cut: bool) -> Iterator[TraceLine]:
+        """Yield the lines of one file. ``may_be_cut``: omit a last line that its scheduler did not finish."""
         name, number = file.name, 0
         try:
             with open_decompressed(file) as stream:
@@ -105,8 +120,12 @@ class TraceReader:
                             f"{file}:{number}: the line is longer than {LONGEST_LINE} bytes", number, name
                         )
                         return
+                    if may_be_cut and not raw.endswith(b"\n"):
+                        return
                     yield self._decode(raw, number, name, file)
         except DECOMPRESSION_ERRORS as error:
+            if may_be_cut and isinstance(error, EOFError):
+                return
             yield self._damaged(f"{file}:{number + 1}: {_describe(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:

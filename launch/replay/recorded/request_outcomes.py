@@ -55,6 +55,8 @@ class RequestOutcomes:
         self._live: dict[tuple[int, str], RequestOutcome] = {}
         self._by_handle: dict[int, RequestOutcome] = {}
         self._no_handle: dict[str, list[RequestOutcome]] = {}
+        self._interrupted: dict[str, RequestOutcome] = {}
+        """Unfinished requests of a scheduler that died, until they are resubmitted to the next one."""
         self._sampling: list[int] = []
         self._num_results = 0
         """Results with one token for each of ``_sampling`` that are not added to ``num_tokens`` yet."""
@@ -87,6 +89,8 @@ class RequestOutcomes:
                 self._sampling, self._stale_until = [], self._step
             case Keyframe(state=state):
                 self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
+            case Header(restarted=True):
+                self._restart()
             case Header() | StepSnapshot() | PrefixCacheEvent() | Lost() | End():
                 pass
             case _:
@@ -96,9 +100,22 @@ class RequestOutcomes:
         """Complete the outcomes after the last line."""
         self._add_pending()
 
+    def _restart(self) -> None:
+        """Continue with the scheduler that replaced a dead one. Unfinished requests are resubmitted to it."""
+        self._add_pending()
+        self._interrupted |= {outcome.arrival.req_id: outcome for outcome in self._live.values()}
+        self._live.clear()
+        self._by_handle.clear()
+        self._no_handle.clear()
+        self._sampling, self._step, self._stale_until = [], 0, 0
+
     def _arrive(self, line: Arrival) -> None:
-        outcome = RequestOutcome(line, bytearray(line.block_hashes), line.num_output_tokens)
-        self.all.append(outcome)
+        outcome = self._interrupted.pop(line.req_id, None)
+        if outcome is None:
+            outcome = RequestOutcome(line, bytearray(), 0)
+            self.all.append(outcome)
+        outcome.names, outcome.num_tokens = bytearray(line.block_hashes), line.num_output_tokens
+        outcome.handle, outcome.is_held = -1, False
         self._live[line.client, line.req_id] = outcome
         self._no_handle.setdefault(line.req_id, []).append(outcome)
 

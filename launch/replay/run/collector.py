@@ -1,6 +1,7 @@
 """Turns the decisions and messages of a Scheduler into a RunRecord. The caller provides the time."""
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.scheduler_proc.core.scheduler import Scheduler
-from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 
@@ -49,6 +50,27 @@ class RunCollector:
         self._last_result = 0.0
         self._gaps: dict[int, int] = {}
         """Number of gaps between two tokens of a request, by length in microseconds."""
+        self._interrupted: dict[str, RequestRun] = {}
+        """Unfinished requests of a scheduler that died, until they are resubmitted to the next one."""
+        self._preemptions: Counter[str] = Counter()
+
+    def restarted(self, now: float, scheduler: Scheduler, decision_log: DecisionLog) -> None:
+        """Continue with the scheduler that replaced the one that died at ``now``.
+
+        A resubmitted request is the same request. Those that were running count as preempted.
+        """
+        self._add_counts()
+        for run in self._by_handle.values():
+            self._interrupted[run.request_id] = run
+            if run.scheduled >= 0:
+                run.moments.append(Moment(now, "preempt", PreemptReason.NEW_EPOCH))
+                run.num_preemptions += 1
+                self._preemptions[PreemptReason.NEW_EPOCH] += 1
+        self._scheduler, self._decision_log = scheduler, decision_log
+        self._by_handle.clear()
+        self._in_flight.clear()
+        self._last_tokens.clear()
+        self._sampling = set()
 
     def arrived(
         self, run: RequestRun, client: int = 0, ended_as: int | None = None, known_as: str | None = None
@@ -59,9 +81,14 @@ class RunCollector:
             ended_as: the request's handle if it finished at once.
             known_as: the request's id in the Scheduler; None if it is the record's.
         """
-        self.record.requests.append(run)
         name = run.request_id if known_as is None else known_as
         request = self._scheduler.table.requests.get((client, name))
+        if (before := self._interrupted.pop(run.request_id, None)) is not None:
+            run = before
+            if request is not None and run.first_token >= 0:
+                self._last_tokens[request.handle] = self._last_result
+        else:
+            self.record.requests.append(run)
         self._by_id[client, name] = self._by_name[name] = run
         if request is not None:
             self._by_handle[request.handle] = run
@@ -141,12 +168,17 @@ class RunCollector:
 
     def finish(self, virtual_s: float) -> RunRecord:
         """Complete the record after the last event and return it."""
-        record, scheduler = self.record, self._scheduler
+        self._add_counts()
+        record = self.record
         record.virtual_s = virtual_s
         record.itl = [(microseconds / 1e3, count) for microseconds, count in sorted(self._gaps.items())]
-        record.num_evicted_blocks = scheduler.kv.pool.num_evicted_blocks
-        record.preemptions_by_reason = {str(k): v for k, v in scheduler.decisions.preemptions.items() if v}
+        record.preemptions_by_reason = {str(k): v for k, v in self._preemptions.items() if v}
         return record
+
+    def _add_counts(self) -> None:
+        """Add the counters of the scheduler, which has ended."""
+        self.record.num_evicted_blocks += self._scheduler.kv.pool.num_evicted_blocks
+        self._preemptions.update(self._scheduler.decisions.preemptions)
 
     def note(self, now: float, decisions: Iterable[Decision]) -> None:
         """Record decisions that the caller has taken from the Scheduler."""

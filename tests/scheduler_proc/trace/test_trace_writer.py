@@ -12,7 +12,7 @@ import pytest
 from scheduler_driver import Driver
 
 from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.launch.replay.recorded.reader import TraceReader, read_header
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
@@ -99,6 +99,54 @@ def test_each_part_continues_the_previous_one(tmp_path: Path) -> None:
         ends = [line for line in lines if isinstance(line, End)]
         assert [end.next_part for end in ends] == [True] * (index < len(parts) - 1)
     assert len(parts) > 2 and ticks == [float(i) for i in range(300)]
+
+
+def write_part(path: Path, *, is_restart: bool, wall: float, max_bytes: int = 0) -> None:
+    """Write a header and a line as a scheduler does that dies then. ``max_bytes`` 1: in two parts."""
+    files = files_of(path, is_restart=is_restart, max_bytes=max_bytes)
+    files.begin(make_header(Driver().header, 5.0, wall))
+    files.write(encode_line(Tick(now=6.0)) + b"\n")
+    files.close()
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst"])
+def test_a_restarted_scheduler_begins_the_next_part(tmp_path: Path, name: str) -> None:
+    """The parts of the previous schedulers are kept; those of an older trace under the same name are overwritten."""
+    pytest.importorskip("zstandard")
+    path = tmp_path / name
+    for wall in (1e9, 2e9):  # the second trace overwrites the first
+        write_part(path, is_restart=False, wall=wall, max_bytes=1)
+        write_part(path, is_restart=True, wall=wall + 7)
+        part_path(path, 3).write_bytes(b"")  # of a scheduler that died before its header was written
+        write_part(path, is_restart=True, wall=wall + 9, max_bytes=1)
+        headers = [read_header(part_path(path, part)) for part in range(5)]
+        assert [header.part for header in headers] == [0, 1, 2, 3, 4]
+        assert [header.trace_id for header in headers] == [wall] * 5
+        assert [header.restarted for header in headers] == [False, False, True, True, False]
+        assert sum(isinstance(entry.line, Tick) for entry in TraceReader(path)) == 3
+
+
+@pytest.mark.parametrize("content", [None, b"", b"something else\n"])
+def test_a_restarted_scheduler_without_a_trace_to_continue_begins_the_first_part(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    write_part(path, is_restart=True, wall=1e9)
+    first = read_header(path)
+    assert first.part == 0 and not first.restarted and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_restarted_scheduler_does_not_read_from_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        write_part(path, is_restart=True, wall=1e9)
+        assert os.read(descriptor, 2**16).startswith(b'{"kind":"header"')
+    finally:
+        os.close(descriptor)
 
 
 def test_a_slow_disk_drops_lines_and_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
