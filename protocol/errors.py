@@ -37,6 +37,11 @@ class InvalidRequest(QuireError):
         self.code = code
 
 
+def wrong_value(name: str, allowed: str, value: object, code: str = "invalid_value") -> InvalidRequest:
+    """Return the error for a field whose value is not allowed. ``allowed``: what it must be, in words."""
+    return InvalidRequest(f"{name} must be {allowed} (got {printable(value)})", name, code)
+
+
 _SHORTAGES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many open files: raise their limit (ulimit -n)"),
     **dict.fromkeys(

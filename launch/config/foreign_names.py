@@ -31,7 +31,7 @@ FOREIGN_NAMES = {
     "disable_log_requests": "--log-level warning",
     "disable_log_stats": "--log-level warning",
     "disable_uvicorn_access_log": "--log-level warning",
-    "enable_log_requests": "--log-level info (the default)",
+    "enable_log_requests": "--log-level info",
     "kv_events_config": "--kv-events-endpoint",
     # llama.cpp
     "m": "MODEL (the first argument)",

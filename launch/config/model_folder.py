@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import one_line
 from quire.version import install_command
 
+MAX_REASON = 300
+"""Characters of another library's error that are repeated."""
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
@@ -21,7 +24,8 @@ def find_model(name: str | None) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint")
+        hint = "; GGUF files are not supported" if folder.suffix == ".gguf" else ""
+        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors{hint}")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ConfigError(f"{name} is not a folder with a checkpoint")
     return _from_hub(name)
@@ -36,4 +40,6 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the library raises exceptions of its own and of its HTTP client
-        raise ConfigError(f"{name} is not a folder, and its download failed: {type(error).__name__}") from None
+        reason = one_line(str(error))[:MAX_REASON]
+        text = f"{name} is not a folder, and its download failed: {type(error).__name__}: {reason}"
+        raise ConfigError(text) from None

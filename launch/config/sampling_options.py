@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
@@ -53,9 +53,11 @@ def thinking_markers(
 
     text_in = TextIn.load(folder)
     markers = [text_in.encode(text, add_special_tokens=False) for text in (start, end)]
-    for flag, ids in zip(("--reasoning-start-str", "--reasoning-end-str"), markers, strict=True):
+    flags = ("--reasoning-start-str", "--reasoning-end-str")
+    for flag, text, ids in zip(flags, (start, end), markers, strict=True):
         if not 1 <= len(ids) <= MAX_MARKER_TOKENS or max(ids) >= vocab_size:
-            raise ConfigError(f"{flag} must be 1 to {MAX_MARKER_TOKENS} of the model's tokens long")
+            given = f"{printable(text)}, which has {len(ids)}"
+            raise ConfigError(f"{flag} must be 1 to {MAX_MARKER_TOKENS} of the model's tokens long (got {given})")
     return markers[0], markers[1]
 
 

@@ -98,7 +98,7 @@ def parse_speculative(
     cached = keys.suffix_decoding_max_cached_requests
     count = keys.num_speculative_tokens or (min(depth, MAX_DRAFTS) if method == "suffix" else None)
     if count is None:
-        raise ConfigError(f"{FLAG}: num_speculative_tokens must be from 1 to {MAX_DRAFTS}")
+        raise ConfigError(f"{FLAG}: the method {method} needs num_speculative_tokens, from 1 to {MAX_DRAFTS}")
     draft, folder = _draft_model(keys.model, model, find_model, with_weights) if method == "draft_model" else (None, "")
     chosen = SpeculativeConfig(
         method=method,
@@ -134,7 +134,7 @@ def _method(keys: SpeculativeKeys) -> str:
             raise ConfigError(f"{FLAG}: {each.name} must be from {low} to {high}, not {value}")
     method = keys.method or ("draft_model" if keys.model is not None else None)
     if method is None:
-        raise ConfigError(f"{FLAG}: method must be ngram, suffix or draft_model")
+        raise ConfigError(f"{FLAG}: needs method, which is ngram, suffix or draft_model")
     for each, value in given:
         if value is not None and each.setting.topic not in (COMMON, method):
             raise ConfigError(f"{FLAG}: {each.name} is for the method {each.setting.topic}, not for {method}")

@@ -17,7 +17,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.protocol.errors import ConfigError, InvalidRequest, QuireError
+from quire.protocol.errors import MAX_SHOWN, ConfigError, InvalidRequest, QuireError, printable
+from quire.protocol.process.log import one_line
 
 Message = dict[str, Any]
 
@@ -68,17 +69,26 @@ class Template(Protocol):
 def check_template(source: str, where: str) -> None:
     """Raise ConfigError if the template is unusable, without executing it. ``where`` names its file."""
     if len(source) > MAX_SOURCE_CHARS:
-        raise ConfigError(f"{where}: the chat template has more than {MAX_SOURCE_CHARS} characters")
+        limit = f"at most {MAX_SOURCE_CHARS} characters (got {len(source)})"
+        raise ConfigError(f"{where}: the chat template must have {limit}")
     environment = _environment()
     try:
         tree = environment.parse(source)
-        known = all(node.name in environment.filters for node in tree.find_all(jinja2.nodes.Filter)) and all(
-            node.name in environment.tests for node in tree.find_all(jinja2.nodes.Test)
-        )
-    except (jinja2.TemplateError, RecursionError):
-        known = False
-    if not known:
-        raise ConfigError(f"{where}: the chat template is not valid Jinja")
+        for kind, known in ((jinja2.nodes.Filter, environment.filters), (jinja2.nodes.Test, environment.tests)):
+            for node in tree.find_all(kind):
+                if node.name not in known:
+                    text = f"No {kind.__name__.lower()} named {printable(node.name)}"
+                    raise jinja2.TemplateSyntaxError(text, node.lineno)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise _invalid(where, error) from None
+
+
+def _invalid(where: str, error: Exception) -> ConfigError:
+    """Return the error for a template that cannot be compiled, with line and reason if they are known."""
+    text = f"{where}: the chat template is not valid Jinja"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        text += f": line {error.lineno}: {one_line(error.message or '')[:MAX_SHOWN]}"
+    return ConfigError(text)
 
 
 class ChatTemplate:
@@ -94,8 +104,8 @@ class ChatTemplate:
         self._variables = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError):
-            raise ConfigError(f"{where}: the chat template is not valid Jinja") from None
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _invalid(where, error) from None
 
     def render(
         self,

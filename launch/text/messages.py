@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from quire.launch.text.chat_template import Message
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 MAX_MESSAGES = 8192
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,9 +21,9 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
         InvalidRequest: not a list of messages with known roles and text, or only system messages.
     """
     if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"{param} must be a list of at least one message", param)
+        raise wrong_value(param, "a list of at least one message", value)
     if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages", param)
+        raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages (got {len(value)})", param)
     messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
     if all(message["role"] in ("system", "developer") for message in messages):
         raise InvalidRequest(f"{param} must hold a message other than system messages", param)
@@ -32,12 +32,12 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
 
 def _message(given: Any, where: str) -> Message:
     if not isinstance(given, dict):
-        raise InvalidRequest(f"{where} must be an object", where)
+        raise wrong_value(where, "an object", given)
     role = given.get("role")
     if role == "function":
         raise InvalidRequest(f"{where}.role function is not supported: use tool", f"{where}.role", "unsupported")
     if role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
     for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text only")):
         if given.get(name) is not None:
             raise InvalidRequest(f"{where}.{name} is not supported: {instead}", f"{where}.{name}", "unsupported")
@@ -61,7 +61,7 @@ def _message(given: Any, where: str) -> Message:
 def _text(given: Mapping[str, Any], name: str, where: str) -> str | None:
     value = given.get(name)
     if not isinstance(value, str | None):
-        raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}")
+        raise wrong_value(f"{where}.{name}", "a string", value)
     return value
 
 
@@ -76,20 +76,20 @@ def _reasoning(text: str, message: Message) -> Message:
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list | None):
-        raise InvalidRequest(f"{where} must be a list of objects", where)
+        raise wrong_value(where, "a list of objects", value)
     return [_call(call, f"{where}[{i}]") for i, call in enumerate(value or ())]
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
     """Return an earlier tool call with its arguments decoded from JSON text to an object, as templates expect."""
     if not isinstance(given, dict):
-        raise InvalidRequest(f"{where} must be an object", where)
+        raise wrong_value(where, "an object", given)
     if given.get("type") not in (None, "function"):
-        raise InvalidRequest(f"{where}.type must be function", f"{where}.type", "unsupported")
+        raise wrong_value(f"{where}.type", "function", given["type"], "unsupported")
     function = given.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
+        raise wrong_value(f"{where}.function.name", "a non-empty string", name)
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(function, where)}}
     call_id = _text(given, "id", where)
     return call if call_id is None else {"id": call_id, **call}
@@ -103,8 +103,7 @@ def _arguments(function: Mapping[str, Any], where: str) -> dict[str, Any] | str:
     if isinstance(arguments, dict):
         return arguments
     if not isinstance(arguments, str):
-        name = f"{where}.function.arguments"
-        raise InvalidRequest(f"{name} must be a string with a JSON object", name)
+        raise wrong_value(f"{where}.function.arguments", "a string with a JSON object", arguments)
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -117,7 +116,7 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{where} must be a string or a list of text parts", where)
+        raise wrong_value(where, "a string or a list of text parts", content)
     return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
@@ -125,8 +124,9 @@ def _part(part: Any, where: str) -> str:
     fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
     kind = fields.get("type")
     if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise InvalidRequest(f"{where}.type must be text: this server reads text only", f"{where}.type")
+        message = f"{where}.type must be text (got {printable(kind)}): this server reads text only"
+        raise InvalidRequest(message, f"{where}.type")
     text = fields.get(kind) if isinstance(kind, str) else None
     if not isinstance(text, str):
-        raise InvalidRequest(f'{where} must be a text part: {{"type": "text", "text": "..."}}', where)
+        raise wrong_value(where, 'a text part, {"type": "text", "text": "..."}', part)
     return text

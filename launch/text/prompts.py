@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quire.launch.text.chat_template import RESERVED_VARIABLES, Message, written_end
 from quire.launch.text.text_in import ChatOptions, TextIn, context_length_exceeded
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
 
 MAX_PROMPTS = 2048
@@ -60,14 +60,14 @@ def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise InvalidRequest(f"{param} must be a string, a list of token ids, or a list of these", param)
+        raise wrong_value(param, "a string, a list of token ids, or a list of these", value)
     if not value:
         raise InvalidRequest(f"{param} must not be empty", param)
     # If the first element is neither a string nor a list, this is one prompt of ids; encode_prompt checks their types.
     if not isinstance(value[0], str | list):
         return [value]
     if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"{param} must hold at most {MAX_PROMPTS} prompts", param)
+        raise InvalidRequest(f"{param} must hold at most {MAX_PROMPTS} prompts (got {len(value)})", param)
     if not all(isinstance(item, type(value[0])) for item in value):
         raise InvalidRequest(f"{param} must hold either strings or lists of token ids", param)
     return value
@@ -125,7 +125,11 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> list[int]:
     """Return ``ids`` as a list; raise InvalidRequest unless all are ints (not bools) from 0 to ``vocab_size - 1``."""
     good = isinstance(ids, list) and all(type(token) is int for token in ids)
     if not good or (ids and not (min(ids) >= 0 and max(ids) < vocab_size)):
-        raise InvalidRequest(f"{param} must hold token ids, integers from 0 to {vocab_size - 1}", param)
+        wrong = ids
+        if isinstance(ids, list):
+            wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+        text = f"{param} must hold token ids, integers from 0 to {vocab_size - 1} (got {printable(wrong)})"
+        raise InvalidRequest(text, param)
     return list(ids)
 
 
@@ -153,7 +157,9 @@ def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLim
             ids = text_in.encode(text, add_special_tokens=False, param="bad_words")
             if not 1 <= len(ids) <= MAX_BAD_WORD_LENGTH:
                 raise InvalidRequest(
-                    f"each of bad_words must be from 1 to {MAX_BAD_WORD_LENGTH} tokens long", "bad_words"
+                    f"each of bad_words must be from 1 to {MAX_BAD_WORD_LENGTH} tokens long (got {printable(word)}, "
+                    f"which has {len(ids)})",
+                    "bad_words",
                 )
             check_token_ids(ids, limits.vocab_size, "bad_words")
             if ids not in token_sequences[-1:]:
@@ -196,18 +202,22 @@ def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n:
         InvalidRequest: a product is too large, with the field to reduce.
     """
     pairs = [(each, len(prompt.token_ids)) for each, prompt in zip(params, prompts, strict=True)]
-    if n * sum(length for _, length in pairs) > MAX_SUBMITTED_TOKENS:
-        raise InvalidRequest(f"the tokens of all prompts times n must be at most {MAX_SUBMITTED_TOKENS}", "n")
+    submitted = n * sum(length for _, length in pairs)
+    if submitted > MAX_SUBMITTED_TOKENS:
+        text = f"the tokens of all prompts times n must be at most {MAX_SUBMITTED_TOKENS} (got {submitted})"
+        raise InvalidRequest(text, "n")
     of_prompts = sum(length * (each.prompt_logprobs + 1) for each, length in pairs if each.prompt_logprobs is not None)
     if n * of_prompts > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"the tokens of all prompts times n times (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
+            f"the tokens of all prompts times n times (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS} "
+            f"(got {n * of_prompts})",
             "prompt_logprobs",
         )
     of_answers = sum((each.max_tokens or 0) * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if n * of_answers > MAX_ANSWER_LOGPROBS:
         raise InvalidRequest(
-            f"max_tokens times the number of answers times (logprobs + 1) must be at most {MAX_ANSWER_LOGPROBS}",
+            f"max_tokens times the number of answers times (logprobs + 1) must be at most {MAX_ANSWER_LOGPROBS} "
+            f"(got {n * of_answers})",
             "logprobs",
         )
 
@@ -216,7 +226,7 @@ def check_template_variables(value: Any) -> dict[str, Any]:
     """Validate vLLM's ``chat_template_kwargs``: template variables, except those that the server sets."""
     name = "chat_template_kwargs"
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be an object", name)
+        raise wrong_value(name, "an object", value)
     taken = RESERVED_VARIABLES.intersection(value)
     if taken:
         raise InvalidRequest(f"{name} must not set {min(taken)}", name)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 MAX_N = 128
@@ -117,7 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens must be from 0 to {self.max_tokens} (max_tokens); got {self.min_tokens}", "min_tokens"
+                f"min_tokens must be at most max_tokens, which is {self.max_tokens} (got {self.min_tokens})",
+                "min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -134,8 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_tokens(self) -> None:
         """Check fields with token ids; ``check_params`` checks them against the model's vocabulary."""
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias must be an object of at most {MAX_LOGIT_BIAS} token ids and numbers", "logit_bias"
+            raise _wrong_entries(
+                "logit_bias", f"an object of at most {MAX_LOGIT_BIAS} token ids and numbers", self.logit_bias
             )
         for token, bias in self.logit_bias.items():
             check_int("each token id of logit_bias", token, 0, MAX_TOKENS_LIMIT, param="logit_bias")
@@ -147,22 +148,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 twice = next(token for at, token in enumerate(ids) if token in ids[:at])
                 raise InvalidRequest(f"allowed_token_ids has {twice} more than once", "allowed_token_ids")
         if not isinstance(self.bad_words, list) or len(self.bad_words) > MAX_BAD_WORDS:
-            raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+            raise _wrong_entries("bad_words", f"a list of at most {MAX_BAD_WORDS} strings", self.bad_words)
         for word in self.bad_words:
             if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
                 raise InvalidRequest(
-                    f"each entry of bad_words must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters", "bad_words"
+                    f"each entry of bad_words must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters "
+                    f"(got {printable(word)})",
+                    "bad_words",
                 )
         if not isinstance(self.bad_words_token_ids, list) or len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
-            raise InvalidRequest("bad_words_token_ids must be a list of lists of token ids", "bad_words_token_ids")
+            allowed = f"a list of at most {2 * MAX_BAD_WORDS} lists of token ids"
+            raise _wrong_entries("bad_words_token_ids", allowed, self.bad_words_token_ids)
         for ids in self.bad_words_token_ids:
             check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH)
 
     def _check_structs(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise InvalidRequest("structured_outputs must be a StructuredOutputs", "structured_outputs")
+            raise wrong_value("structured_outputs", "a StructuredOutputs", self.structured_outputs)
         if not isinstance(self.repetition_detection, RepetitionDetection | None):
-            raise InvalidRequest("repetition_detection must be a RepetitionDetection", "repetition_detection")
+            raise wrong_value("repetition_detection", "a RepetitionDetection", self.repetition_detection)
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos cannot be combined with structured_outputs: the constraint ends the output", "ignore_eos"
@@ -177,17 +181,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError):
             good = False
         if not good:
-            raise InvalidRequest(
-                f"extra_args must be an object of strings, numbers, booleans or flat lists of them, of at most "
-                f"{MAX_EXTRA_ARGS_BYTES} bytes",
-                "extra_args",
-            )
+            allowed = "an object of strings, numbers, booleans or flat lists of them, of at most "
+            allowed += f"{MAX_EXTRA_ARGS_BYTES} bytes"
+            raise wrong_value("extra_args", allowed, self.extra_args)
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         if not isinstance(self.stop, list) or len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings", "stop")
+            raise _wrong_entries("stop", f"a string or a list of at most {MAX_STOP_STRINGS} strings", self.stop)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(
@@ -199,8 +201,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"all entries of stop together must have at most {MAX_STOP_CHARACTERS} characters (got {size})", "stop"
             )
         if not isinstance(self.stop_token_ids, list) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"
+            raise _wrong_entries(
+                "stop_token_ids", f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", self.stop_token_ids
             )
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT)
@@ -237,8 +239,13 @@ def check_ids(name: str, value: Any, least: int, most: int) -> None:
     """Raise InvalidRequest unless ``value`` is a list of ``least`` to ``most`` non-negative integers."""
     good = isinstance(value, list) and least <= len(value) <= most
     if not good or not all(type(token) is int and 0 <= token <= MAX_TOKENS_LIMIT for token in value):
-        given = f"{len(value)} entries" if isinstance(value, list) else printable(value)
-        raise InvalidRequest(f"{name} must be a list of {least} to {most} token ids (got {given})", name)
+        raise _wrong_entries(name, f"a list of {least} to {most} token ids", value)
+
+
+def _wrong_entries(name: str, allowed: str, value: Any) -> InvalidRequest:
+    """Return the error for a collection of a wrong size, or another type."""
+    given = f"{len(value)} entries" if isinstance(value, list | dict) else printable(value)
+    return InvalidRequest(f"{name} must be {allowed} (got {given})", name)
 
 
 def check_float(

@@ -61,8 +61,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def _check_choice(choice: Any) -> None:
         good = isinstance(choice, list) and all(isinstance(text, str) and text for text in choice)
         if not good or not 1 <= len(choice) <= MAX_CHOICES:
+            given = printable(choice) if not good else f"{len(choice)} entries"
             raise InvalidRequest(
-                f"structured_outputs.choice must be a list of 1 to {MAX_CHOICES} non-empty strings",
+                f"structured_outputs.choice must be a list of 1 to {MAX_CHOICES} non-empty strings (got {given})",
                 "structured_outputs",
             )
         check_grammar_text("structured_outputs.choice", "".join(choice))

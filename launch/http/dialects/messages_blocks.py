@@ -6,7 +6,7 @@ from typing import Any
 from quire.launch.http.dialects.text_parts import encoded, list_at, object_at, string_at
 from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import MAX_MESSAGES
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 ROLES = ("user", "assistant", "system")
 ACCOUNTING_HEADER = "x-anthropic-billing-header:"
@@ -33,7 +33,7 @@ def chat_messages(system: Any, messages: Any) -> tuple[list[Message], bool]:
         fields = object_at(message, where)
         role = fields.get("role")
         if role not in ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         blocks = _blocks(fields.get("content"), f"{where}.content")
         if role == "assistant":
             found.append(_assistant(blocks, tool_names))
@@ -57,7 +57,7 @@ def _blocks(content: Any, where: str) -> list[tuple[Mapping[str, Any], str]]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of content blocks", where, "invalid_type")
+        raise wrong_value(where, "a string or a list of content blocks", content, "invalid_type")
     return [(object_at(block, f"{where}[{i}]"), f"{where}[{i}]") for i, block in enumerate(content)]
 
 
@@ -119,6 +119,6 @@ def _text(block: Mapping[str, Any], where: str) -> str:
             body = [_text(*part) for part in _blocks(block.get("content"), f"{where}.content")]
             return "\n".join(each for each in (*head, *body) if each)
         case kind:
-            shown = f" (got {kind[:40]})" if isinstance(kind, str) and kind.isidentifier() else ""
-            text = f"{where}.type must be text, tool_use, tool_result or thinking{shown}: this server reads text only"
+            allowed = f"text, tool_use, tool_result or thinking (got {printable(kind)})"
+            text = f"{where}.type must be {allowed}: this server reads text only"
             raise InvalidRequest(text, f"{where}.type", "unsupported")

@@ -10,11 +10,11 @@ from quire.launch.http.dialects.chat_fields import PASSED_FIELDS, passed, rename
 from quire.launch.http.dialects.messages_blocks import chat_messages
 from quire.launch.http.dialects.text_parts import object_at, string_at
 from quire.launch.http.schema.bodies import Effort
-from quire.launch.http.schema.errors import THREAD_UNSUPPORTED, shorten
+from quire.launch.http.schema.errors import THREAD_UNSUPPORTED
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.request.sampling_params import MAX_TOKENS_LIMIT, check_int
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -129,7 +129,7 @@ def _choice(given: dict[str, Any]) -> tuple[Any, bool]:
         name = string_at(given, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}, parallel
     if not isinstance(kind, str) or kind not in CHOICES:
-        raise InvalidRequest("tool_choice.type must be one of auto, any, tool, none", "tool_choice.type")
+        raise wrong_value("tool_choice.type", "one of auto, any, tool, none", kind)
     return CHOICES[kind], parallel
 
 
@@ -139,8 +139,7 @@ def _set_thinking(chat: dict[str, Any], body: MessagesBody) -> None:
         return
     kind, budget = body.thinking.get("type"), body.thinking.get("budget_tokens")
     if kind not in THINKING:
-        allowed = ", ".join(THINKING)
-        raise InvalidRequest(f"thinking.type must be one of {allowed} (got {shorten(str(kind))})", "thinking.type")
+        raise wrong_value("thinking.type", f"one of {', '.join(THINKING)}", kind)
     thinks = kind != "disabled"
     kwargs = chat.get("chat_template_kwargs") or {}
     if isinstance(kwargs, dict):
@@ -159,6 +158,6 @@ def _set_output(chat: dict[str, Any], body: MessagesBody, ignored: Ignored) -> N
         return
     where = "output_config.format" if config.format else "output_format"
     if wanted.get("type") != "json_schema":
-        raise InvalidRequest(f"{where}.type must be json_schema", f"{where}.type")
+        raise wrong_value(f"{where}.type", "json_schema", wanted.get("type"))
     schema = object_at(wanted.get("schema"), f"{where}.schema")
     chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}

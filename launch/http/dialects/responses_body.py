@@ -15,7 +15,7 @@ from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
 from quire.launch.text.messages import MAX_MESSAGES
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 
 UNSUPPORTED = {
     "background": "send the request with stream instead",
@@ -178,7 +178,8 @@ def _check_supported(body: ResponsesBody) -> None:
         if getattr(body, name):
             raise InvalidRequest(f"{name} is not supported: {instead}", name, "unsupported")
     if body.truncation != "disabled":
-        text = "truncation must be disabled: this server drops no items, so shorten the input"
+        text = f"truncation must be disabled (got {printable(body.truncation)}): this server drops no items, so "
+        text += "shorten the input"
         raise InvalidRequest(text, "truncation", "unsupported_value")
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from quire.launch.http.dialects.responses_tools import ToolName
 from quire.launch.http.dialects.text_parts import encoded, joined_text, list_at, object_at, string_at
-from quire.launch.http.schema.errors import shorten
 from quire.launch.text.chat_template import Message
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 Item = Mapping[str, Any]
 
@@ -80,15 +79,14 @@ class _Conversation:
             case "function_call_output" | "custom_tool_call_output":
                 self._add_result(item, where)
             case _:
-                shown = "" if kind is None else f" (got {shorten(str(kind))})"
-                text = "message, reasoning, function_call, function_call_output, custom_tool_call, "
-                text += "custom_tool_call_output or item_reference"
-                raise InvalidRequest(f"{where}.type must be {text}{shown}", f"{where}.type", "unsupported")
+                allowed = "message, reasoning, function_call, function_call_output, custom_tool_call, "
+                allowed += "custom_tool_call_output or item_reference"
+                raise wrong_value(f"{where}.type", allowed, kind, "unsupported")
 
     def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         content = item.get("content")
         if content is None:
             raise InvalidRequest(f"{where}.content is required", f"{where}.content", "missing_required_parameter")

@@ -8,7 +8,7 @@ from typing import Any
 from quire.launch.http.dialects.text_parts import list_at, object_at, string_at
 from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 CUSTOM_PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -65,8 +65,8 @@ def read_tools(given: list[dict[str, Any]], ignored: Ignored) -> Tools:
         kind = tool["type"]
         name = ToolName(string_at(tool, "name", where), namespace, kind == "custom")
         if not VALID_NAME.fullmatch(name.in_chat):
-            text = f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, with its namespace"
-            raise InvalidRequest(text, f"{where}.name")
+            allowed = "1 to 64 letters, digits, underscores or dashes, with its namespace"
+            raise wrong_value(f"{where}.name", allowed, name.in_chat)
         function: dict[str, Any] = {"name": name.in_chat}
         description = string_at(tool, "description", where, default="")
         if kind == "custom":
@@ -100,7 +100,7 @@ def _flat(given: list[dict[str, Any]], ignored: Ignored) -> Iterator[tuple[Mappi
                 else:
                     ignored.add(f"tools.{inner.get('type')}", ())
         elif not isinstance(kind, str):
-            raise InvalidRequest(f"{where}.type must be function, custom or namespace", f"{where}.type")
+            raise wrong_value(f"{where}.type", "function, custom or namespace", kind)
         else:
             ignored.add(f"tools.{kind}", ())
 
@@ -110,7 +110,8 @@ def _custom_description(description: str, given: Any, where: str) -> str:
     if given is None or object_at(given, where).get("type") == "text":
         return description
     if given.get("type") != "grammar" or given.get("syntax") not in ("lark", "regex"):
-        raise InvalidRequest(f"{where} must be text, or a grammar with the syntax lark or regex", where)
+        shown = [given.get("type"), given.get("syntax")]
+        raise wrong_value(where, "text, or a grammar with the syntax lark or regex", shown)
     definition = string_at(given, "definition", where)
     return f"{description}\n\nThe input must match this {given['syntax']} grammar:\n{definition}".strip()
 
@@ -133,8 +134,9 @@ def chat_choice(choice: Any, tools: Tools) -> Any:
 
 def _named(given: Any, tools: Tools, where: str) -> dict[str, Any]:
     fields = object_at(given, where)
-    if fields.get("type") not in ("function", "custom"):
-        raise InvalidRequest(f"{where}.type must be function, custom or allowed_tools", f"{where}.type", "unsupported")
+    kind = fields.get("type")
+    if kind not in ("function", "custom"):
+        raise wrong_value(f"{where}.type", "function, custom or allowed_tools", kind, "unsupported")
     name = ToolName(string_at(fields, "name", where), string_at(fields, "namespace", where, default="")).in_chat
     if name not in tools.names:
         raise InvalidRequest(f"{where}.name {shorten(name)} not found in tools", f"{where}.name")

@@ -5,19 +5,19 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 
 def object_at(value: Any, where: str) -> Mapping[str, Any]:
     """Return the object at the path ``where``; raise InvalidRequest for any other value."""
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be an object", where, "invalid_type")
+        raise wrong_value(where, "an object", value, "invalid_type")
     return value
 
 
 def list_at(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a list", where, "invalid_type")
+        raise wrong_value(where, "a list", value, "invalid_type")
     return value
 
 
@@ -27,7 +27,7 @@ def string_at(value: Mapping[str, Any], name: str, where: str, *, default: str |
     if found is None and default is not None:
         return default
     if not isinstance(found, str):
-        raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}", "invalid_type")
+        raise wrong_value(f"{where}.{name}", "a string", found, "invalid_type")
     return found
 
 
@@ -48,7 +48,7 @@ def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) ->
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of parts", where, "invalid_type")
+        raise wrong_value(where, "a string or a list of parts", content, "invalid_type")
     return "\n".join(_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
 
 
@@ -56,8 +56,6 @@ def _text(part: Any, where: str, kinds: Collection[str]) -> str:
     fields = object_at(part, where)
     kind = fields.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        allowed = ", ".join(kinds)
-        raise InvalidRequest(
-            f"{where}.type must be one of {allowed}: this server reads text only", f"{where}.type", "unsupported"
-        )
+        text = f"{where}.type must be one of {', '.join(kinds)} (got {printable(kind)}): this server reads text only"
+        raise InvalidRequest(text, f"{where}.type", "unsupported")
     return string_at(fields, "text" if "text" in fields else kind, where)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from quire.launch.http.schema.unknown_fields import Ignored, unknown_field
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -42,7 +42,13 @@ def read(
     if name[0] and not where:
         raise InvalidRequest(f"{field} is required", field, "missing_required_parameter")
     place = f"{where}.{field}" if where else field
-    raise InvalidRequest(f"{place} must be {_describe(_types(kind)[field])}", place)
+    allowed = _describe(_types(kind)[field])
+    if name[0]:
+        raise InvalidRequest(f"{place} is required, and must be {allowed}", place)
+    value = given[field]
+    if isinstance(value, str) and "characters" in allowed:
+        raise InvalidRequest(f"{place} must be {allowed} (got {len(value)} characters)", place)
+    raise wrong_value(place, allowed, value)
 
 
 def members(

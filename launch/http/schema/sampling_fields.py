@@ -10,10 +10,9 @@ from quire.launch.http.schema.bodies import (
     JsonSchemaFormat,
     PlainFormat,
 )
-from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import members, read
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.sampling_params import MAX_LOGIT_BIAS, check_float
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
@@ -44,12 +43,14 @@ def logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     """Parse OpenAI's map from token ids, as strings, to numbers from -100 to 100."""
     name = "logit_bias"
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"{name} must be an object of at most {MAX_LOGIT_BIAS} token ids", name)
+        given = f"{len(value)} entries" if isinstance(value, dict) else printable(value)
+        raise InvalidRequest(f"{name} must be an object of at most {MAX_LOGIT_BIAS} token ids (got {given})", name)
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # Only the canonical form of a number, so that no token is there twice.
         if not re.fullmatch(r"0|[1-9][0-9]{0,8}", key) or int(key) >= vocab_size:
-            raise InvalidRequest(f"{name} keys must be token ids from 0 to {vocab_size - 1} (got {shorten(key)})", name)
+            text = f"{name} keys must be token ids from 0 to {vocab_size - 1} (got {printable(key)})"
+            raise InvalidRequest(text, name)
         biases[int(key)] = check_float(f"{name} of token {key}", bias, -100.0, 100.0, param=name)
     return biases
 
@@ -75,8 +76,7 @@ def response_format(value: dict[str, Any], ignored: Ignored | None = None) -> St
     """Parse OpenAI's ``response_format``; None for plain text. ``ignored``: as in ``read``."""
     name, kind = "response_format", value.get("type")
     if kind not in FORMATS:
-        text = f"{name}.type must be one of {', '.join(FORMATS)} (got {shorten(str(kind))})"
-        raise InvalidRequest(text, f"{name}.type")
+        raise wrong_value(f"{name}.type", f"one of {', '.join(FORMATS)}", kind)
     if kind != "text" and value.get("json_schema") is None and any(value.get(key) for key in ("schema", "value")):
         bare = read(BareSchemaFormat, value, name, ignored=ignored)
         return schema_constraint(bare.schema or bare.value or {}, f"{name}.{'schema' if bare.schema else 'value'}")

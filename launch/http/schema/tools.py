@@ -13,7 +13,7 @@ from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import members, read
 from quire.launch.http.schema.sampling_fields import schema_constraint
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.request.grammar_checks import GrammarRefused, check_schema
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 
@@ -97,7 +97,7 @@ def _chosen(choice: Any) -> str:
     if name is None:
         raise InvalidRequest(
             'tool_choice must be none, auto, required, {"type": "function", "function": {"name": "..."}} or '
-            '{"type": "allowed_tools", ...}',
+            f'{{"type": "allowed_tools", ...}} (got {printable(choice)})',
             "tool_choice",
         )
     return name

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from quire.launch.http.schema.errors import shorten
-from quire.protocol.errors import InvalidRequest, did_you_mean
+from quire.protocol.errors import InvalidRequest, did_you_mean, printable
 from quire.protocol.process.log import event_logger
 
 log = event_logger("http")
@@ -101,4 +101,6 @@ def check_supported(raw: Mapping[str, Any]) -> None:
         if raw[name] and not (name == "function_call" and raw[name] in ("none", "auto")):
             raise InvalidRequest(f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")
     if raw.get("modalities") and raw["modalities"] != ["text"]:
-        raise InvalidRequest('modalities must be ["text"]: this server writes text only', "modalities", "unsupported")
+        given = printable(raw["modalities"])
+        text = f'modalities must be ["text"] (got {given}): this server writes text only'
+        raise InvalidRequest(text, "modalities", "unsupported")

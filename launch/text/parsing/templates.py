@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.launch.text.parsing.patterns import Pattern, PatternError, literal, split_at_group
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 
 TEMPLATE_KEYS = frozenset(("version", "defaults", "fields", "start_anchor", "start_anchor_pattern"))
 FIELD_KEYS = frozenset(
@@ -75,7 +75,10 @@ def load_format(template: Any, where: str) -> Format:
     if not isinstance(template, dict) or not isinstance(template.get("fields"), dict) or not template["fields"]:
         raise ConfigError(f"{where} must be an object with fields")
     if template.get("version", 1) != 1 or not template.keys() <= TEMPLATE_KEYS:
-        raise ConfigError(f"{where} must have version 1 and only the keys {', '.join(sorted(TEMPLATE_KEYS))}")
+        unknown = [key for key in template if key not in TEMPLATE_KEYS]
+        given = f"version {printable(template.get('version', 1))}, unknown keys {printable(unknown)}"
+        allowed = f"version 1 and only the keys {', '.join(sorted(TEMPLATE_KEYS))}"
+        raise ConfigError(f"{where} must have {allowed} (got {given})")
     regions = [_region(name, field, f"{where}.fields.{name}") for name, field in template["fields"].items()]
     rest = [region for region in regions if region.opens is None]
     if len(rest) > 1:
@@ -94,13 +97,13 @@ def _region(name: str, field: Any, where: str) -> Region:
     if content not in known:
         raise ConfigError(f"{where}.content must be one of {', '.join(known)} (got {content!r})")
     if not isinstance(args, dict):
-        raise ConfigError(f"{where}.content_args must be an object")
+        raise ConfigError(f"{where}.content_args must be an object (got {printable(args)})")
     opens, closes = _anchor(field, "open", where), _anchor(field, "close", where)
     if closes is not None and closes.may_be_empty and (opens is None or opens.may_be_empty):
         raise ConfigError(f"{where}.close_pattern must not match the empty text")
     join = field.get("join") or ""
     if not isinstance(join, str):
-        raise ConfigError(f"{where}.join must be a string")
+        raise ConfigError(f"{where}.join must be a string (got {printable(join)})")
     return Region(
         name,
         opens,
@@ -124,7 +127,7 @@ def _anchor(field: Mapping[str, Any], key: str, where: str) -> Pattern | None:
         return None
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError(f"{where}.{key} must be a text or a list of texts")
+        raise ConfigError(f"{where}.{key} must be a text or a list of texts (got {printable(texts)})")
     return literal(*texts)
 
 

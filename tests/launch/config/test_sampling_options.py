@@ -66,9 +66,9 @@ class TestSpeculative:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"num_speculative_tokens": 3}, "method must be ngram, suffix or draft_model"),
+            ({"num_speculative_tokens": 3}, "needs method, which is ngram, suffix or draft_model"),
             ({"method": "eagle", "num_speculative_tokens": 3}, "Invalid enum value 'eagle'"),
-            ({"method": "ngram"}, "num_speculative_tokens must be from 1 to 32"),
+            ({"method": "ngram"}, "the method ngram needs num_speculative_tokens, from 1 to 32"),
             ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 32, not 0"),
             ({**NGRAM, "num_speculative_tokens": 33}, "num_speculative_tokens must be from 1 to 32, not 33"),
             ({**NGRAM, "num_speculative_tokens": "3"}, "Expected `int | null`, got `str`"),

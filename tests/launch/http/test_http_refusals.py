@@ -198,6 +198,8 @@ def refused(response: Any, status: int, param: str | None, says: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
     assert says in error["message"], error["message"]
+    if re.match(r"\S+ must be ", error["message"]):
+        assert "(got " in error["message"], error["message"]
     assert len(response.content) < 2_000
 
 
@@ -257,8 +259,8 @@ class TestFields:
         refused(client.complete(**both), 400, "response_format", "cannot be combined")
         refused(client.complete(extra_args={}, vllm_xargs={}), 400, "vllm_xargs", "another name of extra_args")
         refused(client.complete(max_tokens=0), 400, "max_tokens", "from 1 to 256")
-        refused(client.complete(max_tokens=4, min_tokens=5), 400, "min_tokens", "from 0 to 4 (max_tokens)")
-        refused(client.complete(prompt=[5] * 250, min_tokens=10), 400, "min_tokens", "from 0 to 6 (max_tokens)")
+        refused(client.complete(max_tokens=4, min_tokens=5), 400, "min_tokens", "max_tokens, which is 4 (got 5)")
+        refused(client.complete(prompt=[5] * 250, min_tokens=10), 400, "min_tokens", "which is 6 (got 10)")
         refused(client.chat(ignore_eos=True, structured_outputs={"regex": "a"}), 400, "ignore_eos", "structured")
         for response in (client.complete(prompt_logprobs=0, stream=True), client.chat(prompt_logprobs=0, stream=True)):
             refused(response, 400, "prompt_logprobs", "require stream to be false")

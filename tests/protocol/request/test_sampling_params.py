@@ -119,7 +119,7 @@ def test_defaults_are_not_encoded() -> None:
 
 
 def test_min_tokens_must_not_exceed_max_tokens() -> None:
-    with pytest.raises(InvalidRequest, match=r"min_tokens must be from 0 to 3 \(max_tokens\)"):
+    with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens, which is 3 \(got 4\)"):
         SamplingParams(max_tokens=3, min_tokens=4)
 
 
