@@ -24,6 +24,7 @@ class Setting(msgspec.Struct, frozen=True):
         text: its meaning. ``--help`` shows the first sentence; docs/flags.md shows all, as Markdown.
         range: lowest and highest allowed value, if they depend on no other setting.
         metavar: placeholder for its value in ``--help``; numbers need none.
+        unit: "tokens" or "bytes" for a number that may be given as a size, such as 32k or 4GiB.
         default: the default in words, if the value None or "" does not express it.
     """
 
@@ -32,6 +33,7 @@ class Setting(msgspec.Struct, frozen=True):
     range: tuple[float, float] | None = None
     metavar: str = ""
     default: str = ""
+    unit: Literal["", "tokens", "bytes"] = ""
 
     @property
     def help(self) -> str:
@@ -110,7 +112,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     long_prefill_token_threshold: Annotated[
         int,
-        Setting(SCHEDULING, "maximum number of prompt tokens per request and step; 0: no limit", range=(0, 2**24)),
+        Setting(
+            SCHEDULING,
+            "maximum number of prompt tokens per request and step; 0: no limit",
+            range=(0, 2**24),
+            unit="tokens",
+        ),
     ] = 0
     max_prefill_share: Annotated[
         float,
@@ -215,6 +222,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             TRACES,
             "size at which a trace continues in FILE.1, FILE.2, ...; 0: one file. The minimum is 65536",
-            metavar="BYTES",
+            unit="bytes",
         ),
     ] = 0

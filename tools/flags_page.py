@@ -54,7 +54,7 @@ def _values(each: Declared) -> str:
     if each.setting.range is not None:
         low, high = each.setting.range
         return f"{low} to {high}"
-    return each.setting.metavar
+    return each.metavar
 
 
 def _escaped(text: str) -> str:

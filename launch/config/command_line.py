@@ -1,15 +1,17 @@
 """Settings on the command line: one flag per declared setting, merged with a config file."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from quire.launch.config.declared import Declared, declared
+from quire.launch.config.declared import Declared, convert, declared
 from quire.launch.config.foreign_names import suggest
-from quire.launch.config.options import EngineOptions, convert, parse_options
+from quire.launch.config.options import EngineOptions, parse_options
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.config.sizes import parse_size
 from quire.protocol.errors import ConfigError
 
 
@@ -38,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) 
 
 def _argument(each: Declared) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a setting's type."""
-    kind, metavar = each.kind, each.setting.metavar
+    kind, metavar = each.kind, each.metavar
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
@@ -47,7 +49,16 @@ def _argument(each: Declared) -> dict[str, Any]:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     if get_origin(kind) is dict:
         return {"type": str, "metavar": "JSON"}  # parse_options decodes it
+    if each.setting.unit:
+        return {"type": partial(_size, each.setting.unit), "metavar": metavar}
     return {"type": kind, "metavar": metavar or "N"}
+
+
+def _size(unit: str, text: str) -> int:
+    try:
+        return parse_size(text, unit)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]:

@@ -1,13 +1,19 @@
-"""The declarations of a struct of settings as data, for flags, documentation and range checks."""
+"""The declarations of a struct of settings as data, for flags, documentation, conversion and range checks."""
 
 import inspect
+import re
+from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from quire.protocol.errors import ConfigError
+from quire.launch.config.sizes import FORMS, parse_size
+from quire.protocol.errors import ConfigError, printable
 from quire.protocol.settings import Setting
+
+T = TypeVar("T", bound=msgspec.Struct)
+PLAIN_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 class Declared(NamedTuple):
@@ -21,6 +27,21 @@ class Declared(NamedTuple):
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        return self.setting.metavar or self.setting.unit.upper()
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, in words."""
+        if self.setting.unit:
+            return FORMS[self.setting.unit]
+        if get_origin(self.kind) is Literal:
+            return f"one of {', '.join(get_args(self.kind))}"
+        if get_origin(self.kind) is list:
+            return "a list of strings"
+        return PLAIN_KINDS.get(self.kind, "an object")
 
     @property
     def default_text(self) -> str:
@@ -50,6 +71,35 @@ def declared(options: type[msgspec.Struct]) -> list[Declared]:
 def _kind(hint: Any) -> Any:
     is_optional = get_origin(hint) in (Union, UnionType)
     return next(arg for arg in get_args(hint) if arg is not NoneType) if is_optional else hint
+
+
+def convert(values: Mapping[str, Any], options: type[T], where: str) -> T:
+    """Convert values by name to a struct of settings; sizes may be text.
+
+    Raises:
+        ConfigError: a value has the wrong type. ``where`` begins the message.
+    """
+    by_name = {each.name: each for each in declared(options)}
+    found = {name: _number(by_name[name], value, where) for name, value in values.items()}
+    try:
+        return msgspec.convert(found, options)
+    except msgspec.ValidationError as error:
+        match = re.search(r"at `\$\.(\w+)", str(error))
+        if match is None:
+            raise ConfigError(f"{where}: {error}") from None
+        name = match[1]
+        shown = "" if name == "api_key" else f" (got {printable(found[name])})"
+        raise ConfigError(f"{where}: {name} must be {by_name[name].allowed}{shown}") from None
+
+
+def _number(each: Declared, value: Any, where: str) -> Any:
+    """Return a size given as text as its number, and any other value as it is."""
+    if not each.setting.unit or not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value, each.setting.unit)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {each.name} {error}") from None
 
 
 def check_ranges(options: msgspec.Struct) -> None:

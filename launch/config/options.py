@@ -1,18 +1,16 @@
 """The engine's settings as a user gives them: as flags, in config files and as keywords of ``LLM(...)``."""
 
 import os
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.launch.config.declared import convert
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.sampling_options import processor_name
 from quire.protocol.errors import ConfigError
 from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, EngineSettings, Setting
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class EngineOptions(EngineSettings, frozen=True, kw_only=True):
@@ -61,14 +59,23 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int | None,
         Setting(
-            MEMORY, "context length: maximum number of tokens of a request, prompt and answer", default="the model's"
+            MEMORY,
+            "context length: maximum number of tokens of a request, prompt and answer",
+            default="the model's",
+            unit="tokens",
         ),
     ] = None
     max_num_seqs: Annotated[
         int | None, Setting(MEMORY, "maximum number of requests per step", default="256; 64 on a CPU")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Setting(MEMORY, "token budget: maximum number of tokens per step", default="8192; 2048 on a CPU")
+        int | None,
+        Setting(
+            MEMORY,
+            "token budget: maximum number of tokens per step",
+            default="8192; 2048 on a CPU",
+            unit="tokens",
+        ),
     ] = None
     num_gpu_blocks_override: Annotated[
         int | None,
@@ -82,7 +89,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             MEMORY,
             "size of the KV cache in bytes",
             range=(1, 2**50),
-            metavar="BYTES",
+            unit="bytes",
             default="from --gpu-memory-utilization; 1 GiB on a CPU",
         ),
     ] = None
@@ -198,12 +205,3 @@ def _plain(name: str, value: Any) -> Any:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be a JSON object, not {value[:64]!r}") from None
     return value
-
-
-def convert(values: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert values to a struct of settings; raise ConfigError with the setting's name first."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        match = re.fullmatch(r"(.*) - at `\$\.(\w+)`", str(error))
-        raise ConfigError(f"{where}: {match[2]}: {match[1]}" if match else f"{where}: {error}") from None

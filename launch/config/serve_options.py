@@ -99,7 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "oldest are dropped first. 0: store none. Requests with `store: false` are not stored: "
             "[stored responses](../launch/http/dialects/README.md#responses)",
             range=(0, 2**40),
-            metavar="BYTES",
+            unit="bytes",
         ),
     ] = 64 * 2**20
     max_num_queued_reqs_per_key: Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.launch.config.declared import declared
+from quire.launch.config.declared import convert, declared
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.checkpoint import stored_tensors
@@ -119,10 +119,7 @@ def _convert(given: Mapping[str, Any]) -> SpeculativeKeys:
     for key in given:
         if key not in known:
             raise ConfigError(f"{FLAG}: unknown key {key!r}{did_you_mean(str(key), known)}")
-    try:
-        return msgspec.convert(dict(given), SpeculativeKeys)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{FLAG}: {error}") from None
+    return convert(given, SpeculativeKeys, FLAG)
 
 
 def _method(keys: SpeculativeKeys) -> str:

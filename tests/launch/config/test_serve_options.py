@@ -68,7 +68,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(
     [
         ("api_server_cuont: 2", "unknown key 'api_server_cuont'; did you mean api_server_count?"),
         ("mem_fraction_static: 0.5", "unknown key 'mem_fraction_static'; did you mean --gpu-memory-utilization?"),
-        ("port: high", "port: Expected `int`, got `str`"),
+        ("port: high", "port must be an integer (got 'high')"),
         ("- port", "must be a YAML mapping"),
     ],
 )
