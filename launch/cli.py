@@ -49,8 +49,9 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. An expected failure prints one line to stderr and exits with a non-zero status."""
     args = parse(list(sys.argv[1:] if argv is None else argv))
-    keys = getattr(args, "api_key", None) or []
-    hide_in_command_line([keys] if isinstance(keys, str) else keys)
+    for name in ("api_key", "admin_api_key"):
+        keys = getattr(args, name, None) or []
+        hide_in_command_line([keys] if isinstance(keys, str) else keys)
     try:
         args.run(args)
     except (QuireError, InvalidRequest) as error:

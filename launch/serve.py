@@ -7,7 +7,7 @@ from types import FrameType
 
 import msgspec
 
-from quire.launch.config.api_keys import read_api_keys
+from quire.launch.config.api_keys import read_admin_keys, read_api_keys
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.network_options import check_network
@@ -54,14 +54,19 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     check_tracing(options.otlp_traces_endpoint)
     keys = read_api_keys(options)
     config = with_api_keys(config, len(keys))
+    options = msgspec.structs.replace(
+        options,
+        served_model_name=options.served_model_name or [model_name],
+        api_key=keys,
+        admin_api_key=read_admin_keys(options, keys),
+    )
     with Listener(options) as listener:
-        _run(config, options, keys, model_name, worker, listener, started)
+        _run(config, options, model_name, worker, listener, started)
 
 
 def _run(
     config: EngineConfig,
     options: ServeOptions,
-    keys: list[str],
     model_name: str,
     worker: WorkerProgram,
     listener: Listener,
@@ -72,7 +77,7 @@ def _run(
     standby, environment = options.standby_workers, options.logs.environment
     with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
         signals = _Signals(supervisor)
-        _write_settings(supervisor.directory, options, keys, model_name)
+        _write_settings(supervisor.directory, options)
         supervisor.start_engine()
         supervisor.start_front_ends()
         while not supervisor.is_ready and not signals.count:
@@ -96,14 +101,11 @@ def _run(
             supervisor.kill_all()
 
 
-def _write_settings(directory: Path, options: ServeOptions, keys: list[str], model_name: str) -> None:
-    """Write the front ends' settings to a file that only this user can read, because it holds API keys."""
-    settings = msgspec.structs.replace(
-        options, served_model_name=options.served_model_name or [model_name], api_key=keys
-    )
+def _write_settings(directory: Path, options: ServeOptions) -> None:
+    """Write the front ends' settings to a file that only this user can read, because it holds keys."""
     path = directory / "frontend"
     path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.encode(settings))
+    path.write_bytes(msgspec.json.encode(options))
 
 
 def model_display_name(folder: Path, given: str | None) -> str:

@@ -21,7 +21,7 @@ def main() -> None:
         check_socket_directory(args.directory)
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
         sockets = Sockets(args.directory, args.incarnation, config.tensor_parallel_size)
-        loop = SchedulerLoop(config, sockets, child, args.worker_epoch)
+        loop = SchedulerLoop(config, sockets, child, args.worker_epoch, directory=args.directory)
         signal.signal(signal.SIGUSR2, lambda signum, frame: loop.dump())
         child.report(Report("started"))
         loop.run()

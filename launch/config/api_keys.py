@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.launch.config.serve_options import ServeOptions
@@ -19,28 +19,50 @@ def read_api_keys(options: ServeOptions) -> list[str]:
     Raises:
         ConfigError: the file cannot be read or has no keys, or a key cannot be sent in a header.
     """
-    given = list(options.api_key or ())
-    if options.api_key_file is not None:
-        given += _keys_of(Path(options.api_key_file))
-    keys = given or [key for key in [os.environ.get("QUIRE_API_KEY", "")] if key]
-    for key in keys:
-        if not key or key != key.strip() or not key.isprintable():
-            raise ConfigError("API keys must be printable, not empty, and not start or end with a space")
+    return read_keys("api-key", options.api_key, options.api_key_file)
+
+
+def read_admin_keys(options: ServeOptions, api_keys: Sequence[str]) -> list[str]:
+    """Return the keys of the administrator's routes, from flags as ``read_api_keys``.
+
+    Raises:
+        ConfigError: as ``read_api_keys``; or a key is one of ``api_keys``, so that any user would be an administrator.
+    """
+    keys = read_keys("admin-api-key", options.admin_api_key, options.admin_api_key_file)
+    if set(keys) & set(api_keys):
+        raise ConfigError("--admin-api-key must not be an API key of --api-key: use a key of its own")
     return keys
 
 
-def _keys_of(path: Path) -> list[str]:
+def read_keys(flag: str, given: Sequence[str] | None, file: str | None) -> list[str]:
+    """Return the keys of ``--flag`` and ``--flag-file``, or that of the variable QUIRE_FLAG if neither is given.
+
+    Raises:
+        ConfigError: as ``read_api_keys``.
+    """
+    keys = list(given or ())
+    if file is not None:
+        keys += _keys_of(Path(file), f"--{flag}-file")
+    variable = f"QUIRE_{flag.upper().replace('-', '_')}"
+    keys = keys or [key for key in [os.environ.get(variable, "")] if key]
+    for key in keys:
+        if not key or key != key.strip() or not key.isprintable():
+            raise ConfigError(f"keys of --{flag} must be printable, not empty, and not start or end with a space")
+    return keys
+
+
+def _keys_of(path: Path, flag: str) -> list[str]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise ConfigError(f"--api-key-file {path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--api-key-file {path}: must be text in UTF-8") from None
+        raise ConfigError(f"{flag} {path}: must be text in UTF-8") from None
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if len(data) > MAX_FILE_BYTES or not keys:  # without a key, the server would be open
-        raise ConfigError(f"--api-key-file {path}: must have 1 or more lines with a key, in at most 1 MiB")
+        raise ConfigError(f"{flag} {path}: must have 1 or more lines with a key, in at most 1 MiB")
     return keys
 
 
@@ -60,7 +82,7 @@ def hide_in_command_line(secrets: Iterable[str]) -> None:
     hidden = arguments
     for secret in secrets:
         text = os.fsencode(secret)
-        for prefix in (b"\0", b"\0--api-key="):
+        for prefix in (b"\0", b"\0--api-key=", b"\0--admin-api-key="):
             hidden = hidden.replace(prefix + text + b"\0", prefix + b"*" * len(text) + b"\0")
     if hidden != arguments and ctypes.string_at(start, len(arguments)) == arguments:
         ctypes.memmove(start, hidden, len(hidden))

@@ -35,6 +35,20 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="FILE",
         ),
     ] = None
+    admin_api_key: Annotated[
+        list[str] | None,
+        Setting(
+            SERVER,
+            "one or more keys of the administrator's routes, which pause the server and show its requests; without a "
+            "key they do not exist. No API key opens them: [administration](serving.md#administration)",
+            metavar="KEY",
+            default="the variable QUIRE_ADMIN_API_KEY",
+        ),
+    ] = None
+    admin_api_key_file: Annotated[
+        str | None,
+        Setting(SERVER, "file with one key per line, in addition to --admin-api-key", metavar="FILE"),
+    ] = None
     uds: Annotated[
         str | None,
         Setting(

@@ -80,6 +80,10 @@ class ZmqEngineClient:
         return self._session.state
 
     @property
+    def pause_kind(self) -> str:
+        return self._session.pause
+
+    @property
     def seconds_without_progress(self) -> float:
         return self._session.seconds_without_progress
 
@@ -134,11 +138,15 @@ class ZmqEngineClient:
         self._session.require_alive()
         if self.state in ("loading", "recovering"):
             return Statistics(0, done=False)
+        return await self.control("statistics")
+
+    async def control(self, kind: str) -> Statistics:
+        self._session.require_alive()
         self._next_query += 1
         query = self._next_query
         answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
-        self._post(Control("statistics", query))
+        self._post(Control(kind, query))
         try:
             return await answer
         finally:

@@ -87,8 +87,13 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def pause_kind(self) -> str:
+        """Which pause an operator has set: pause, pause_new or empty, as in Control."""
+        ...
+
+    @property
     def seconds_without_progress(self) -> float:
-        """Seconds since the last token while an answer is in flight, or since a recovery began."""
+        """Seconds since the last token while an answer is in flight and no pause is set, or since a recovery began."""
         ...
 
     async def add(
@@ -115,6 +120,14 @@ class EngineClient(Protocol):
 
     async def statistics(self) -> Statistics:
         """Return the scheduler's current counters and gauges.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
+        ...
+
+    async def control(self, kind: str) -> Statistics:
+        """Send a Control of this kind and return its answer. There is none while the scheduler is dead or loading.
 
         Raises:
             EngineError: the engine has failed.

@@ -41,6 +41,7 @@ class Session:
         since: when that state began, in seconds of ``clock``.
         progress_at: when the last token or end arrived, or the first stream was added to an empty table.
         detail: the reason, if the state is failed.
+        pause: pause, pause_new or empty, as in Control.
         link_number: number of the current link, incremented with each new one.
         was_ready: the engine has been ready on some link, so "loading" means "recovering".
     """
@@ -52,7 +53,7 @@ class Session:
         self._post = post
         self._pid, self._index = pid, index
         self._clock = clock
-        self.state, self.detail, self.since = "loading", "", clock()
+        self.state, self.detail, self.pause, self.since = "loading", "", "", clock()
         self.progress_at = self.since
         self.table = StreamTable()
         self.link_number = 0
@@ -93,6 +94,7 @@ class Session:
                 self.fail(detail)
             case EngineState():
                 self._take_state(message.kind)
+                self._take_pause(message.pause)
             case Refused(reason=reason, final=True):
                 self.fail(reason)
             case _:
@@ -124,6 +126,11 @@ class Session:
         self.was_ready |= kind == "ready"
         if self.state not in ("draining", "failed"):
             self.become("recovering" if kind == "loading" and self.was_ready else kind)
+
+    def _take_pause(self, pause: str) -> None:
+        if self.pause and not pause:
+            self.progress_at = self._clock()  # no token was expected until now
+        self.pause = pause
 
     # ---- requests
 
@@ -174,9 +181,9 @@ class Session:
 
     @property
     def seconds_without_progress(self) -> float:
-        """Seconds since the last token while a stream is in flight, or since a recovery began."""
+        """Seconds since the last token while a stream is in flight and no pause is set, or since a recovery began."""
         now = self._clock()
-        waiting = now - self.progress_at if len(self.table) else 0.0
+        waiting = now - self.progress_at if len(self.table) and not self.pause else 0.0
         return max(waiting, now - self.since if self.state == "recovering" else 0.0)
 
     def become(self, state: str) -> None:

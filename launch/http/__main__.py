@@ -91,6 +91,7 @@ class FrontEnd:
                 answer_format=answer_format,
                 served_model_names=tuple(settings.served_model_name or ()),
                 api_keys=tuple(settings.api_key or ()),
+                admin_api_keys=tuple(settings.admin_api_key or ()),
                 max_num_queued_reqs_per_key=settings.max_num_queued_reqs_per_key,
                 health_timeout=settings.health_timeout,
                 allowed_origins=tuple(settings.allowed_origins or ()),

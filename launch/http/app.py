@@ -23,6 +23,7 @@ from quire.launch.http.dialects.responses import (
     list_input_items,
     stored_response,
 )
+from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
@@ -80,19 +81,17 @@ async def show_model(server: Server, request: Request) -> Response:
 async def health(server: Server, request: Request) -> Response:
     """Return 200 while the engine makes progress, recovery included, and 503 while it starts, after it has failed, or
     when it has produced no token for too long."""
-    state = server.engine.state
-    is_healthy = state in ("ready", "recovering", "draining") and not server.is_stuck
-    return _json(Status("stuck" if server.is_stuck else state), 200 if is_healthy else 503)
+    is_healthy = server.engine.state in ("ready", "recovering", "draining") and not server.is_stuck
+    return _json(Status(server.status), 200 if is_healthy else 503)
 
 
 async def ready(server: Server, request: Request) -> Response:
     """Return 200 while a load balancer should send new requests here, and 503 otherwise.
 
-    A recovering engine is ready: new requests only wait until the recovery is over.
+    A recovering engine is ready: new requests only wait until the recovery is over. A paused one is not.
     """
-    state = server.engine.state
-    is_ready = state in ("ready", "recovering") and not server.is_stuck
-    return _json(Status("stuck" if server.is_stuck else state), 200 if is_ready else 503)
+    is_ready = server.engine.state in ("ready", "recovering") and not server.is_stuck and not server.engine.pause_kind
+    return _json(Status(server.status), 200 if is_ready else 503)
 
 
 async def version(server: Server, request: Request) -> Response:
@@ -123,13 +122,21 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/version", version),
     ("GET", "/metrics", metrics),
 )
+# Routes that exist only with administrator's keys, all below gate.ADMIN_PATH.
+ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/admin/pause", pause),
+    ("POST", "/admin/resume", resume),
+    ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
+    ("GET", "/admin/state", engine_state),
+)
 
 
 def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     """Make the application that serves ``engine``. Its only state is metrics; it starts and stops no process."""
     server = Server(engine, settings)
+    routes = ROUTES + (ADMIN_ROUTES if settings.admin_api_keys else ())
     app = Starlette(
-        routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in ROUTES],
+        routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in routes],
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )
@@ -154,7 +161,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    gate = Middleware(Gate, settings.api_keys, settings.address_salt)
+    gate = Middleware(Gate, settings.api_keys, settings.address_salt, admin_api_keys=settings.admin_api_keys)
     prefix = [Middleware(RootPath, settings.root_path)] if settings.root_path else []
     return [*prefix, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
 

@@ -63,8 +63,13 @@ class Stop(Message, frozen=True, tag=12):
     num_output_tokens: int
 
 
+PAUSE_MODES = {"": None, "pause_new": "wait", "pause": "keep"}
+"""The name that operators use for each pause: running requests go on (wait) or stand still (keep)."""
+
+
 class Control(Message, frozen=True, tag=13):
-    """``kind``: statistics, pause (schedule nothing), pause_new (admit nothing), resume, reset_prefix_cache.
+    """``kind``: statistics, requests (statistics with tenants and requests), pause (schedule nothing), pause_new (admit
+    nothing), resume, abort_all, reset_prefix_cache.
 
     Answered by Statistics with the same ``query``.
     """
@@ -124,6 +129,30 @@ class Histogram(msgspec.Struct, frozen=True):
     total: float
 
 
+class TenantState(msgspec.Struct, frozen=True):
+    """Requests and KV blocks of one tenant; a block that several requests share counts once for each."""
+
+    tenant: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """``state``: running, waiting, held or leaving. ``reason``: wait reason of a request that waits or is held, or "".
+    ``arrival``: seconds of the monotonic clock that all processes share."""
+
+    request_id: str
+    tenant: int
+    state: str
+    reason: str
+    arrival: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_preemptions: int
+
+
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and current gauges; answers a Control."""
 
@@ -163,13 +192,22 @@ class Statistics(Message, frozen=True, tag=22):
     """Steps that took at least 0.5 s and five times the usual time for their size."""
     step_tokens: Histogram | None = None
     """Number of tokens of each step."""
+    step_schedule: Histogram | None = None
+    """Seconds per step: to decide and send it. The three below: until its result, to apply that, to send its tokens."""
+    step_worker: Histogram | None = None
+    step_update: Histogram | None = None
+    step_reply: Histogram | None = None
+    tenants: list[TenantState] = []
+    """All tenants with requests, and the oldest requests; only in the answer to the kind ``requests``."""
+    requests: list[RequestState] = []
 
 
 class EngineState(Message, frozen=True, tag=23):
-    """``kind``: loading, ready, recovering, draining, failed."""
+    """``kind``: loading, ready, recovering, draining, failed. ``pause``: empty, pause or pause_new, as in Control."""
 
     kind: str
     detail: str = ""
+    pause: str = ""
 
 
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control

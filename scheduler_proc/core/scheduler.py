@@ -30,7 +30,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, Ste
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, make_statistics
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, add_requests, make_statistics
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
@@ -152,8 +152,7 @@ class Scheduler:
 
     def drop_client(self, client: int) -> None:
         """Abort all requests of a front end that disconnected."""
-        for request in [r for r in self.table.requests.values() if r.client == client]:
-            self.results.finish(request, EndReason.ABORTED)
+        self._abort([request for request in self.table.requests.values() if request.client == client])
 
     def fail_all(self, detail: str) -> None:
         """End all requests with ERROR, because the engine cannot continue."""
@@ -216,20 +215,30 @@ class Scheduler:
         self.stats.num_stray_messages += request is None
         return request
 
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.results.finish(request, EndReason.ABORTED)
+
     def _control(self, event: Control, client: int) -> None:
         done = True
         match event.kind:
-            case "statistics":
+            case "statistics" | "requests":
                 pass
             case "pause" | "pause_new":
                 self.pause = event.kind
             case "resume":
                 self.pause = ""
+            case "abort_all":
+                self._abort(list(self.table.requests.values()))
             case "reset_prefix_cache":
                 done = self.kv.reset_prefix_cache()
             case _:
                 done = False
-        self.arrivals.replies.append((client, self.statistics(event.query, done)))
+        reply = self.statistics(event.query, done)
+        if event.kind == "requests":
+            blocks = self.planner.tenants.blocks()
+            reply = add_requests(reply, self.table, self.kv, blocks, is_paused=bool(self.pause))
+        self.arrivals.replies.append((client, reply))
 
     # ---- steps
 
@@ -325,7 +334,9 @@ class Scheduler:
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Return current gauges, and counters since start."""
-        return make_statistics(self.table, self.kv.pool, self.decisions, self.stats, query, done)
+        return make_statistics(
+            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=bool(self.pause)
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""

@@ -2,11 +2,20 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
+from itertools import islice
+from typing import Any
 
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
+import msgspec
+
+from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.request import Request
+
+MAX_LISTED = 200
+"""Most requests in one answer, the oldest ones."""
 
 
 class Counters:
@@ -43,7 +52,7 @@ class Counters:
         total = sum(size * count for size, count in self.steps_by_size.items())
         return Histogram([float(bound) for bound in bounds], counts, float(total))
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
 
@@ -67,12 +76,18 @@ class RecentDecisions:
 
 
 def make_statistics(
-    table: RequestTable, pool: BlockPool, decisions: RecentDecisions, counters: Counters, query: int, done: bool
+    table: RequestTable,
+    pool: BlockPool,
+    decisions: RecentDecisions,
+    counters: Counters,
+    query: int,
+    done: bool,
+    is_paused: bool,
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
     reasons = Counter(str(request.wait_reason) for request in table.skipped_waiting.values())
-    if table.waiting:  # the requests behind the first one wait for the same reason
-        reasons[str(table.waiting.peek_request().wait_reason)] += len(table.waiting)
+    if table.waiting:
+        reasons[_queue_reason(table, is_paused)] += len(table.waiting)
     return Statistics(
         query=query,
         done=done,
@@ -91,3 +106,50 @@ def make_statistics(
         preemptions_by_reason=dict(decisions.preemptions),
         **counters.as_dict(),
     )
+
+
+def add_requests(
+    statistics: Statistics, table: RequestTable, kv: KVCacheManager, blocks: Counter[int], *, is_paused: bool
+) -> Statistics:
+    """Return ``statistics`` with the tenants, and the oldest requests. O(requests).
+
+    ``blocks``: number of blocks of the running requests of each tenant.
+    """
+    numbers = Counter(request.tenant for request in table.requests.values())
+    running = table.rows + Counter(request.tenant for request in table.leaving.values())
+    return msgspec.structs.replace(
+        statistics,
+        tenants=[
+            TenantState(tenant, running[tenant], number - running[tenant], blocks[tenant])
+            for tenant, number in sorted(numbers.items())
+        ],
+        requests=[_request_state(table, kv, each, is_paused) for each in islice(table.requests.values(), MAX_LISTED)],
+    )
+
+
+def _request_state(table: RequestTable, kv: KVCacheManager, request: Request, is_paused: bool) -> RequestState:
+    handle, reason = request.handle, ""
+    if handle in table.running:
+        state = "running"
+    elif handle in table.leaving:
+        state = "leaving"
+    elif handle in table.skipped_waiting:
+        state, reason = "held", str(request.wait_reason)
+    else:
+        state, reason = "waiting", _queue_reason(table, is_paused)
+    return RequestState(
+        request.request_id,
+        request.tenant,
+        state,
+        reason,
+        request.arrival,
+        request.num_prompt_tokens,
+        request.num_output_tokens,
+        kv.num_held_blocks(request),
+        request.num_preemptions,
+    )
+
+
+def _queue_reason(table: RequestTable, is_paused: bool) -> str:
+    """Return why the queue's first request waits; those behind it wait for the same reason."""
+    return str(WaitReason.PAUSED if is_paused else table.waiting.peek_request().wait_reason)

@@ -15,17 +15,18 @@ BOUNDS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 
 class Observations:
     """Counts in fixed buckets: memory use does not depend on the number of observations."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS) + 1)
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
     def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
     def histogram(self) -> Histogram:
         """Return the histogram. Counts are per bucket, not cumulative."""
-        return Histogram(list(BOUNDS), list(self._counts), self._total)
+        return Histogram(list(self._bounds), list(self._counts), self._total)
 
 
 class BlockMetrics:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import EngineState
@@ -53,9 +55,14 @@ class FrontEnds:
 
     def announce(self, state: EngineState) -> None:
         """Send the engine state to all connected clients, and to each that connects later."""
-        self._state = state
+        self._state = state = msgspec.structs.replace(state, pause=self._state.pause)
         for client in list(self._peers):
             self.send(client, state)
+
+    def announce_pause(self, pause: str) -> None:
+        """Announce the engine state with another pause."""
+        self._state = msgspec.structs.replace(self._state, pause=pause)
+        self.announce(self._state)
 
     def on_process_exit(self, pid: int) -> None:
         """Disconnect all clients of a front-end process that has exited."""
@@ -79,7 +86,8 @@ class FrontEnds:
         self._places[client] = place
         self.send(client, self._welcome)
         if self._state.kind == "recovering":
-            self.send(client, EngineState("ready"))  # it accepts requests, which wait in the scheduler
+            # It accepts requests, which wait in the scheduler.
+            self.send(client, EngineState("ready", pause=self._state.pause))
         self.send(client, self._state)
 
     def _refuse(self, peer: bytes, reason: str, *, final: bool = False) -> None:

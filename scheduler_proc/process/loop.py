@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-
-import msgspec
+from pathlib import Path
 
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
@@ -30,7 +29,9 @@ from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
+from quire.scheduler_proc.process.pause import KeptPause
 from quire.scheduler_proc.process.step_deadline import StepDeadline
+from quire.scheduler_proc.process.step_times import StepTimes
 from quire.scheduler_proc.process.throughput import ThroughputLog
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
@@ -62,14 +63,17 @@ class SchedulerLoop:
         child: Child,
         worker_epoch: int = FIRST_WORKER_EPOCH,
         clock: Callable[[], float] = time.monotonic,
+        directory: Path | None = None,
     ) -> None:
-        """``worker_epoch``: worker epoch of the group that is starting."""
+        """``worker_epoch``: that of the group that is starting. ``directory``: holds what must survive this process."""
         self._config = config
         self._layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
         self._transport = transport
         self._front_ends = FrontEnds(transport.hub, config, self._on_client_disconnect)
+        self._pause = KeptPause(directory, self._front_ends)
         self._workers: WorkerGroup | None = transport.open_group(worker_epoch)
         self._deadline = StepDeadline()
+        self._step_times = StepTimes()
         self._child = child
         self._clock = clock
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
@@ -173,10 +177,12 @@ class SchedulerLoop:
             self._journal.before_step()
             step = scheduler.schedule(now)
             frames = None if step is None else workers.send(step)
+            decided = self._clock()
             self._log_decisions(scheduler)
             self._journal.decided(now, step, frames)
             if step is None:
                 return
+            self._step_times.schedule.observe(decided - now)
             self._deadline.sent(step.step, scheduler.in_flight.records[-1].num_tokens, now)
             self._grammars.send_inputs(scheduler, workers)
             if self._kv_events is not None:
@@ -186,16 +192,19 @@ class SchedulerLoop:
     def _reply(self) -> None:
         if self._scheduler is not None:
             self._log_decisions(self._scheduler)
-            for client, message in self._scheduler.take_messages():
-                reply = self._with_process_counters(message) if isinstance(message, Statistics) else message
-                self._front_ends.send(client, reply)
+            if messages := self._scheduler.take_messages():
+                began = self._clock()
+                for client, message in messages:
+                    reply = self._with_process_counters(message) if isinstance(message, Statistics) else message
+                    self._front_ends.send(client, reply)
+                self._step_times.reply.observe(self._clock() - began)
         if self._dump_wanted:
             self._dump_wanted = False
             self._journal.dump_in_thread("requested by signal")
 
     def _with_process_counters(self, statistics: Statistics) -> Statistics:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
-        return msgspec.structs.replace(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
+        return self._step_times.add_to(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
 
     def _log_decisions(self, scheduler: Scheduler) -> None:
         decisions = scheduler.decisions.take()
@@ -255,8 +264,10 @@ class SchedulerLoop:
         if isinstance(received.message, Proposed):
             self._grammars.proposed(received.message)
         else:
-            self._deadline.result_received(received.message.step, self._clock())
+            now = self._clock()
+            duration = self._deadline.result_received(received.message.step, now)
             scheduler.consume(received.message)
+            self._step_times.result(duration, self._clock() - now)
             self._journal.consumed(0, received.frames, received.message)
         self._grammars.send_inputs(scheduler, workers)
         if scheduler.num_generated_tokens > before:
@@ -339,6 +350,7 @@ class SchedulerLoop:
             recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
             self._kv_events.follow(recorder)
         scheduler = self._scheduler = self._journal.begin(header, recorder)
+        self._pause.restore(scheduler, self._journal)
         self._collector.start()
         return scheduler
 
@@ -361,6 +373,7 @@ class SchedulerLoop:
                 self._journal.consumed(client, received.frames, event)
                 if isinstance(event, AddRequest) and not is_duplicate:
                     self._grammars.hold(self._scheduler, event, client)
+                self._pause.follow(self._scheduler)
                 self._collector.after_message()
             case _:
                 pass  # requests that only a loaded engine can answer

@@ -35,10 +35,13 @@ class StepDeadline:
     def sent(self, step: int, num_tokens: int, now: float) -> None:
         self._in_flight.append((step, num_tokens.bit_length(), now))
 
-    def result_received(self, step: int, now: float) -> None:
-        """Record the result of a step. Ignored unless it is the oldest in flight, because a result can arrive twice."""
+    def result_received(self, step: int, now: float) -> float | None:
+        """Record the result of a step, and return the step's duration in seconds.
+
+        Ignored, with None, unless it is the oldest in flight, because a result can arrive twice.
+        """
         if not self._in_flight or self._in_flight[0][0] != step:
-            return
+            return None
         _, size, sent_at = self._in_flight.popleft()
         seconds = self._seconds.get(size)
         if seconds is None:
@@ -49,6 +52,7 @@ class StepDeadline:
             log.warning("slow step", step=step, seconds=duration, longest_before=max(seconds))
         seconds.append(duration)
         self._last_result = now
+        return duration
 
     def forget(self) -> None:
         """Forget steps in flight and learned durations: the workers are replaced."""

@@ -103,7 +103,7 @@ def _event(record: Record, event: Any) -> Iterator[Line]:
             yield arrival_line(record.now, record.client, event, [], False)
         case ModelRunnerOutput():
             yield result_line(record.now, event, [], [])
-        case Control(kind="statistics"):
+        case Control(kind="statistics" | "requests"):
             pass
         case _:
             yield event_line(record.now, record.client, event, [])

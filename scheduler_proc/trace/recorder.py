@@ -85,7 +85,7 @@ class TraceRecorder:
         match event:
             case AddRequest():
                 self._arrival(now, client, event)
-            case Control(kind="statistics"):
+            case Control(kind="statistics" | "requests"):
                 pass  # changes no state
             case _:
                 self._put((event_line, (now, client, event, self._log.hashes.copy())))

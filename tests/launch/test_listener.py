@@ -176,7 +176,7 @@ class TestKeys:
             (b"\n \n", "1 or more lines with a key"),
             (b"x" * (2**20 + 1), "at most 1 MiB"),
             (b"\xff\xfe", "UTF-8"),
-            (b"a\x00b\n", "API keys must be printable"),
+            (b"a\x00b\n", "keys of --api-key must be printable"),
         ],
     )
     def test_a_file_without_usable_keys_is_refused(self, tmp_path: Path, content: bytes, message: str) -> None:

@@ -34,6 +34,14 @@ COUNTERS = (
 )
 HISTOGRAMS = (
     ("iteration_tokens_total", "Number of tokens per step, prefill and decode together.", "step_tokens"),
+    ("step_schedule_time_seconds", "Time to decide a step and send it to the workers.", "step_schedule"),
+    (
+        "step_worker_time_seconds",
+        "Time from the sending of a step, or from the previous result if later, to its result.",
+        "step_worker",
+    ),
+    ("step_update_time_seconds", "Time to apply the result of a step.", "step_update"),
+    ("step_reply_time_seconds", "Time to send new tokens to the front ends.", "step_reply"),
     ("kv_block_lifetime_seconds", "Time from a KV block's allocation to its eviction.", "kv_block_lifetime"),
     (
         "kv_block_idle_before_evict_seconds",

@@ -13,6 +13,8 @@ from quire.launch.http.serving.body_budget import BodyBudget
 from quire.launch.http.serving.socket_protocol import CLIENT, TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+ADMIN_PATH = "/admin/"
+"""The paths that begin with it need a key of their own, and do not exist without one."""
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
@@ -36,7 +38,7 @@ class Gate:
     """Middleware that passes a request to the application or refuses it.
 
     With API keys, every path requires one except OPEN_PATHS. A new route therefore requires a key until it is listed
-    there, and so does a path without a route.
+    there, and so does a path without a route. With administrator's keys, paths below ADMIN_PATH require one of these.
 
     Args:
         address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
@@ -49,9 +51,11 @@ class Gate:
         api_keys: Sequence[str] = (),
         address_salt: bytes = b"",
         bodies: BodyBudget | None = None,
+        admin_api_keys: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._admin_keys = [key.encode() for key in admin_api_keys]
         self._address_salt = address_salt
         self._bodies = bodies or BodyBudget()
 
@@ -87,14 +91,17 @@ class Gate:
         # Routes are matched with this decoded path: checking another form of it could let a request pass.
         if scope["path"] in OPEN_PATHS:
             return 0
+        if self._admin_keys and scope["path"].startswith(ADMIN_PATH):
+            if _index_of(_given_key(scope), self._admin_keys) is None:
+                text = "missing or invalid administrator's key: send 'Authorization: Bearer KEY' with --admin-api-key"
+                raise ApiError(401, text, None, "invalid_admin_api_key")
+            return 0
         if not self._keys:
             return tenant_of_address(scope["state"].get(CLIENT, ""), self._address_salt)
-        key = _given_key(scope)
-        # All keys are compared, each in constant time, so that the time reveals nothing about a key.
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
-        if any(matches):
-            return 1 + matches.index(True)
-        raise ApiError(401, "missing or invalid API key: send 'Authorization: Bearer KEY'", None, "invalid_api_key")
+        index = _index_of(_given_key(scope), self._keys)
+        if index is None:
+            raise ApiError(401, "missing or invalid API key: send 'Authorization: Bearer KEY'", None, "invalid_api_key")
+        return 1 + index
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -141,6 +148,12 @@ def tenant_of_address(client: str, salt: bytes) -> int:
         return 0
     digest = hashlib.blake2b(client.encode(), digest_size=8, key=salt).digest()
     return 1 + int.from_bytes(digest) % NUM_ADDRESS_TENANTS
+
+
+def _index_of(key: bytes, known: Sequence[bytes]) -> int | None:
+    """Return the index of the key. All are compared, each in constant time, so that the time tells nothing of a key."""
+    matches = [hmac.compare_digest(key, each) for each in known]
+    return matches.index(True) if any(matches) else None
 
 
 def _given_key(scope: Scope) -> bytes:

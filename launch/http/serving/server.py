@@ -31,7 +31,8 @@ class ServerSettings:
         processors: the engine's logits processors, which validate each request.
         thinking: the model's thinking markers.
         answer_format: how the model writes thoughts and calls; None if its answers are plain text.
-        api_keys: keys accepted on every route; if empty, requests need no key.
+        api_keys: keys accepted on every route but the administrator's; if empty, requests need no key.
+        admin_api_keys: keys accepted on the administrator's routes; if empty, there are none.
         max_num_queued_reqs_per_key: most sequences of one key that wait for their first token, or 0 for no limit.
         health_timeout: seconds without progress after which the engine counts as stuck.
         allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
@@ -51,6 +52,7 @@ class ServerSettings:
     thinking: Thinking = field(default_factory=Thinking)
     answer_format: AnswerFormat | None = None
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
     max_num_queued_reqs_per_key: int = 0
     health_timeout: float = 60.0
     allowed_origins: tuple[str, ...] = ()
@@ -68,7 +70,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a key that would match a request without one, or that no header can contain."""
-        for key in self.api_keys:
+        for key in (*self.api_keys, *self.admin_api_keys):
             if not key or key != key.strip() or not key.isprintable():
                 raise ConfigError("API keys must be printable, not empty, and not start or end with a space")
         if self.max_num_queued_reqs_per_key < 0:
@@ -97,6 +99,13 @@ class Server:
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
+
+    @property
+    def status(self) -> str:
+        """The engine's state, or ``stuck``, or ``paused`` while it would be ready."""
+        if self.is_stuck:
+            return "stuck"
+        return "paused" if self.engine.pause_kind and self.engine.state == "ready" else self.engine.state
 
     @property
     def is_stuck(self) -> bool:

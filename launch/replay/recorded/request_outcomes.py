@@ -191,6 +191,9 @@ class RequestOutcomes:
                 outcome = self._live.get((client, event.request_id))
                 if outcome is not None and outcome.is_held:
                     self._end((client, event.request_id), "rejected")
+            case Control(kind="abort_all"):
+                for key in list(self._live):
+                    self._end(key, "aborted")
             case Control():
                 pass
             case _:

@@ -41,6 +41,7 @@ class ScheduledEngine(Driver):
 
     state = "ready"
     seconds_without_progress = 0.0
+    pause_kind = ""
 
     def __init__(self, refuse_from: int | None = None, **settings: Any) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, **settings)

@@ -242,3 +242,17 @@ def test_seconds_without_progress() -> None:
     assert session.seconds_without_progress == 14
     session.take(EngineState("ready"))
     assert session.seconds_without_progress == 0
+
+
+def test_a_pause_is_no_lack_of_progress() -> None:
+    now = [100.0]
+    session = Session(lambda message: None, 7, clock=lambda: now[0])
+    session.begin_link()
+    session.take(EngineState("ready"))
+    session.add(AddRequest("1", np.array([1], np.int32), SamplingParams(), 0))
+    session.take(EngineState("ready", pause="pause_new"))
+    now[0] += 500
+    assert (session.pause, session.seconds_without_progress) == ("pause_new", 0)
+    session.take(EngineState("ready"))
+    now[0] += 5
+    assert (session.pause, session.seconds_without_progress) == ("", 5)

@@ -169,3 +169,44 @@ def test_request_preempted_during_pause_new_waits_for_resume() -> None:
     driver.control("resume")
     driver.finish()
     assert end_of(driver, "young") == (EndReason.LENGTH, expected_tokens([2] * 7, 13))
+
+
+# ---- all requests
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_abort_all_ends_each_request_in_any_state(asynchronous: bool) -> None:
+    driver = three(async_scheduling=asynchronous)
+    driver.hold("c")
+    driver.step()
+    driver.control("abort_all")
+    assert [driver.answers[n].reason for n in "abc"] == [EndReason.ABORTED] * 3
+    driver.settle()
+    driver.schedule()
+    assert driver.control("reset_prefix_cache").done or asynchronous
+    driver.finish()
+
+
+def test_requests_and_tenants_are_listed_with_their_reasons() -> None:
+    driver = three(fair_admission=True)
+    driver.add("d", [1], max_tokens=1, tenant=5)
+    driver.hold("c")
+    driver.step()
+    assert driver.control("statistics").requests == []
+    listed = driver.control("requests")
+    assert [(each.request_id, each.state, each.reason) for each in listed.requests] == [
+        ("a", "running", ""),
+        ("b", "waiting", "max_num_seqs"),
+        ("c", "held", "grammar"),
+        ("d", "waiting", "max_num_seqs"),
+    ]
+    assert listed.requests[0].num_blocks == 1 and listed.requests[0].num_prompt_tokens == 2
+    assert [(t.tenant, t.num_running, t.num_waiting, t.num_blocks) for t in listed.tenants] == [
+        (0, 1, 2, 1),
+        (5, 0, 1, 0),
+    ]
+    driver.control("pause")
+    assert [each.reason for each in driver.control("requests").requests] == ["", "paused", "grammar", "paused"]
+    driver.control("resume")
+    driver.release("c")
+    driver.finish()

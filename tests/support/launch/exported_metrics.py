@@ -23,6 +23,10 @@ class FullEngine(EndlessEngine):
             kv_block_idle_before_evict=times,
             kv_block_reuse_gap=times,
             step_tokens=times,
+            step_schedule=times,
+            step_worker=times,
+            step_update=times,
+            step_reply=times,
         )
 
 

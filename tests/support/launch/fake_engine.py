@@ -110,11 +110,13 @@ class FakeEngine:
     on_abort: Callable[[], None] = lambda: None
     on_hang: Callable[[], None] = lambda: None
     state: str = "ready"
+    pause_kind: str = ""
     seconds_without_progress: float = 0.0
     max_model_len: int = 256
     vocab_size: int = 420
     added: list[FakeSequence] = field(default_factory=list)
     priorities: list[tuple[int, str]] = field(default_factory=list)
+    controls: list[str] = field(default_factory=list)
     figures: Statistics = field(
         default_factory=lambda: Statistics(
             query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
@@ -166,3 +168,8 @@ class FakeEngine:
         if self.state == "failed":
             raise EngineError("gone")
         return self.figures
+
+    async def control(self, kind: str) -> Statistics:
+        self.controls.append(kind)
+        self.pause_kind = {"pause": "pause", "pause_new": "pause_new", "resume": ""}.get(kind, self.pause_kind)
+        return await self.statistics()

@@ -83,6 +83,7 @@ class EndlessEngine:
 
     pause: Callable[[], Any] = lambda: asyncio.sleep(0)
     state: str = "ready"
+    pause_kind: str = ""
     seconds_without_progress: float = 0.0
     max_model_len: int = 10**6
     vocab_size: int = 200
@@ -110,6 +111,9 @@ class EndlessEngine:
     async def statistics(self) -> Statistics:
         self.num_queries += 1
         return Statistics(1, num_running=len(self.live), num_usable_blocks=1, num_free_blocks=1)
+
+    async def control(self, kind: str) -> Statistics:
+        return await self.statistics()
 
 
 class FrontEnd:
