@@ -64,7 +64,7 @@ class Stop(Message, frozen=True, tag=12):
 
 
 PAUSE_MODES = {"": None, "pause_new": "wait", "pause": "keep"}
-"""The name that operators use for each pause: running requests go on (wait) or stand still (keep)."""
+"""The name that operators use for each pause: running requests continue (wait) or stop computing (keep)."""
 
 
 class Control(Message, frozen=True, tag=13):

@@ -28,7 +28,7 @@ class KeptPause:
         front_ends.announce_pause(self._current)
 
     def restore(self, scheduler: Scheduler, journal: Journal) -> None:
-        """Pause a new Scheduler if the one that it replaces was paused. The journal has it as an event."""
+        """Pause a new Scheduler if the previous one was paused, and record that as an event."""
         if not self._current:
             return
         event = Control(self._current)

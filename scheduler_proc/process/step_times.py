@@ -31,11 +31,12 @@ class StepTimes:
             self.worker.observe(worker)
             self.update.observe(update)
 
-    def add_to(self, statistics: Statistics, **counters: int) -> Statistics:
-        """Return the statistics with the histograms, and with other figures of this process."""
+    def add_to(self, statistics: Statistics, *, num_trace_lines_lost: int, num_slow_steps: int) -> Statistics:
+        """Return the statistics with the histograms and the other figures of this process."""
         return msgspec.structs.replace(
             statistics,
-            **counters,
+            num_trace_lines_lost=num_trace_lines_lost,
+            num_slow_steps=num_slow_steps,
             step_schedule=self.schedule.histogram(),
             step_worker=self.worker.histogram(),
             step_update=self.update.histogram(),

@@ -244,7 +244,7 @@ def test_seconds_without_progress() -> None:
     assert session.seconds_without_progress == 0
 
 
-def test_a_pause_is_no_lack_of_progress() -> None:
+def test_a_pause_does_not_count_as_lack_of_progress() -> None:
     now = [100.0]
     session = Session(lambda message: None, 7, clock=lambda: now[0])
     session.begin_link()

@@ -48,7 +48,7 @@ class TestKeys:
         found = administered.request(method, path, headers=ADMIN)
         assert found.status_code == (404 if path == "/admin/none" else 200)
 
-    def test_it_is_no_api_key(self, administered: Any) -> None:
+    def test_it_does_not_open_other_paths(self, administered: Any) -> None:
         assert administered.request("GET", "/v1/models", headers=ADMIN).status_code == 401
         assert administered.request("GET", "/v1/models", headers={"x-api-key": "user"}).status_code == 200
 
