@@ -118,12 +118,14 @@ class _Lane:
                     return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
                 except HelperStartError:
                     raise EngineError("the chat template's helper process failed to start") from None
-                except HelperDied as died:
-                    if died.was_starved:
+                except HelperDied as error:
+                    died = error
+                    if died.was_starved or died.took_too_long:
                         break
-                    if not died.was_killed:  # if killed from outside, these messages may not be the cause: retry once
-                        raise _refusal(died) from None
-        raise EngineError("the chat template's helper process was killed or did not get CPU time")
+                    # It crashed, or was killed or stopped, perhaps not because of these messages: retry once.
+        if died.was_starved or died.was_killed:
+            raise EngineError("the chat template's helper process was killed or did not get CPU time")
+        raise _refusal(died)
 
     def prepare(self) -> None:
         with self._lock:

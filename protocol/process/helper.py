@@ -34,6 +34,8 @@ START_SECONDS = 60.0
 """Start timeout. A tokenizer with a large vocabulary takes seconds, on a busy machine more."""
 STACK_BYTES = 256 * 2**20
 """Stack size of the answering thread, since a library may recurse as deep as its input. Mostly untouched."""
+CHECK_SECONDS = 0.25
+"""Interval at which a waiting caller checks whether the helper is stopped."""
 MAX_GROWN_BYTES = 64 * 2**20
 """Maximum growth of a child's resident memory; a child that exceeds it exits after its answer and is replaced."""
 
@@ -52,7 +54,8 @@ class HelperDied(Exception):
     """The helper or its child ended without an answer.
 
     Attributes:
-        signal: the signal that ended the helper or its child, or 0; SIGPROF means that the CPU seconds were used up.
+        signal: the signal that ended the helper or its child, or 0; SIGPROF means that the CPU seconds were used up,
+            SIGSTOP that it was stopped, and therefore killed.
         was_starved: the machine is the cause, not the question: the helper could not be started, or the wall-clock
             limit passed before it had used its CPU seconds.
     """
@@ -69,8 +72,8 @@ class HelperDied(Exception):
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was killed from outside, so that the question is not the cause."""
-        return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+        """Whether it was killed or stopped from outside, so that the question is not the cause."""
+        return self.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP)
 
 
 class HelperStartError(HelperDied):
@@ -134,20 +137,23 @@ class Helper:
 
     def _exchange(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
         deadline = time.monotonic() + wall_seconds
         self._number = self._number % 2**31 + 1
         head = _QUESTION.pack(len(question), self._number, cpu_seconds)
         number = -1
         try:
-            _send(process.stdin.fileno(), head + question, deadline)
+            _send(process, head + question, deadline)
             while number != self._number:  # an answer to an older question: its child was killed right after it
-                head = _receive(process.stdout.fileno(), _ANSWER.size, deadline)
+                head = _receive(process, _ANSWER.size, deadline)
                 length, number, ended_by = _ANSWER.unpack(head)
-                answer = _receive(process.stdout.fileno(), length, deadline)
+                answer = _receive(process, length, deadline)
         except TimeoutError:
             self.close()
             raise HelperDied(0, was_starved=True) from None
+        except HelperDied:  # it is stopped
+            self.close()
+            raise
         except (EOFError, BrokenPipeError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
@@ -165,29 +171,46 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def _send(fd: int, data: bytes, deadline: float) -> None:
+def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+    assert process.stdin is not None
     left = memoryview(data)
     while left:
-        _await(fd, select.POLLOUT, deadline)
-        left = left[os.write(fd, left) :]
+        _await(process, process.stdin.fileno(), select.POLLOUT, deadline)
+        left = left[os.write(process.stdin.fileno(), left) :]
 
 
-def _receive(fd: int, size: int, deadline: float) -> bytes:
+def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+    assert process.stdout is not None
     data = b""
     while len(data) < size:
-        _await(fd, select.POLLIN, deadline)
-        piece = os.read(fd, size - len(data))
+        _await(process, process.stdout.fileno(), select.POLLIN, deadline)
+        piece = os.read(process.stdout.fileno(), size - len(data))
         if not piece:
             raise EOFError
         data += piece
     return data
 
 
-def _await(fd: int, event: int, deadline: float) -> None:
+def _await(process: subprocess.Popen[bytes], fd: int, event: int, deadline: float) -> None:
+    """Wait for ``event``. Raises TimeoutError at the deadline, and HelperDied if the helper is stopped."""
     poller = select.poll()
     poller.register(fd, event)
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
+    while not poller.poll(1000 * min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        if _is_stopped(process.pid):
+            raise HelperDied(signal.SIGSTOP)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the helper or its child is stopped by a signal. Always False on systems without these files."""
+    try:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        pids = [str(pid), *(child for task in tasks for child in (task / "children").read_text("ascii").split())]
+        states = [Path(f"/proc/{each}/stat").read_text("ascii").rpartition(")")[2].split()[0] for each in pids]
+    except OSError:
+        return False
+    return "T" in states
 
 
 # ---- the helper's own end

@@ -5,7 +5,9 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from grammar_cases import DEMO
 from tiers import thinned
 
 from quire.launch.text.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
-from quire.launch.text.template_helper import TemplateHelper
+from quire.launch.text.template_helper import WALL_SECONDS, TemplateHelper
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
@@ -126,6 +128,10 @@ def helper_processes(template: TemplateHelper) -> list[psutil.Process]:
 def kill(process: psutil.Process, number: int) -> None:
     """Send signal ``number`` and wait until the process has exited."""
     process.send_signal(number)
+    wait_until_ended(process)
+
+
+def wait_until_ended(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         while process.status() != psutil.STATUS_ZOMBIE:
             os.sched_yield()
@@ -146,6 +152,65 @@ def test_killed_helper_fails_no_request(number: int, one_helper: TemplateHelper)
     for generation in (0, 1):
         kill(helper_processes(one_helper)[generation], number)
         assert render(one_helper) == "hello"
+
+
+@pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
+def test_stopped_helper_is_replaced(generation: int, one_helper: TemplateHelper) -> None:
+    """Before, the request failed after WALL_SECONDS."""
+    helper, child = helper_processes(one_helper)
+    if generation == 0:
+        child.send_signal(signal.SIGSTOP)  # otherwise it answers while its parent is stopped
+    [helper, child][generation].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert render(one_helper) == "hello"
+    assert time.monotonic() - began < WALL_SECONDS / 2
+    for process in (helper, child):
+        wait_until_ended(process)
+
+
+SLOW = "{% for a in range(9999) %}{% for b in range(200) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+"""Takes 0.4 s of CPU time, less than half of the limit."""
+
+
+def render_while(template: TemplateHelper, disturb: Callable[[psutil.Process], None], times: int = 1) -> str:
+    """Render SLOW, and call ``disturb`` with the child that renders, ``times`` times."""
+    template.render([{"role": "user", "content": "hello"}], max_chars=9)
+    with ThreadPoolExecutor(1) as thread:
+        rendering = thread.submit(render, template)
+        seen: set[int] = set()
+        while len(seen) < times and not rendering.done():
+            for child in engine_processes(HELPER):
+                with contextlib.suppress(psutil.Error):
+                    if child.pid not in seen and child.ppid() != os.getpid() and is_rendering(child):
+                        seen.add(child.pid)
+                        disturb(child)
+        return rendering.result()
+
+
+def is_rendering(child: psutil.Process) -> bool:
+    """Whether it runs for a while: its CPU time grows."""
+    before = child.cpu_times().user
+    time.sleep(0.03)
+    return child.cpu_times().user > before
+
+
+@pytest.fixture
+def slow() -> Iterator[TemplateHelper]:
+    helper = TemplateHelper(SLOW, {}, "test")
+    yield helper
+    helper.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGSTOP])
+def test_helper_that_ends_while_it_renders_is_tried_once_more(number: int, slow: TemplateHelper) -> None:
+    """The crash may have an outer cause. Before, the client got 400 for a template that is fine."""
+    assert render_while(slow, lambda child: child.send_signal(number)) == "hello"
+
+
+def test_template_that_crashes_the_helper_twice_is_refused(slow: TemplateHelper) -> None:
+    with pytest.raises(InvalidRequest, match=CANNOT_RENDER):
+        render_while(slow, lambda child: child.send_signal(signal.SIGSEGV), times=2)
+    assert render(slow) == "hello"
 
 
 def test_starved_helper_is_not_a_client_error(one_helper: TemplateHelper, monkeypatch: pytest.MonkeyPatch) -> None:
