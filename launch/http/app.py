@@ -19,10 +19,11 @@ from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.dialects.messages import count_message_tokens, create_message
 from quire.launch.http.dialects.responses import (
     count_input_tokens,
-    create_response,
     list_input_items,
     stored_response,
 )
+from quire.launch.http.dialects.responses_compact import compact
+from quire.launch.http.dialects.responses_socket import responses
 from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
@@ -110,8 +111,9 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/messages", create_message),
     ("POST", "/v1/messages/count_tokens", count_message_tokens),
-    ("POST", "/v1/responses", create_response),
+    ("GET POST", "/v1/responses", responses),
     ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("POST", "/v1/responses/compact", compact),
     ("GET DELETE", "/v1/responses/{id:response}", stored_response),
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
     ("POST", "/tokenize", tokenize),

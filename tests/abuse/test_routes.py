@@ -28,7 +28,8 @@ EXPECTED = {
     "/v1/chat/completions": ({"POST"}, 400),
     "/v1/messages": ({"POST"}, 400),
     "/v1/messages/count_tokens": ({"POST"}, 400),
-    "/v1/responses": ({"POST"}, 400),
+    "/v1/responses": ({"GET", "HEAD", "POST"}, 400),
+    "/v1/responses/compact": ({"POST"}, 400),
     "/v1/responses/input_tokens": ({"POST"}, 400),
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
@@ -40,6 +41,8 @@ EXPECTED = {
     "/version": ({"GET", "HEAD"}, 200),
     "/metrics": ({"GET", "HEAD"}, 200),
 }
+# GET of this path begins a web socket; the ordinary request is a POST.
+SOCKET_PATH, UPGRADE_REQUIRED = "/v1/responses", 426
 OPEN = {"/health", "/ready", "/metrics"}
 METHODS = (
     *("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "MKCOL", "LINK", "PURGE"),
@@ -93,6 +96,14 @@ def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int
     return status, answer
 
 
+def own_status(path: str, method: str) -> int:
+    """Return the status for an authorized request without a body, and without the headers of a web socket."""
+    allowed, status = EXPECTED[path]
+    if method not in allowed:
+        return 405
+    return UPGRADE_REQUIRED if path == SOCKET_PATH and method in ("GET", "HEAD") else status
+
+
 def bearer(key: str) -> str:
     return f"authorization: Bearer {key}"
 
@@ -124,51 +135,47 @@ def test_no_administrator_routes(locked: FrontEnd, unlocked: FrontEnd, path: str
 @pytest.mark.parametrize("path", EXPECTED)
 class TestMatrix:
     def test_with_a_key(self, locked: FrontEnd, path: str) -> None:
-        allowed, own_status = EXPECTED[path]
         for number, method in enumerate(METHODS):
             status, answer = ask(locked, method, concrete(path), bearer(KEYS[number % len(KEYS)]))
-            assert status == (own_status if method in allowed else 405), (method, answer)
+            assert status == own_status(path, method), (method, answer)
             if status == 405:
                 allow = next(line for line in answer.split(b"\r\n") if line.lower().startswith(b"allow:"))
-                assert {name.strip().decode() for name in allow[6:].split(b",")} == allowed
+                assert {name.strip().decode() for name in allow[6:].split(b",")} == EXPECTED[path][0]
 
     def test_without_a_key(self, locked: FrontEnd, path: str) -> None:
-        allowed, own_status = EXPECTED[path]
         for method in METHODS:
             status, answer = ask(locked, method, concrete(path))
             if path in OPEN:
-                assert status == (own_status if method in allowed else 405), (method, answer)
+                assert status == own_status(path, method), (method, answer)
             else:
                 assert status == 401 and b"www-authenticate: Bearer" in answer, (method, answer)
 
     def test_with_a_wrong_key(self, locked: FrontEnd, path: str) -> None:
-        allowed, own_status = EXPECTED[path]
         for header in WRONG_KEYS:
-            method = min(allowed)
+            method = min(EXPECTED[path][0])
             status, answer = ask(locked, method, concrete(path), f"authorization: {header}")
             # A control character in a header is invalid HTTP.
-            wanted = {400, 401} if "\x01" in header else {own_status} if path in OPEN else {401}
+            wanted = {400, 401} if "\x01" in header else {own_status(path, method)} if path in OPEN else {401}
             assert status in wanted, (header, answer)
 
     def test_server_without_keys(self, unlocked: FrontEnd, path: str) -> None:
-        allowed, own_status = EXPECTED[path]
         for method in METHODS:
             status, answer = ask(unlocked, method, concrete(path), bearer("any"))
-            assert status == (own_status if method in allowed else 405), (method, answer)
+            assert status == own_status(path, method), (method, answer)
 
     @pytest.mark.parametrize(
         "upgrade", thinned(["websocket", "WebSocket", "h2c", "TLS/1.0", "websocket, h2c", "x" * 200], keep=1)
     )
     @pytest.mark.parametrize("key", [None, "first-key"])
     def test_upgrade_is_ignored(self, locked: FrontEnd, path: str, key: str | None, upgrade: str) -> None:
-        """The request is served as an ordinary one."""
+        """The request is served as an ordinary one. Where web sockets are served, this one's key is invalid."""
         headers = ["upgrade: " + upgrade, "sec-websocket-key: eA==", "sec-websocket-version: 13"]
         headers += [bearer(key)] if key else []
-        allowed, own_status = EXPECTED[path]
         lines = [f"GET {concrete(path)} HTTP/1.1", "host: x", "connection: upgrade, close", *headers]
         status = status_of(locked.ask("\r\n".join(lines).encode() + b"\r\n\r\n"))
         may = key is not None or path in OPEN
-        assert status == (401 if not may else own_status if "GET" in allowed else 405)
+        is_socket = path == SOCKET_PATH and upgrade.lower() == "websocket"
+        assert status == (401 if not may else 400 if is_socket else own_status(path, "GET"))
 
 
 def variants(path: str) -> list[str]:

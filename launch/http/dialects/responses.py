@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
-from quire.launch.http.dialects.responses_events import ResponsesFormatter, new_response_id
+from quire.launch.http.dialects.responses_events import SSE, ResponsesFormatter, Store, Transport
 from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
 from quire.launch.http.routes.generate import Generation
 from quire.launch.http.schema.errors import ApiError, shorten
@@ -36,19 +36,25 @@ class Deleted(msgspec.Struct, frozen=True):
 async def create_response(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await _read(server, request)
-    prompt, new_reader = await _encode(server, parsed, size)
-    response_id = new_response_id()
     store = None
     if parsed.store and server.response_store.is_enabled:
-        store = partial(_store, server.response_store, request.scope["state"][TENANT], response_id, parsed)
-    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), response_id, store)
+        store = partial(store_response, server.response_store, request.scope["state"][TENANT], parsed)
+    return await generation(server, parsed, size, store)
+
+
+async def generation(
+    server: Server, parsed: ResponsesRequest, num_body_bytes: int, store: Store | None, transport: Transport = SSE
+) -> Generation:
+    """Return the ASGI application that answers a request. ``store``: stores the response, if that is wanted."""
+    prompt, new_reader = await encode_request(server, parsed, num_body_bytes)
+    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), store, transport)
     return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
 
 
 async def count_input_tokens(server: Server, request: Request) -> Response:
     parsed, size = await _read(server, request)
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
-    prompt, _ = await _encode(server, parsed, size)
+    prompt, _ = await encode_request(server, parsed, size)
     return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
 
 
@@ -79,11 +85,11 @@ def _delete(server: Server, request: Request) -> Response:
 
 
 async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
-    lookup = _lookup(server.response_store, request.scope["state"][TENANT])
+    lookup = stored_items(server.response_store, request.scope["state"][TENANT])
     return await read_json(request, server.texts, lambda raw: parse_responses(server.parser, raw, lookup))
 
 
-async def _encode(
+async def encode_request(
     server: Server, parsed: ResponsesRequest, num_body_bytes: int
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
     try:
@@ -92,9 +98,11 @@ async def _encode(
         raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
 
 
-def _lookup(store: ResponseStore, tenant: int) -> Lookup:
+def stored_items(store: ResponseStore, tenant: int, connection: object | None = None) -> Lookup:
+    """Return access to what a client has stored. ``connection``: as in ``ResponseStore.get``."""
+
     def conversation(response_id: str) -> tuple[bytes, ...]:
-        found = store.get(tenant, response_id)
+        found = store.get(tenant, response_id, connection)
         if found is None:
             raise _not_stored(store, response_id, "previous_response_id")
         return found.conversation
@@ -124,18 +132,22 @@ def _not_stored(store: ResponseStore, response_id: str, param: str | None) -> Ap
     return ApiError(404, text, param, "previous_response_not_found" if param else "not_found")
 
 
-def _store(
+def store_response(
     store: ResponseStore,
     tenant: int,
-    response_id: str,
     parsed: ResponsesRequest,
+    response_id: str,
     body: bytes,
     output: Sequence[dict[str, Any]],
+    *,
+    only_for: object | None = None,
 ) -> None:
+    """Store a finished response. ``only_for``: as in ``StoredResponse``."""
     items = tuple(msgspec.json.encode(item) for item in output)
-    ids = tuple(item["id"] for item in output)
+    ids = () if only_for is not None else tuple(item["id"] for item in output)
     conversation = (*parsed.before, *parsed.input, *items)
-    store.add(tenant, response_id, StoredResponse(body, conversation, len(parsed.before), len(parsed.input), ids))
+    response = StoredResponse(body, conversation, len(parsed.before), len(parsed.input), ids, only_for)
+    store.add(tenant, response_id, response)
 
 
 def _with_id(item: bytes, index: int) -> dict[str, Any]:

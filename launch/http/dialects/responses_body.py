@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from quire.launch.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed
 from quire.launch.http.dialects.responses_input import Item, chat_messages, input_items
@@ -14,6 +15,7 @@ from quire.launch.http.schema.bodies import Effort, Name
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
+from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest, printable
 
@@ -80,6 +82,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     metadata: dict[str, Any] | None = None
+    generate: bool = True
     # Ignored, and returned in the response:
     max_tool_calls: int | None = None
     safety_identifier: str | None = None
@@ -98,6 +101,7 @@ class ResponsesRequest:
     """A request as chat, and what its response needs.
 
     Attributes:
+        generate: false to compute the prompt only, so that it is in the prefix cache.
         before: items of the conversation that ``previous_response_id`` names, as JSON.
         input: the request's own items, as JSON.
         echo: fields that the response repeats.
@@ -105,6 +109,8 @@ class ResponsesRequest:
 
     chat: ChatRequest
     tools: Tools
+    generate: bool
+    previous_id: str | None
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
     store: bool
@@ -146,7 +152,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         "model": body.model,
         "stream": body.stream,
         "max_completion_tokens": body.max_output_tokens,
-        "messages": chat_messages(body.instructions, items),
+        "messages": _messages(body, items, len(before)),
         "tools": tools.functions or None,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": reasoning.effort,
@@ -162,15 +168,28 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         raise renamed(error, CHAT_NAMES, tools.places) from None
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
     parsed = replace(parsed, ignored=names)
+    if not body.generate:
+        # The engine always generates a token, which the response leaves out.
+        parsed = replace(parsed, params=structs.replace(parsed.params, max_tokens=1), prompt_only=True)
     return ResponsesRequest(
         chat=parsed,
         tools=tools,
+        generate=body.generate,
+        previous_id=body.previous_response_id,
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
         store=body.store is not False,
         seals_thoughts=SEALED_THOUGHTS in (body.include or ()),
         echo=_echo(body, parsed),
     )
+
+
+def _messages(body: ResponsesBody, items: Sequence[Item], num_before: int) -> list[Message]:
+    messages = chat_messages(body.instructions, items, num_before)
+    if not body.generate and all(message["role"] == "system" for message in messages):
+        # A prompt needs a turn. The text before it is the same with the later turn.
+        messages.append({"role": "user", "content": ""})
+    return messages
 
 
 def _check_supported(body: ResponsesBody) -> None:
@@ -185,7 +204,7 @@ def _check_supported(body: ResponsesBody) -> None:
 
 def _own_items(body: ResponsesBody, before: Sequence[bytes], lookup: Lookup) -> list[Item]:
     """Return the request's own items, with references replaced by the items themselves."""
-    if body.input is None and not before:
+    if body.input is None and not before and body.generate:
         raise InvalidRequest("input is required", "input", "missing_required_parameter")
     items = [] if body.input is None else input_items(body.input, MAX_MESSAGES)
     own: list[Item] = []

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,8 +19,27 @@ from quire.launch.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import EventStyle
 
-Store = Callable[[bytes, Sequence[dict[str, Any]]], None]
-"""Stores a response, given as JSON, with its output items."""
+Store = Callable[[str, bytes, Sequence[dict[str, Any]]], None]
+"""Stores a response, given its id, itself as JSON, and its output items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How events are sent.
+
+    Attributes:
+        framed: returns the bytes of one event, given its type and its JSON.
+        end: bytes after the last event, or None.
+        error: returns the JSON of the event that is the only one of a failure, given its number; None: the failure has
+            OpenAI's two events.
+    """
+
+    framed: Callable[[str, bytes], bytes]
+    end: bytes | None = None
+    error: Callable[[ApiError, int], bytes] | None = None
+
+
+SSE = Transport(lambda kind, data: b"event: %b\ndata: %b\n\n" % (kind.encode(), data), b"data: [DONE]\n\n")
 
 
 class ResponsesFormatter:
@@ -31,11 +51,12 @@ class ResponsesFormatter:
         request: ResponsesRequest,
         num_prompt_tokens: int,
         reader: AnswerReader,
-        request_id: str,
         store: Store | None,
+        transport: Transport = SSE,
     ) -> None:
-        self.request_id = request_id
-        self.style = EventStyle(b"%b", b"data: [DONE]\n\n", self._failed)
+        self.request_id = f"resp_{uuid.uuid4().hex}"
+        self.style = EventStyle(b"%b", transport.end, self._failed)
+        self._transport = transport
         self._request = request
         self._num_prompt_tokens = num_prompt_tokens
         self._reader = reader
@@ -60,14 +81,16 @@ class ResponsesFormatter:
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
         last = delta.finish_reason is not None
-        parts = read_parts(self._reader, delta.text, last=last)
+        parts = read_parts(self._reader, delta.text, last=last) if self._request.generate else []
         self._waiting += delta.logprobs or ()
         for part in parts:
             if isinstance(part, Part) and part.kind == "thought":
                 self._num_thought_tokens = delta.num_output_tokens
             self._add(part)
         if last:
-            counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
+            counts = token_counts(
+                self._num_prompt_tokens, delta.num_cached_tokens, delta.num_output_tokens, self._num_thought_tokens
+            )
             response = self._finish(delta.finish_reason, counts)
             self._emit(f"response.{response['status']}", response=response)
         return self._take_frames()
@@ -78,7 +101,7 @@ class ResponsesFormatter:
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         self._frames = None
-        parts = whole_parts(self._reader, answer.texts)
+        parts = whole_parts(self._reader, answer.texts) if self._request.generate else []
         if len(parts) == 1:
             # The token that ends the answer has no text.
             self._waiting = [each for each in answer.logprobs or () if each.text_offset < len(parts[0].text)]
@@ -87,7 +110,8 @@ class ResponsesFormatter:
         thought = "".join(part.text for part in parts if part.kind == "thought")
         if thought:
             self._num_thought_tokens = len(self._server.text_in.encode(thought, add_special_tokens=False))
-        counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
+        counts = token_counts(self._num_prompt_tokens, cached, num_output, self._num_thought_tokens)
         return msgspec.json.encode(self._finish(answer.finish_reason, counts))
 
     def _add(self, part: Part | Dropped) -> None:
@@ -112,11 +136,11 @@ class ResponsesFormatter:
 
     def _finish(self, finish_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         """End the answer, store it if the client asked for that, and return the response."""
-        status = "incomplete" if finish_reason == "length" else "completed"
+        status = "incomplete" if finish_reason == "length" and self._request.generate else "completed"
         self._close(status)
         response = self._response(status, usage)
         if self._store is not None:
-            self._store(msgspec.json.encode(response), self._output)
+            self._store(self.request_id, msgspec.json.encode(response), self._output)
         return response
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -131,22 +155,15 @@ class ResponsesFormatter:
             "incomplete_details": cut,
             "model": self._request.chat.model,
             "output": list(self._output),
-            "store": self._store is not None,
+            "store": self._request.store and self._server.response_store.is_enabled,
             "usage": usage,
             **self._request.echo,
         }
 
-    def _usage(self, num_cached: int, num_output: int) -> dict[str, Any]:
-        return {
-            "input_tokens": self._num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": min(self._num_thought_tokens, num_output)},
-            "total_tokens": self._num_prompt_tokens + num_output,
-        }
-
     def _failed(self, error: ApiError) -> bytes:
         """Return the events that end a stream with an error."""
+        if self._transport.error is not None:
+            return self._transport.framed("error", self._transport.error(error, self._number))
         code = error.code or "server_error"
         # OpenAI has these fields in the event itself, Open Responses in its error.
         fields = {"code": code, "message": error.message, "param": error.param}
@@ -158,7 +175,7 @@ class ResponsesFormatter:
     def _emit(self, kind: str, **fields: Any) -> None:
         if self._frames is not None:
             data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
-            self._frames.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+            self._frames.append(self._transport.framed(kind, data))
             self._number += 1
 
     def _emit_all(self, events: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -173,5 +190,12 @@ class ResponsesFormatter:
         return frames
 
 
-def new_response_id() -> str:
-    return f"resp_{uuid.uuid4().hex}"
+def token_counts(num_prompt: int, num_cached: int, num_output: int, num_thought: int) -> dict[str, Any]:
+    """Return the usage of a response."""
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": min(num_thought, num_output)},
+        "total_tokens": num_prompt + num_output,
+    }

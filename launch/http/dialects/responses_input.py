@@ -14,39 +14,49 @@ Item = Mapping[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_KINDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-PREFIX = "quire-thought:"
+THOUGHT, SUMMARY = "quire-thought:", "quire-summary:"
+"""Prefixes of sealed text. It hides nothing: clients that keep no state send it back as it is."""
 
 
 def sealed_thought(text: str) -> str:
-    """Return the ``encrypted_content`` of a thought. A client that keeps no state sends it back as it is.
-
-    It hides nothing: the client has the text anyway.
-    """
-    return PREFIX + base64.b64encode(text.encode()).decode()
+    """Return the ``encrypted_content`` of a thought."""
+    return _sealed(THOUGHT, text)
 
 
-def _opened_thought(sealed: str) -> str:
-    """Return the text of a sealed thought; "" for one of another server, which only that server can read."""
-    if not sealed.startswith(PREFIX):
+def sealed_summary(text: str) -> str:
+    """Return the ``encrypted_content`` of a compacted conversation."""
+    return _sealed(SUMMARY, text)
+
+
+def _sealed(prefix: str, text: str) -> str:
+    return prefix + base64.b64encode(text.encode()).decode()
+
+
+def _opened(prefix: str, sealed: str) -> str:
+    """Return sealed text; "" for that of another server, which only that server can read."""
+    if not sealed.startswith(prefix):
         return ""
     try:
-        return base64.b64decode(sealed[len(PREFIX) :], validate=True).decode()
+        return base64.b64decode(sealed[len(prefix) :], validate=True).decode()
     except (binascii.Error, ValueError):
         return ""
 
 
-def chat_messages(instructions: str, items: Sequence[Item]) -> list[Message]:
+def chat_messages(instructions: str, items: Sequence[Item], num_before: int = 0) -> list[Message]:
     """Return a conversation as messages of chat.
 
     The thoughts, the text and the calls of one answer are items of their own here, and one message there. Instructions
     and the developer's messages before the first other item become the one system message that chat templates expect.
+
+    Args:
+        num_before: the items that precede the request's own.
 
     Raises:
         InvalidRequest: an item is malformed, or of a kind that this server does not read.
     """
     conversation = _Conversation(instructions)
     for i, item in enumerate(items):
-        conversation.add(item, f"input[{i}]")
+        conversation.add(item, f"input[{i - num_before}]")
     return conversation.messages()
 
 
@@ -78,9 +88,11 @@ class _Conversation:
                 self._add_call(item, encoded({"input": text}, f"{where}.input").decode(), where)
             case "function_call_output" | "custom_tool_call_output":
                 self._add_result(item, where)
+            case "compaction":
+                self._add_summary(item, where)
             case _:
                 allowed = "message, reasoning, function_call, function_call_output, custom_tool_call, "
-                allowed += "custom_tool_call_output or item_reference"
+                allowed += "custom_tool_call_output, compaction or item_reference"
                 raise wrong_value(f"{where}.type", allowed, kind, "unsupported")
 
     def _add_message(self, item: Item, where: str) -> None:
@@ -108,10 +120,22 @@ class _Conversation:
         for name in ("content", "summary"):
             parts = item.get(name)
             text = text or joined_text(parts, f"{where}.{name}", TEXT_KINDS)
-        text = text or _opened_thought(string_at(item, "encrypted_content", where, default=""))
+        text = text or _opened(THOUGHT, string_at(item, "encrypted_content", where, default=""))
         if text:
             answer = self._open_answer(may_have=())
             answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _add_summary(self, item: Item, where: str) -> None:
+        summary = _opened(SUMMARY, string_at(item, "encrypted_content", where))
+        if not summary:
+            text = f"{where}.encrypted_content was not written by this server: send the conversation itself"
+            raise InvalidRequest(text, f"{where}.encrypted_content")
+        self._end_answer()
+        text = f"Summary of the conversation before this point:\n{summary}"
+        if self._messages:
+            self._messages.append({"role": "user", "content": text})
+        else:
+            self._system.append(text)
 
     def _add_call(self, item: Item, arguments: str, where: str) -> None:
         call_id = string_at(item, "call_id", where)
@@ -124,10 +148,13 @@ class _Conversation:
     def _add_result(self, item: Item, where: str) -> None:
         call_id = string_at(item, "call_id", where)
         text = joined_text(item.get("output"), f"{where}.output", TEXT_KINDS)
+        if call_id not in self._tool_names:
+            raise InvalidRequest(
+                f"{where}.call_id {shorten(call_id)} is not the id of a call before it", f"{where}.call_id"
+            )
         self._end_answer()
-        result = {"role": "tool", "tool_call_id": call_id, "content": text}
-        name = self._tool_names.get(call_id)
-        self._messages.append(result if name is None else {**result, "name": name})
+        result = {"role": "tool", "tool_call_id": call_id, "content": text, "name": self._tool_names[call_id]}
+        self._messages.append(result)
 
     def _open_answer(self, may_have: Sequence[str]) -> Message:
         """Return the message to extend. An answer that has more than thoughts and ``may_have`` already is ended."""

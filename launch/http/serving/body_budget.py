@@ -46,3 +46,28 @@ class BodyBudget:
 
     def _counted(self, size: int) -> int:
         return max(size - self._free_bytes, 0)
+
+
+class HeldBytes:
+    """The bytes of one client's body in a ``BodyBudget``."""
+
+    def __init__(self, budget: BodyBudget, client: int | str) -> None:
+        self._budget = budget
+        self._client = client
+        self._size = 0
+
+    def resize(self, size: int) -> None:
+        """Count ``size`` bytes from now on.
+
+        Raises:
+            ApiError: 503, there is no room for them; the size is as before.
+        """
+        if size > self._size:
+            self._budget.take(self._client, self._size, size - self._size)
+        else:
+            self._budget.release(self._client, self._size)
+            self._budget.take(self._client, 0, size)
+        self._size = size
+
+    def grow(self, size: int) -> None:
+        self.resize(self._size + size)

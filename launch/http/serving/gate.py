@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
-from quire.launch.http.serving.body_budget import BodyBudget
+from quire.launch.http.serving.body_budget import BodyBudget, HeldBytes
 from quire.launch.http.serving.socket_protocol import CLIENT, TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
@@ -31,6 +31,8 @@ REQUEST_ID = "request_id"
 """The client's ``X-Request-Id``, or "" if it sent none that can be used in a header and a log line."""
 IGNORED_FIELDS = "ignored_fields"
 """Names of unknown fields in the body, once it is parsed."""
+HELD_BYTES = "held_bytes"
+"""The ``HeldBytes`` of the body; of a web socket, for its messages."""
 VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -105,24 +107,21 @@ class Gate:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        num_bytes = 0
         # Without keys, tenants of several addresses may be the same number.
         client: int | str = scope["state"][TENANT] if self._keys else scope["state"].get(CLIENT, "")
+        held = scope["state"][HELD_BYTES] = HeldBytes(self._bodies, client)
 
         async def counted_receive() -> Message:
-            nonlocal num_bytes
             message = await receive()
-            size = len(message.get("body", b""))
             if not started:
-                self._bodies.take(client, num_bytes, size)
-                num_bytes += size
+                held.grow(len(message.get("body", b"")))
             return message
 
         async def watched_send(message: Message) -> None:
             nonlocal started
             if not started:
                 started = True
-                self._bodies.release(client, num_bytes)
+                held.resize(0)
                 if message["type"] == "http.response.start":
                     message = {**message, "headers": _extended(message["headers"], scope["state"])}
             await send(message)
@@ -138,8 +137,7 @@ class Gate:
             if not started:
                 await api_error.response(scope["path"])(scope, receive, watched_send)
         finally:
-            if not started:
-                self._bodies.release(client, num_bytes)
+            held.resize(0)
 
 
 def tenant_of_address(client: str, salt: bytes) -> int:

@@ -14,7 +14,8 @@ class StoredResponse:
         conversation: all items up to and with its output, as JSON. The responses of one chain share them.
         num_before: items of ``conversation`` that belong to ``previous_response_id``.
         num_input: items of the request's own input, which follow those.
-        output_ids: ids of the items after those.
+        output_ids: ids of the items after those; empty if requests cannot refer to single items.
+        only_for: the connection that alone may refer to the response, or None for all of the tenant.
     """
 
     body: bytes
@@ -22,6 +23,7 @@ class StoredResponse:
     num_before: int
     num_input: int
     output_ids: tuple[str, ...]
+    only_for: object | None = None
 
     @property
     def input(self) -> tuple[bytes, ...]:
@@ -69,25 +71,30 @@ class ResponseStore:
         with self._lock:
             mine = self._tenants.setdefault(tenant, _OfTenant())
             mine.responses[response_id] = response
-            mine.items.update(zip(response.output_ids, response.output, strict=True))
+            mine.items.update(zip(response.output_ids, response.output, strict=False))
             mine.num_bytes += size
             self.num_bytes += size
             while self.num_bytes > self._max_bytes:
                 largest = max(self._tenants, key=lambda each: self._tenants[each].num_bytes)
                 self._drop(largest, next(iter(self._tenants[largest].responses)))
 
-    def get(self, tenant: int, response_id: str) -> StoredResponse | None:
+    def get(self, tenant: int, response_id: str, connection: object | None = None) -> StoredResponse | None:
+        """Return the response. ``connection``: the one that asks, if it keeps responses of its own."""
         with self._lock:
-            mine = self._tenants.get(tenant)
-            return None if mine is None else mine.responses.get(response_id)
+            return self._visible(tenant, response_id, connection)
 
-    def delete(self, tenant: int, response_id: str) -> bool:
+    def delete(self, tenant: int, response_id: str, connection: object | None = None) -> bool:
         """Return whether the response was stored."""
         with self._lock:
-            if tenant not in self._tenants or response_id not in self._tenants[tenant].responses:
+            if self._visible(tenant, response_id, connection) is None:
                 return False
             self._drop(tenant, response_id)
             return True
+
+    def _visible(self, tenant: int, response_id: str, connection: object | None) -> StoredResponse | None:
+        mine = self._tenants.get(tenant)
+        found = None if mine is None else mine.responses.get(response_id)
+        return found if found is not None and found.only_for in (None, connection) else None
 
     def item(self, tenant: int, item_id: str) -> bytes | None:
         """Return the output item with this id as JSON, while the response that it belongs to is stored."""

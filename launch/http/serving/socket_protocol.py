@@ -2,7 +2,8 @@
 
 uvicorn's parser buffers headers and trailers without a limit on size or time, before the application sees the
 request. Output that a client does not read is buffered until the client disconnects. Use as
-``uvicorn.Config(app, http=BoundedHttpProtocol, ws="none")``.
+``uvicorn.Config(app, http=BoundedHttpProtocol, ws="none")``: web sockets begin as HTTP requests (``Upgrade``), so that
+all checks of requests hold for them, too.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.launch.http.schema.errors import ApiError, out_of_memory
@@ -23,6 +25,8 @@ from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descripto
 TOO_MANY_CONNECTIONS = "too_many_connections"
 # The client, as ``connections.client_of`` returns it:
 CLIENT = "client"
+# The ``Upgrade`` of a request that asks for a web socket:
+UPGRADE = "upgrade"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,9 @@ class ConnectionLimits:
             routes, and further ones are closed. None: as the limit on file descriptors allows. Idle connections are
             closed first.
         client_share: largest fraction of ``connections`` for one client.
+        socket_s: most time for a web socket, after which it takes no further message.
+        socket_idle_s: most time between an answer and the next message of a web socket.
+        socket_message_s: most time for the frames of one message.
         check_s: interval of the checks.
     """
 
@@ -63,6 +70,9 @@ class ConnectionLimits:
     connections: int | None = None
     spare_connections: int = RESERVED_DESCRIPTORS // 4
     client_share: float = 0.75
+    socket_s: float = 3600.0
+    socket_idle_s: float = 600.0
+    socket_message_s: float = 60.0
     check_s: float = 1.0
 
     def max_connections(self) -> int:
@@ -84,7 +94,9 @@ class Phase(Enum):
     """The rest of a body whose response is complete."""
     REFUSED = 5
     """Nothing: one request too many is refused after the responses to the earlier ones."""
-    CLOSED = 6
+    SOCKET = 6
+    """Frames of a web socket, which the application reads and limits."""
+    CLOSED = 7
     """Nothing: the client should read the last response, and what it sends is dropped."""
 
 
@@ -107,6 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         self._num_bytes = 0  # received of the current head or body
         self._num_bytes_before = 0  # of the body at time ``_since``
+        self._num_received = 0  # in the newest call of ``data_received``
         self._overhead = 0
         self._unread: tuple[float, int] | None = None  # (time, bytes) at a slow reader's last progress
         self._unfinished: list[RequestResponseCycle] = []  # oldest first, which is the one being served
@@ -150,6 +163,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_bytes > self.limits.head_bytes:
                 self.transport.abort()
             return
+        if before is Phase.SOCKET:
+            self._receive_frames(data)
+            return
+        self._num_received = len(data)
         super().data_received(data)
         if self.transport.is_closing() or self._phase is not before:
             return
@@ -162,6 +179,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._overhead += len(data) - (self._num_bytes - num_bytes_before)
             if self._overhead > self.limits.head_bytes + self._num_bytes:
                 self._refuse(ApiError(400, "request body chunks too small or trailers too large"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called in the handler of the parser's exception that ends HTTP, whose argument is the place in the data."""
+        ended = sys.exception()
+        if ended is not None and ended.args[0] < self._num_received and UPGRADE in self.scope["state"]:
+            self._refuse(ApiError(400, "a web socket must not be used before it is accepted", None, "invalid_http"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -188,6 +211,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise InvalidHead  # ends the parsing
         if self.pipeline:
             self.flow.resume_reading()  # a paused connection would not notice that its client closes it
+        elif self.scope["method"] == "GET" and self._get_upgrade() == b"websocket":
+            self.scope["state"][UPGRADE] = Upgrade(self, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)
@@ -221,6 +246,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if codings and (version == "1.0" or codings != [b"chunked"]):
             raise InvalidHead("transfer-encoding must be chunked, in HTTP/1.1")
 
+    def _receive_frames(self, data: bytes) -> None:
+        self.cycle.body += data
+        if len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._phase is Phase.SOCKET:
+            self.scope["state"][UPGRADE].is_shutting_down = True
+            self.cycle.message_event.set()
+
     async def _refuse_pipelined(self, *asgi: Any) -> None:
         limit = self.limits.num_pipelined
         self._refuse(ApiError(400, f"at most {limit} pipelined requests may wait for a response", None, "invalid_http"))
@@ -241,11 +278,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        if self._is_counted:
-            is_answered = self.cycle is None or self.cycle.response_complete
-            self._counted.set_idle(self, phase is Phase.HEAD and is_answered)
+        is_answered = self.cycle is None or self.cycle.response_complete
+        self.set_idle(phase is Phase.HEAD and is_answered)
         self._since = self.loop.time()
         self._num_bytes = self._num_bytes_before = self._overhead = 0
+
+    def set_idle(self, is_idle: bool) -> None:
+        if self._is_counted:
+            self._counted.set_idle(self, is_idle)
 
     def _check_later(self) -> None:
         self._timer = self.loop.call_later(self.limits.check_s, self._check)
@@ -310,6 +350,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         extra = "".join(f"{name}: {value}\r\n" for name, value in (*self.config.headers, *error.headers.items()))
         self.transport.write(f"{head}{extra}connection: close\r\n\r\n".encode() + body)
+        self._end_writing()
+
+    def _end_writing(self) -> None:
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:  # TLS
@@ -326,3 +369,49 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         return cycles
+
+    # ---- web sockets, as ``Upgrade``
+
+    def begin_socket(self, cycle: RequestResponseCycle) -> None:
+        self._enter(Phase.SOCKET)
+        cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        cycle.keep_alive = cycle.more_body = True
+        cycle.message_event.clear()
+
+    def end_socket(self, cycle: RequestResponseCycle) -> None:
+        if self._phase is Phase.SOCKET:
+            self._enter(Phase.CLOSED)
+            cycle.disconnected = True  # nothing follows
+            self.flow.resume_reading()  # what the client still sends is dropped
+            if not self.transport.is_closing():
+                self._end_writing()
+
+
+class Upgrade:
+    """The connection of one request as a stream in both directions.
+
+    Between ``begin`` and ``end``, the request's body is what the client sends, and the body of its response, which has
+    the status 101, is what the server sends.
+    """
+
+    def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self.is_shutting_down = False
+        """The server stops: ``receive`` returns once, and the application should end the stream."""
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        return self._protocol.limits
+
+    def begin(self) -> None:
+        """Call this before the start of the response."""
+        self._protocol.begin_socket(self._cycle)
+
+    def set_idle(self, is_idle: bool) -> None:
+        """Record whether the client waits for nothing: the connection may then be closed to make room for another."""
+        self._protocol.set_idle(is_idle)
+
+    def end(self) -> None:
+        """Send what is written, then close the connection."""
+        self._protocol.end_socket(self._cycle)

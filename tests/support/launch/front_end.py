@@ -124,7 +124,8 @@ class FrontEnd:
         listener = limits.pop("listener", None)
         self.engine = engine or EndlessEngine()
         self.limits = ConnectionLimits(check_s=0.01, **limits)
-        serve = ServerSettings(text_in=TextIn(), served_model_names=("endless",), api_keys=keys, **settings)
+        settings = {"text_in": TextIn(), **settings}
+        serve = ServerSettings(served_model_names=("endless",), api_keys=keys, **settings)
         protocol = type("Limited", (BoundedHttpProtocol,), {"limits": self.limits})
         self.uvicorn = HttpServer(make_app(self.engine, serve), tls, protocol)
         self._listener = listener or socket.create_server(("127.0.0.1", 0))

@@ -1,0 +1,92 @@
+"""POST /v1/responses/compact: a conversation as one item that holds the model's summary of it."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.launch.frontend.answers import OutputDelta
+from quire.launch.http.dialects.parts import whole_parts
+from quire.launch.http.dialects.responses import encode_request, stored_items
+from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
+from quire.launch.http.dialects.responses_events import token_counts
+from quire.launch.http.dialects.responses_input import sealed_summary
+from quire.launch.http.routes.conversation import AnswerReader
+from quire.launch.http.routes.generate import Collected, Generation, Usage
+from quire.launch.http.schema.errors import ApiError
+from quire.launch.http.schema.schema import Parser
+from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.gate import TENANT
+from quire.launch.http.serving.server import Server
+from quire.protocol.errors import InvalidRequest
+
+ASK = (
+    "Summarise this conversation for a reader who has to continue it and has not seen it. Keep the user's requests and "
+    "constraints, decisions, names, numbers, paths, results of tools, and what is left to do. Write only the summary."
+)
+MAX_TOKENS = 2048
+"""Of a summary, or fewer if the context has no room for them."""
+OWN_FIELDS = {"stream": False, "store": False, "reasoning": {"effort": "none"}}
+LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "top_logprobs", "include")
+"""Fields of a response that have no meaning here."""
+
+
+async def compact(server: Server, request: Request) -> ASGIApp:
+    server.require_serving()
+    lookup = stored_items(server.response_store, request.scope["state"][TENANT])
+    parsed, size = await read_json(request, server.texts, lambda raw: _parse(server.parser, raw, lookup))
+    prompt, new_reader = await encode_request(server, parsed, size)
+    return Generation(server, parsed.chat, [prompt], _SummaryFormatter(len(prompt.token_ids), new_reader()))
+
+
+def _parse(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
+    if raw.get("model") is None:
+        raise InvalidRequest("model is required", "model", "missing_required_parameter")
+    given = raw.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    if not items and raw.get("previous_response_id") is None:
+        raise InvalidRequest("input is required", "input", "missing_required_parameter")
+    fields = {name: value for name, value in raw.items() if name not in LEFT_OUT} | OWN_FIELDS
+    fields["input"] = [*items, {"role": "user", "content": ASK}] if isinstance(items, list) else items
+    parsed = parse_responses(parser, fields, lookup)
+    chat = parsed.chat
+    params = msgspec.structs.replace(chat.params, max_tokens=MAX_TOKENS)
+    return replace(parsed, chat=replace(chat, params=params, clamp_max_tokens=True))
+
+
+class _SummaryFormatter:
+    """Formats the one object of a compaction; it is never streamed."""
+
+    def __init__(self, num_prompt_tokens: int, reader: AnswerReader) -> None:
+        self.request_id = f"cmp_{uuid.uuid4().hex}"
+        self._num_prompt_tokens = num_prompt_tokens
+        self._reader = reader
+
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        raise NotImplementedError
+
+    def usage_event(self, usage: Usage) -> bytes:
+        raise NotImplementedError
+
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        (answer,) = answers
+        parts = whole_parts(self._reader, answer.texts)
+        summary = "".join(part.text for part in parts if part.kind == "text").strip()
+        if not summary:
+            raise ApiError(422, "the model wrote no summary: send the conversation itself", "input", "request_failed")
+        cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
+        item = {"id": f"cmp_{uuid.uuid4().hex}", "type": "compaction", "encrypted_content": sealed_summary(summary)}
+        return msgspec.json.encode(
+            {
+                "id": self.request_id,
+                "object": "response.compaction",
+                "created_at": int(time.time()),
+                "output": [item],
+                "usage": token_counts(self._num_prompt_tokens, cached, num_output, 0),
+            }
+        )
