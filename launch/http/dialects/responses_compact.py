@@ -26,11 +26,11 @@ from quire.launch.http.serving.server import Server
 from quire.protocol.errors import InvalidRequest
 
 ASK = (
-    "Summarise this conversation for a reader who has to continue it and has not seen it. Keep the user's requests and "
+    "Summarise this conversation so that another reader can continue it from the summary alone. Keep the user's requests and "
     "constraints, decisions, names, numbers, paths, results of tools, and what is left to do. Write only the summary."
 )
 MAX_TOKENS = 2048
-"""Of a summary, or fewer if the context has no room for them."""
+"""Limit on the tokens of a summary; fewer if the context has no room for them."""
 OWN_FIELDS = {"stream": False, "store": False, "reasoning": {"effort": "none"}}
 LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "top_logprobs", "include")
 """Fields of a response that have no meaning here."""

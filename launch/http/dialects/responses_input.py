@@ -33,7 +33,7 @@ def _sealed(prefix: str, text: str) -> str:
 
 
 def _opened(prefix: str, sealed: str) -> str:
-    """Return sealed text; "" for that of another server, which only that server can read."""
+    """Return the text that was sealed; "" if another server sealed it."""
     if not sealed.startswith(prefix):
         return ""
     try:
@@ -149,9 +149,7 @@ class _Conversation:
         call_id = string_at(item, "call_id", where)
         text = joined_text(item.get("output"), f"{where}.output", TEXT_KINDS)
         if call_id not in self._tool_names:
-            raise InvalidRequest(
-                f"{where}.call_id {shorten(call_id)} is not the id of a call before it", f"{where}.call_id"
-            )
+            raise wrong_value(f"{where}.call_id", "the call_id of a call before it", call_id)
         self._end_answer()
         result = {"role": "tool", "tool_call_id": call_id, "content": text, "name": self._tool_names[call_id]}
         self._messages.append(result)

@@ -57,7 +57,7 @@ class HeldBytes:
         self._size = 0
 
     def resize(self, size: int) -> None:
-        """Count ``size`` bytes from now on.
+        """Count ``size`` bytes instead of those before.
 
         Raises:
             ApiError: 503, there is no room for them; the size is as before.

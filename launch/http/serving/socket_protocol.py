@@ -50,7 +50,7 @@ class ConnectionLimits:
             routes, and further ones are closed. None: as the limit on file descriptors allows. Idle connections are
             closed first.
         client_share: largest fraction of ``connections`` for one client.
-        socket_s: most time for a web socket, after which it takes no further message.
+        socket_s: greatest age of a web socket at which a message is still answered.
         socket_idle_s: most time between an answer and the next message of a web socket.
         socket_message_s: most time for the frames of one message.
         check_s: interval of the checks.

@@ -10,7 +10,7 @@ import numpy as np
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 """Added to the client's key, by RFC 6455."""
 MAX_CONTROL_BYTES = 125
-# Frames without the end of a message, which cost time and bring nothing: one per so many bytes, besides a free number.
+# Frames without the end of a message, which cost time and bring nothing: one per BYTES_PER_FRAME, besides FREE_FRAMES.
 FREE_FRAMES = 4096
 BYTES_PER_FRAME = 256
 SHORT_BYTES = 1024

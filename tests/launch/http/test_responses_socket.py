@@ -235,7 +235,7 @@ class TestFaults:
         assert front_end.num_connections <= 1
         front_end.close()
 
-    def test_server_that_stops_says_so(self, tokenizer: Tokenizer, text_in: TextIn, connect: Connect) -> None:
+    def test_server_that_stops_closes_the_connection(self, tokenizer: Tokenizer, text_in: TextIn, connect: Connect) -> None:
         front_end = FrontEnd(_engine(tokenizer), settings={"text_in": text_in}, linger_s=0.1)
         client = connect(to=front_end)
         assert text_of(client.turn(input="hello")) == REPLY
@@ -259,7 +259,7 @@ class TestLimits:
         assert client.close_code() == 1000
 
     def test_bytes_of_messages_count_as_those_of_bodies(self, front_end: FrontEnd, connect: Connect) -> None:
-        """Of a budget for 512 MiB, half can be held by one client."""
+        """One client can hold half of the 512 MiB."""
         clients = [connect() for _ in range(10)]
         whole = client_frame(TEXT, bytes(30 * 2**20))
         for client in clients:
