@@ -235,7 +235,7 @@ class TestFaults:
         assert front_end.num_connections <= 1
         front_end.close()
 
-    def test_server_that_stops_closes_the_connection(self, tokenizer: Tokenizer, text_in: TextIn, connect: Connect) -> None:
+    def test_end_of_the_server(self, tokenizer: Tokenizer, text_in: TextIn, connect: Connect) -> None:
         front_end = FrontEnd(_engine(tokenizer), settings={"text_in": text_in}, linger_s=0.1)
         client = connect(to=front_end)
         assert text_of(client.turn(input="hello")) == REPLY
