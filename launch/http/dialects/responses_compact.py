@@ -27,7 +27,8 @@ from quire.protocol.errors import InvalidRequest
 
 ASK = (
     "Summarise this conversation so that another reader can continue it from the summary alone. Keep the user's "
-    "requests and constraints, decisions, names, numbers, paths, results of tools, and what is left to do. Write only the summary."
+    "requests and constraints, decisions, names, numbers, paths, results of tools, and what is left to do. "
+    "Write only the summary."
 )
 MAX_TOKENS = 2048
 """Limit on the tokens of a summary; fewer if the context has no room for them."""
