@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from quire.launch.config.api_keys import hide_in_command_line
 from quire.launch.config.command_line import add_config_file, add_options, read_options
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.help import Help
 from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError, shortage
 from quire.protocol.process.log import one_line, start_logging, write_line
@@ -103,7 +104,9 @@ def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
     found = parser
     for name, command in COMMANDS.items():
         above, _, word = name.rpartition(" ")
-        made = groups[above].add_parser(word, help=command.text, description=command.text, allow_abbrev=False)
+        more: dict[str, Any] = {"help": command.text, "description": command.text, "add_help": False}
+        made = groups[above].add_parser(word, allow_abbrev=False, **more)
+        made.add_argument("-h", "--help", action=Help)
         made.set_defaults(run=command.run)
         if name == BENCH:
             groups[name] = made.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True)
@@ -212,6 +215,12 @@ def _serve(args: argparse.Namespace) -> None:
     serve(make_engine_config(engine, folder=folder), front_end, name)
 
 
+def _complete(args: argparse.Namespace) -> None:
+    from quire.launch.completion import script
+
+    print(script(args.shell, {name: _make_parser(name)[1] for name in COMMANDS}), end="")
+
+
 def _as_flag(near: str) -> str:
     """Return a suggestion that names a field with the field written as a flag."""
     head, sep, name = near.partition("did you mean ")
@@ -240,6 +249,11 @@ COMMANDS = {
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
         _lazy("replay.arguments:add_replay_flags"),
         _lazy("replay.command:run"),
+    ),
+    "completion": Command(
+        "Print a script that lets a shell complete commands, flags and values.",
+        _lazy("completion:add_completion_flags"),
+        _complete,
     ),
     BENCH: Command(
         "Run a benchmark: engine, serve, wire, scheduler, sampling, kernels.",

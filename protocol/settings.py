@@ -4,6 +4,8 @@
 ``quire.protocol.config.EngineConfig`` adds the values that they resolve to.
 """
 
+import re
+from posixpath import normpath
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,7 +14,7 @@ MODEL = "Model and devices"
 MEMORY = "Memory and batch sizes"
 SCHEDULING = "Scheduling"
 SAMPLING = "Sampling"
-EVENTS = "Cache events"
+EVENTS = "Events of the cache"
 TRACES = "Traces"
 
 
@@ -36,8 +38,14 @@ class Setting(msgspec.Struct, frozen=True):
     unit: Literal["", "tokens", "bytes"] = ""
 
     @property
+    def plain(self) -> str:
+        """The text without Markdown; a link is its target's path in the repository."""
+        text = re.sub(r"\[[^]]*\]\(([^)]*)\)", lambda link: normpath(f"docs/{link[1]}"), self.text)
+        return text.replace("`", "")
+
+    @property
     def help(self) -> str:
-        return self.text.split(". ")[0]
+        return self.plain.split(". ")[0]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,13 +125,15 @@ def test_imports_without_torch(module: str) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
-def test_help_imports_no_heavy_library() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help=all"], ["completion", "bash"]])
+def test_help_imports_no_heavy_library(words: list[str]) -> None:
     """``quire --help`` takes less than 0.3 s only without these imports."""
     code = (
         "import sys, quire.launch.cli as c\n"
-        "try: c.main(['--help'])\n"
+        f"try: c.main({words})\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'zmq', 'starlette', 'uvicorn', 'tokenizers', 'jinja2'}\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'zmq', 'starlette', 'uvicorn', 'tokenizers', 'jinja2',"
+        " 'yaml', 'asyncio', 'psutil', 'httpx', 'huggingface_hub'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)

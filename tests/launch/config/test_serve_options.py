@@ -83,7 +83,7 @@ def test_a_file_with_unknown_keys_or_types_is_refused(
 
 def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help=all"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         *("--gpu-memory-utilization FRACTION", "fraction of GPU memory to use (0.9)"),
