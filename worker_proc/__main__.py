@@ -45,7 +45,6 @@ def main() -> None:
 
             address = worker_address(args.directory, worker_epoch, rank)
             channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, worker_epoch), bind=False)
-            channel.wake_on(commands.fileno())
             loop.serve(channel, rank, join)
             channel.close()
         loop.close()

@@ -24,6 +24,7 @@ from quire.protocol.wire.worker_messages import (
     Shutdown,
 )
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.device.step_watcher import StepWatcher
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
@@ -56,6 +57,7 @@ class WorkerLoop:
         self._progress = progress
         self._loaded: _Loaded | None = None
         self._unread: Received | None = None
+        self._watcher = StepWatcher()
 
     def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
         """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
@@ -67,6 +69,8 @@ class WorkerLoop:
             ConfigError, EngineError, StepRefused, ProtocolError: also sent to the scheduler as a Fault.
         """
         self._channel, self._rank, self._unread = channel, rank, None
+        channel.wake_on(self._commands.fileno())
+        channel.wake_on(self._watcher.fileno())
         try:
             configure = request_configuration(channel, rank, self._pid, self._commands)
             loaded = self._load(configure, join)
@@ -100,13 +104,14 @@ class WorkerLoop:
         return self._loaded
 
     def _steps(self, runner: ModelRunner, group: TensorParallel) -> None:
-        """Launch each step when it arrives, and send each result when it is ready.
+        """Launch each step when it arrives, and send each result when it is ready, whichever is first.
 
-        On a GPU the loop does not wait for a launched step if the next one has already arrived: two are then in flight.
+        On a GPU the next step is launched while the previous one runs: two are then in flight.
         """
-        results = _Results(self._channel, group)
+        results = _Results(self._channel, group, self._watcher)
         while True:
-            received = self._take(None if results.all_sent else 0.0)
+            results.watch_newest()
+            received = self._take()
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     assert received is not None
@@ -116,7 +121,7 @@ class WorkerLoop:
                 case Shutdown():
                     return
                 case None:
-                    results.send_all()
+                    pass  # a step has finished, or a heartbeat was sent
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
             results.send_ready()
@@ -134,7 +139,7 @@ class WorkerLoop:
     def _sample_inputs(self, step: int) -> SampleInputs | None:
         """Wait for the sample inputs of ``step``; None if another message arrives first: the step is then obsolete."""
         while True:
-            received = self._take(None)
+            received = self._take()
             match received.message if received else None:
                 case SampleInputs() as inputs if inputs.step == step:
                     return inputs
@@ -144,29 +149,33 @@ class WorkerLoop:
                     self._unread = received
                     return None
 
-    def _take(self, timeout: float | None) -> Received | None:
+    def _take(self) -> Received | None:
+        """Return the next message; None if a watched step has finished, or after a second without either."""
         received, self._unread = self._unread, None
-        if received is None and timeout is None:
-            received = wait_for_message(self._channel, self._commands)
-        elif received is None:
-            received = self._channel.receive(timeout)
+        if received is None:
+            received = wait_for_message(self._channel, self._commands, self._watcher.fired)
         return None if received is not None and isinstance(received.message, Heartbeat) else received
 
 
 class _Results:
     """Owns the results of launched steps that are not sent yet, in order."""
 
-    def __init__(self, channel: Channel, group: TensorParallel) -> None:
+    def __init__(self, channel: Channel, group: TensorParallel, watcher: StepWatcher) -> None:
         self._channel = channel
         self._group = group
+        self._watcher = watcher
+        self._watched: PendingResult | None = None
         self._pending: deque[tuple[PendingResult, Frames]] = deque()
-
-    @property
-    def all_sent(self) -> bool:
-        return not self._pending
 
     def add(self, result: PendingResult, diff: Frames) -> None:
         self._pending.append((result, diff))
+
+    def watch_newest(self) -> None:
+        """Let the newest result wake the loop, unless all are sent."""
+        newest = self._pending[-1][0] if self._pending else None
+        if newest is not None and newest is not self._watched:
+            self._watcher.watch(newest.wait)
+        self._watched = newest
 
     def send_ready(self) -> None:
         """Send the results that are ready, and wait for all but the newest, so that at most two steps are in flight."""

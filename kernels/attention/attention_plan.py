@@ -4,6 +4,7 @@
 the rule in ``attention_work``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ from quire.kernels.attention.attention_work import (
     prefix_pieces,
     tile_rows,
 )
+
+Send = Callable[..., list[torch.Tensor]]
+"""Copies host arrays to the device and returns the tensors, in order."""
 
 FEW_TOKENS = 8
 """Rows with at most this many tokens in the step (a decoded token and drafts to verify) are planned as decode."""
@@ -140,8 +144,9 @@ def plan_attention(
     programs: int | None = None,
     min_piece: int = MIN_PIECE,
     num_tokens: int | None = None,
+    send: Send | None = None,
 ) -> AttentionPlan:
-    """Plan a step whose lengths are known on the host, with one copy to the device.
+    """Plan a step whose lengths are known on the host.
 
     Args:
         query_lens, seq_lens: int32 ``[num_rows]``, on the host. A row may be empty.
@@ -153,6 +158,8 @@ def plan_attention(
         programs: number of programs that fill the device; None: derived from its multiprocessors.
         min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
         num_tokens: tokens of the step with padding; None: there is no padding.
+        send: copies tables to the device, each aligned to 16 bytes, since Triton compiles a variant per alignment;
+            None: with a copy for each, which waits.
 
     Raises:
         ValueError: lengths or options contradict each other.
@@ -168,13 +175,15 @@ def plan_attention(
     if (seqs < common_prefix_len).any():
         raise ValueError(f"common_prefix_len: {common_prefix_len} exceeds a row's {seqs.min()} keys")
     maker = PlanMaker(shape, device, programs, min_piece, fixed_split)
+    send = send or _sender(device)
     prefix = None
     if common_prefix_len and len(lens):
+        tokens = num_tokens or int(lens.sum())
         prefix = plan_prefix(
-            shape, num_tokens or int(lens.sum()), common_prefix_len, device, programs=programs, min_piece=min_piece
+            shape, tokens, common_prefix_len, device, programs=programs, min_piece=min_piece, send=send
         )
     works, num_slots = maker.works(lens, seqs, visible, prefix)
-    *piece_tables, merges = _to_device([w.pieces for *_, w in works] + [_joined(w.merges for *_, w in works)], device)
+    *piece_tables, merges = send(*(w.pieces for *_, w in works), _joined(w.merges for *_, w in works))
     sections = [Section(t, n, regime) for t, (regime, n, _) in zip(piece_tables, works, strict=True)]
     return AttentionPlan(
         shape=shape,
@@ -187,7 +196,7 @@ def plan_attention(
         scratch=allocate_scratch(shape, num_slots, device),
         num_prefix=prefix.num_partials if prefix else 0,
         prefix_stride=prefix.num_tokens if prefix else 0,
-        positions=_positions(lens, seqs, prefix.num_tokens, device) if prefix else None,
+        positions=send(_positions(lens, seqs, prefix.num_tokens))[0] if prefix else None,
         fixed_split=fixed_split,
     )
 
@@ -200,13 +209,17 @@ def plan_prefix(
     *,
     programs: int | None = None,
     min_piece: int = MIN_PIECE,
+    send: Send | None = None,
 ) -> PrefixPass:
-    """Plan the pass over a common prefix of ``prefix_len`` keys, for steps of ``num_tokens`` tokens with padding."""
+    """Plan the pass over a common prefix of ``prefix_len`` keys, for steps of ``num_tokens`` tokens with padding.
+
+    ``send``: as in ``plan_attention``.
+    """
     maker = PlanMaker(shape, device, programs, min_piece, 0)
     tile_tokens = min(TILE_TOKENS, next_power_of_two(num_tokens)) if num_tokens else 1
     cut = maker.cut("prefill", tile_tokens)
     pieces, num_partials = prefix_pieces(num_tokens, prefix_len, tile_tokens, cut)
-    section = Section(torch.from_numpy(pieces).to(device), tile_tokens, "prefill", shared=True)
+    section = Section((send or _sender(device))(pieces)[0], tile_tokens, "prefill", shared=True)
     return PrefixPass(section, num_tokens, prefix_len, num_partials)
 
 
@@ -259,11 +272,11 @@ class PlanMaker:
         return Cut(-(-self._programs // per_piece), self._min_piece, self._fixed_split)
 
 
-def _positions(lens: npt.NDArray[Any], seqs: npt.NDArray[Any], num_tokens: int, device: torch.device) -> torch.Tensor:
+def _positions(lens: npt.NDArray[Any], seqs: npt.NDArray[Any], num_tokens: int) -> npt.NDArray[np.int32]:
     positions = np.zeros(num_tokens, dtype=np.int32)
     row_end = np.repeat(np.cumsum(lens), lens)
     positions[: len(row_end)] = np.repeat(seqs, lens) - (row_end - np.arange(len(row_end)))
-    return torch.from_numpy(positions).to(device)
+    return positions
 
 
 def _joined(tables: Any) -> Table:
@@ -271,14 +284,8 @@ def _joined(tables: Any) -> Table:
     return np.concatenate(parts) if parts else np.zeros((0, len(MERGE_COLUMNS)), dtype=np.int32)
 
 
-def _to_device(tables: list[Table], device: torch.device) -> list[torch.Tensor]:
-    """Send several tables in one copy; each is aligned to 16 bytes, since Triton compiles a variant per alignment."""
-    starts = np.cumsum([0, *(-(-table.size // 4) * 4 for table in tables)])
-    flat = np.zeros(starts[-1], dtype=np.int32)
-    for start, table in zip(starts, tables, strict=False):
-        flat[start : start + table.size] = table.reshape(-1)
-    copied = torch.from_numpy(flat).to(device)
-    return [copied[s : s + t.size].view(t.shape) for s, t in zip(starts.tolist(), tables, strict=False)]
+def _sender(device: torch.device) -> Send:
+    return lambda *tables: [torch.from_numpy(table).to(device) for table in tables]
 
 
 def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:

@@ -23,18 +23,16 @@ TILE_WORDS = 256
 Int32Array = npt.NDArray[np.int32]
 
 
-def pack_runs(headers: npt.NDArray[np.integer[Any]], values: Int32Array, out: Int32Array | None = None) -> Int32Array:
+def pack_runs(headers: npt.NDArray[np.integer[Any]], values: Int32Array) -> Int32Array:
     """Return the packed buffer: all headers, then all values.
 
     Args:
         headers: ``[num_runs, 4]``: table, row, first column, length. Runs must not overlap, because the order in which
             they are written is undefined.
         values: the runs' values, concatenated.
-        out: int32 ``[num_runs * HEADER_WORDS + len(values)]`` to write to, such as pinned memory; None: a new array.
     """
     num_runs, num_header_words = len(headers), len(headers) * HEADER_WORDS
-    if out is None:
-        out = np.empty(num_header_words + len(values), np.int32)
+    out = np.empty(num_header_words + len(values), np.int32)
     packed = out[:num_header_words].reshape(num_runs, HEADER_WORDS)
     packed[:, :4] = headers
     packed[:, 4] = num_header_words + np.cumsum(headers[:, 3]) - headers[:, 3]

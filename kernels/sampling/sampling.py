@@ -52,7 +52,8 @@ def sample_reference(
 ) -> torch.Tensor:
     """Reference of ``sample``, by a sort; int64 ``[num_rows]``. Undefined for rows whose logits are not finite."""
     wide = logits.float()
-    masses, order = _kept_masses(_scaled(wide, temperature), top_k, top_p, min_p)
+    any_cut = bool(((top_k > 0) | (top_p < 1)).any())
+    masses, order = _kept_masses(_scaled(wide, temperature), top_k, top_p, min_p, any_cut)
     running = masses.cumsum(-1)
     target = (noise * running[:, -1]).long().clamp(max=running[:, -1] - 1)
     chosen = (running <= target[:, None]).sum(-1, keepdim=True).clamp(max=wide.shape[1] - 1)
@@ -61,15 +62,24 @@ def sample_reference(
 
 
 def sampled_logits(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    any_cut: bool = True,
 ) -> torch.Tensor:
     """Return float32 ``[num_rows, vocab]`` logits whose softmax is the distribution that ``sample`` draws from.
 
     These are scaled logits, with minus infinity for tokens that are never drawn. Rows with temperature 0 are unchanged.
+
+    Args:
+        any_cut: False if the caller knows that no row has top-k or top-p, which saves a sort.
     """
     wide = logits.float()
     scaled = _scaled(wide, temperature)
-    masses, order = _kept_masses(scaled, top_k, top_p, min_p)
+    masses, order = _kept_masses(scaled, top_k, top_p, min_p, any_cut)
     drawn = torch.zeros_like(masses, dtype=torch.bool).scatter_(-1, order, masses > 0)
     return torch.where((temperature > 0)[:, None], scaled.masked_fill(~drawn, -torch.inf), wide)
 
@@ -82,7 +92,7 @@ def _scaled(wide: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_masses(
-    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, any_cut: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the masses in the order of the draw, 0 for tokens that are cut, and the tokens in that order."""
     rows, vocab = scaled.shape
@@ -90,16 +100,16 @@ def _kept_masses(
     rank = torch.arange(vocab, device=scaled.device)
     cut = (top_k > 0) | (top_p < 1)
     order = rank.expand(rows, vocab)
-    if bool(cut.any()):
+    if any_cut:
         bits = scaled.view(torch.int32)
         keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         order = torch.where(cut[:, None], keys.sort(dim=-1, descending=True, stable=True).indices, order)
     ordered = masses.gather(-1, order)
-    ordered[(rank >= torch.where(top_k > 0, top_k, vocab)[:, None]) & cut[:, None]] = 0
+    ordered.masked_fill_((rank >= torch.where(top_k > 0, top_k, vocab)[:, None]) & cut[:, None], 0)
     before = ordered.cumsum(-1) - ordered
     limit = top_p.double() * ordered.sum(-1)
-    ordered[(before >= limit[:, None]) & (top_p < 1)[:, None]] = 0
-    ordered[scaled.gather(-1, order) < min_p.log()[:, None]] = 0
+    ordered.masked_fill_((before >= limit[:, None]) & (top_p < 1)[:, None], 0)
+    ordered.masked_fill_(scaled.gather(-1, order) < min_p.log()[:, None], 0)
     return ordered, order
 
 

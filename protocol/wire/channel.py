@@ -44,6 +44,10 @@ class Channel(Protocol):
         """
         ...
 
+    def wake_on(self, fd: int) -> None:
+        """Let a waiting ``receive`` also return, with None, when ``fd`` is readable."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -1,6 +1,7 @@
 """How a worker, real or simulated, receives its group from the supervisor and its configuration from the scheduler."""
 
 import time
+from collections.abc import Callable
 
 from quire.protocol.errors import EngineError
 from quire.protocol.process.child import Child, Command, Report
@@ -44,8 +45,13 @@ class Superseded(Exception):
     """A newer command arrived: the current group is obsolete."""
 
 
-def wait_for_message(channel: Channel, commands: WorkerCommands) -> Received | None:
+def wait_for_message(
+    channel: Channel, commands: WorkerCommands, woken: Callable[[], bool] = lambda: False
+) -> Received | None:
     """Return the next message, or None after a second without one, after sending a heartbeat.
+
+    Args:
+        woken: whether the wait has ended for another reason of the caller; then None is returned without a heartbeat.
 
     Raises:
         Superseded: a newer command arrived.
@@ -55,7 +61,8 @@ def wait_for_message(channel: Channel, commands: WorkerCommands) -> Received | N
     if received is None:
         if commands.pending:
             raise Superseded
-        channel.send(Heartbeat(time.monotonic()))
+        if not woken():
+            channel.send(Heartbeat(time.monotonic()))
     return received
 
 

@@ -1,11 +1,14 @@
 """Interface of attention: the step's rows, the layer's settings, and the backend."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from quire.kernels.attention.attention_tiles import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,9 @@ class StepBatch:
         block_size: tokens per block of this group.
         window: number of tokens that a token of this group sees, itself included; 0: all before it. Blocks left of the
             window of a row's first query are undefined, because the scheduler may have freed them.
+        layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
+        send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
+            copies them itself.
     """
 
     query_start_loc: torch.Tensor
@@ -32,6 +38,8 @@ class StepBatch:
     seq_lens_cpu: npt.NDArray[np.int32]
     block_size: int
     window: int = 0
+    layer_shapes: tuple[AttentionShape, ...] = ()
+    send: Callable[..., list[torch.Tensor]] | None = None
 
     @property
     def num_rows(self) -> int:

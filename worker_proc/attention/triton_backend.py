@@ -33,7 +33,7 @@ class TritonPlan:
     _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
-        """Return the plan, which is made at the first layer of this shape with one small copy to the device."""
+        """Return the plan for layers of this shape; made at the first call."""
         if shape not in self._plans:
             batch = self.batch
             self._plans[shape] = plan_attention(
@@ -44,6 +44,7 @@ class TritonPlan:
                 window=batch.window,
                 fixed_split=self.fixed_split,
                 num_tokens=num_tokens,
+                send=batch.send,
             )
         return self._plans[shape]
 
@@ -86,7 +87,10 @@ class TritonBackend:
         return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
     def plan(self, batch: StepBatch) -> TritonPlan:
-        return TritonPlan(batch, self._fixed_split)
+        plan = TritonPlan(batch, self._fixed_split)
+        for shape in batch.layer_shapes:
+            plan.of_layer(shape, int(batch.query_lens_cpu.sum()))
+        return plan
 
     def plan_decode(self, batch: StepBatch) -> DecodePlan:
         if self._pool is None:

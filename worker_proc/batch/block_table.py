@@ -9,6 +9,7 @@ import torch
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.device.transfer import Transfer
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -162,12 +163,18 @@ class BlockTable:
         """Return the scheduler's blocks that a row holds."""
         return self._ids[row, : self.num_blocks_per_row[row] : self.ratio] // self.ratio
 
-    def rows(self, rows: npt.NDArray[np.int64], max_seq_len: int) -> torch.Tensor:
-        """Return the rows' entries for a kernel: ``[len(rows), ceil(max_seq_len / block_size)]`` on the device."""
+    def rows(self, rows: npt.NDArray[np.int64], max_seq_len: int, transfer: Transfer) -> torch.Tensor:
+        """Return the entries of ascending ``rows`` for a kernel: ``[len(rows), ceil(max_seq_len / block_size)]``.
+
+        On a GPU the result has its content after ``transfer.send``.
+        """
         table = self.device_copy[:, : -(-max_seq_len // self.block_size)]
-        if len(rows) and rows[-1] == len(rows) - 1:  # rows ascend, so these are rows 0 .. len(rows) - 1
+        if len(rows) and rows[-1] == len(rows) - 1:  # rows 0 .. len(rows) - 1
             return table[: len(rows)]
-        return table[torch.from_numpy(rows).to(table.device)]
+        (index,) = transfer(rows)
+        gathered = table.new_empty(len(rows), table.shape[1])
+        transfer.then(lambda: torch.index_select(table, 0, index, out=gathered))
+        return gathered
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the slot of each (row, position) pair: ``block_id * block_size + offset``.
@@ -185,6 +192,18 @@ class BlockTable:
             at = int(np.argmax(blocks < self.ratio))
             raise StepRefused(f"row {rows[at]} has the null block for position {positions[at]}, which is to be written")
         return blocks * self.block_size + offset
+
+    def require_slots(self, rows: npt.NDArray[np.int64], starts: Ints, ends: Ints) -> None:
+        """Check that row ``rows[i]`` has a block for each position from ``starts[i]`` to ``ends[i] - 1``.
+
+        Raises:
+            StepRefused: as in ``slots``.
+        """
+        first = starts // self.block_size
+        counts = (ends - 1) // self.block_size - first + 1
+        index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        positions = np.maximum(np.repeat(starts, counts), index * self.block_size)
+        self.slots(np.repeat(rows, counts), positions.astype(np.int64))
 
     # ---- invariants
 

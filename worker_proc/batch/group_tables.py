@@ -1,16 +1,18 @@
 """Block tables of all KV groups: changed together, and sent to the device in one launch."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.kernels.cache.pointer_table import TableSet
-from quire.kernels.cache.staged_write import HEADER_WORDS, pack_runs, write_runs, write_runs_reference
+from quire.kernels.cache.staged_write import pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.block_table import BlockTable, Ints, num_equal_before
 from quire.worker_proc.batch.slot_owners import SlotOwners
+from quire.worker_proc.device.transfer import Transfer
 
 
 class MultiGroupBlockTable:
@@ -20,14 +22,18 @@ class MultiGroupBlockTable:
         table_set: all device copies, as ``slot_mapping`` and ``prepare_decode`` take them.
     """
 
-    def __init__(self, tables: Sequence[BlockTable], owners: SlotOwners | None = None) -> None:
+    def __init__(
+        self, tables: Sequence[BlockTable], owners: SlotOwners | None = None, transfer: Transfer | None = None
+    ) -> None:
         """
         Args:
             owners: the row that writes to each block; None: not tracked.
+            transfer: sends changes to the device; None: one of its own.
         """
         self.tables = list(tables)
         self._owners = owners
         self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
+        self._transfer = transfer or Transfer(self.table_set.device)
 
     def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
         """Set a row's blocks, per group. The row's ``num_computed`` must already be set."""
@@ -90,14 +96,9 @@ class MultiGroupBlockTable:
         if not headers:
             return
         all_headers, all_values = np.concatenate(headers), np.concatenate(values)
-        on_gpu = self.table_set.device.type == "cuda"
-        # torch's host allocator does not reuse pinned memory before the copies from it have finished.
-        size = len(all_headers) * HEADER_WORDS + len(all_values)
-        packed = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
-        pack_runs(all_headers, all_values, packed.numpy())
-        packed = packed.to(self.table_set.device, non_blocking=True)
-        write = write_runs if on_gpu else write_runs_reference
-        write(packed, len(all_headers), self.table_set)
+        (sent,) = self._transfer(pack_runs(all_headers, all_values))
+        write = write_runs if self.table_set.device.type == "cuda" else write_runs_reference
+        self._transfer.then(partial(write, sent, len(all_headers), self.table_set))
 
     def check(self) -> None:
         """Raise AssertionError unless every table's ``check`` holds and no two rows write to one block."""
@@ -119,6 +120,7 @@ def make_block_tables(
     num_computed: npt.NDArray[np.int32],
     device: torch.device,
     kernel_block_size: int | None = None,
+    transfer: Transfer | None = None,
 ) -> MultiGroupBlockTable:
     """Make the block tables of a layout's groups, with the check that no two rows write the same slot.
 
@@ -126,6 +128,7 @@ def make_block_tables(
         num_blocks: number of blocks in the pool that all groups share, including the null block.
         num_computed: the batch's column, int32 ``[max_rows]``.
         kernel_block_size: as in ``BlockTable``.
+        transfer: as in ``MultiGroupBlockTable``.
 
     Raises:
         ValueError: ``kernel_block_size`` does not divide a group's block size.
@@ -142,4 +145,4 @@ def make_block_tables(
         )
         for group in groups
     ]
-    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed))
+    return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed), transfer)

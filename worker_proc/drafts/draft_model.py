@@ -60,7 +60,8 @@ class DraftModelProposer:
         max_rows, max_len = batch.tokens.data.shape
         self._max_len = min(max_len, draft.model.config.max_position)
         table = BlockTable(draft.block_size, max_rows, max_len, draft.num_blocks, device)
-        self._tables = MultiGroupBlockTable([table])
+        self._transfer = Transfer(device)
+        self._tables = MultiGroupBlockTable([table], transfer=self._transfer)
         self._table = table
         self._free = list(range(1, draft.num_blocks))[::-1]
         self._num_cached = np.zeros(max_rows, np.int64)
@@ -68,7 +69,6 @@ class DraftModelProposer:
         self._drafts = np.zeros((max_rows, max_drafts), np.int64)
         self._num_drafts = np.zeros(max_rows, np.int64)
         self._drafted_from = np.zeros(max_rows, np.int64)
-        self._transfer = Transfer(device)
         config = draft.model.config
         sources = [config.cache_source(layer) for layer in range(config.num_layers)]
         self._windows = [config.window(source) for source in sources]
@@ -92,7 +92,7 @@ class DraftModelProposer:
         there = np.flatnonzero(self._num_cached[rows] == known)
         if not len(there):
             return {}
-        ends = torch.from_numpy(np.cumsum(counts)[there] - 1).to(hidden.device)
+        (ends,) = self._transfer(np.cumsum(counts)[there] - 1)
         return self._decode(rows[there], limits[there], known[there], self._draft.model.logits(hidden[ends]))
 
     def _allowed(self, wanted: Mapping[int, int]) -> tuple[Ints, Ints]:
@@ -147,7 +147,7 @@ class DraftModelProposer:
             active = np.flatnonzero(limits > step)
             tokens = drafts[-1][1]
             if len(active) < len(rows):
-                tokens = tokens[torch.from_numpy(active).to(tokens.device)]
+                tokens = tokens[self._transfer(active)[0]]
                 rows, limits, known = rows[active], limits[active], known[active]
             hidden = self._forward(rows, known + step - 1, np.ones(len(rows), np.int64), tokens)
             drafts.append((rows, self.sampler.sample(self._draft.model.logits(hidden), rows, step)))
@@ -181,14 +181,20 @@ class DraftModelProposer:
             ids = self._batch.tokens.data[token_rows, positions].astype(np.int64)
         starts_of_rows = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
         slots = self._table.slots(token_rows, positions)
+        self._transfer.collect()
         sent = self._transfer(starts_of_rows, seq_lens, positions, slots, ids)
-        table = self._table.rows(rows, int(seq_lens.max()))
+        table = self._table.rows(rows, int(seq_lens.max()), self._transfer)
         plans = {
             window: self._draft.backend.plan(
-                StepBatch(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._draft.block_size, window)
+                StepBatch(
+                    *(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._draft.block_size, window),
+                    layer_shapes=(self._draft.model.attention_shape(0),),
+                    send=self._transfer,
+                )
             )
             for window in dict.fromkeys(self._windows)
         }
+        self._transfer.send()
         layer_plans = [plans[window] for window in self._windows]
         input_ids = sent[4] if tokens is None else tokens
         hidden: torch.Tensor = self._draft.model(

@@ -19,7 +19,7 @@ class DraftSampler:
     def __init__(self, batch: InputBatch, device: torch.device, *, keeps: bool) -> None:
         self._batch = batch
         self._draw = make_draw(batch, device)
-        self._transfer = Transfer(device)
+        self.transfer = Transfer(device)
         self._keeps = keeps
         self._kept: list[tuple[Ints, torch.Tensor]] = []
 
@@ -35,11 +35,12 @@ class DraftSampler:
             logits: float32 ``[len(rows), vocab]``.
         """
         positions = SampledPositions(rows, np.full(len(rows), offset), np.full(len(rows), -1))
+        self._draw.prepare(positions)
         tokens, _ = self._draw.draw(logits, positions)
         if self._keeps:
             batch = self._batch
             columns = (batch.temperature[rows], batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
-            drawn_from = sampled_logits(logits, *self._transfer(*columns))
+            drawn_from = sampled_logits(logits, *self.transfer(*columns))
             self._kept.append((rows, torch.softmax(drawn_from, dim=-1)))
         return tokens
 
@@ -49,4 +50,4 @@ class DraftSampler:
         ``rows``: ascending; all have that draft, and none is greedy.
         """
         kept_rows, probabilities = self._kept[offset]
-        return probabilities[self._transfer(np.searchsorted(kept_rows, rows))[0]]
+        return probabilities[self.transfer(np.searchsorted(kept_rows, rows))[0]]

@@ -48,16 +48,11 @@ class RejectionSampler:
         verified = (positions.drafts >= 0) & (batch.temperature[rows] > 0)
         for offset in np.unique(positions.offsets[verified]).tolist():
             at = np.flatnonzero(verified & (positions.offsets == offset))
-            there = torch.from_numpy(at).to(tokens.device)
             seeds, token_positions = batch.seed[rows[at]], batch.num_known[rows[at]] + offset
             accepts, redraws = uniform(seeds ^ _ACCEPTS, token_positions), uniform(seeds ^ _REDRAWS, token_positions)
-            tokens[there] = _accept_or_redraw(
-                probabilities[there],
-                self._drafts.probabilities(rows[at], offset),
-                torch.from_numpy(positions.drafts[at]).to(tokens.device),
-                torch.from_numpy(accepts).to(tokens.device),
-                torch.from_numpy(redraws).to(tokens.device),
-            )
+            there, drafts, *noise = self._drafts.transfer(at, positions.drafts[at], accepts, redraws)
+            q = self._drafts.probabilities(rows[at], offset)
+            tokens[there] = _accept_or_redraw(probabilities[there], q, drafts, *noise)
         return tokens
 
 

@@ -67,13 +67,14 @@ class RowColumns:
             column[:n] = values[:n]
         self._host[1][n:] = -1
         (sent,) = self._transfer(np.concatenate([column.view(np.uint8) for column in self._host]))
-        self._bytes.copy_(sent)
+        self._transfer.then(lambda: self._bytes.copy_(sent))
 
 
 class DecodeStep:
     """Owns the inputs and outputs of a decode step, in the same memory for every step. Other state is shared.
 
     Attributes:
+        output: the memory of ``sampled`` and ``bad``, for one copy to the host.
         sampled: int64 ``[max_rows]``: the tokens of the last step that was sampled here.
         bad: bool ``[max_rows]``: whether the logits of each row were not finite.
     """
@@ -96,8 +97,9 @@ class DecodeStep:
         device, max_rows = last_sampled.device, len(last_sampled)
         self.max_rows = max_rows
         self.columns = RowColumns(max_rows, transfer, device)
-        self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.bad = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self.output = torch.zeros(9 * max_rows, dtype=torch.uint8, device=device)
+        self.sampled = self.output[: 8 * max_rows].view(torch.int64)
+        self.bad = self.output[8 * max_rows :].view(torch.bool)
         self._inputs = DecodeInputs.empty(max_rows, len(groups), device)
 
     def forward(self, size: int) -> torch.Tensor:

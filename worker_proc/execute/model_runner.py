@@ -12,18 +12,19 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
-from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
+from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
+from quire.worker_proc.batch.step_inputs import prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.execute.decode_graphs import DecodeGraphs
 from quire.worker_proc.execute.decode_step import DecodeStep
+from quire.worker_proc.execute.device_inputs import InputSender
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.pending_result import (
     HostCopies,
@@ -32,13 +33,14 @@ from quire.worker_proc.execute.pending_result import (
     PendingResult,
     SampledResult,
     StepClock,
+    result_tensors,
 )
 from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.processors import output_readers
-from quire.worker_proc.sampling.prompt_logprobs import prompt_logprobs
+from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
@@ -68,18 +70,19 @@ class ModelRunner:
             draft: the draft model, if the proposer uses one.
         """
         self._device = device
+        self._transfer = Transfer(device)
         self._model = model
         self._backend = backend
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, output_readers(config))
         self.tables = make_block_tables(
-            layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device
+            layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device, transfer=self._transfer
         )
         self.batch.register(self.tables)
         self._diffs = DiffCheck(self.batch, self.tables, config)
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
-        self.sampler = Sampler(self.batch, config, device)
+        self.sampler = Sampler(self.batch, config, device, transfer=self._transfer)
         self.history = TokenHistory(self.batch)
         self._proposer = make_proposer(config, self.batch, device, draft)
         self._rejection = make_rejection(config, self.batch, self._proposer)
@@ -87,7 +90,6 @@ class ModelRunner:
         self._step = 0
         self._sampling_handles = HANDLES_UNSENT
         self._groups = layout.groups
-        self._transfer = Transfer(device)
         self._copies = HostCopies(device)
         self._dropped: set[int] = set()
         group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
@@ -95,6 +97,10 @@ class ModelRunner:
         self._group_of_layer = [group_of[source] for source in sources]
         caches = allocate_kv_caches(layout, num_blocks, layout.num_kv_heads, backend, device)
         self._kv_caches = [caches[source] for source in sources]
+        shapes = [
+            tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
+        ]
+        self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
         self.steady = self._make_steady(config)
 
     def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
@@ -191,14 +197,11 @@ class ModelRunner:
         )
 
     def _launch(self, step: SchedulerOutput, began: float) -> LaunchedStep:
+        self._transfer.collect()
         self._apply(step)
         if self.steady is not None:
             if self.steady.enter(step):
-                positions = SampledPositions.one_per_row(np.arange(self.batch.num_rows))
-                sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
-                output = self.steady.launch(sampling=sampling)
-                sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
-                return LaunchedStep(step.step, began, positions, None, logits, sampled, steady=True)
+                return self._launch_steady(step, began)
             self.steady.leave()
         proposals = None
         if step.drafts and self._proposer is not None:
@@ -206,13 +209,34 @@ class ModelRunner:
             wanted = {self.batch.row(handle): count for handle, count in step.drafts}
             proposals = self._proposer.propose(wanted)
         inputs = prepare_inputs(self.batch, step, proposals)
-        hidden = self._forward(inputs)
+        sent, positions = self._inputs.of(inputs), inputs.sampled
+        plans = [self._backend.plan(batch) for batch in sent.batches]
+        self._prepare_sampling(positions)
+        prompt = PromptTargets.of(inputs, self.batch, self._transfer)
+        self._transfer.send()
+        layer_plans = [plans[group] for group in self._group_of_layer]
+        hidden = self._model(sent.token_ids, sent.positions, self._kv_caches, layer_plans, self._backend)
         logits = None
-        if len(inputs.sampling):
-            places = inputs.sampled_tokens
-            logits = self._model.logits(hidden if len(places) == len(hidden) else hidden[self._index(places)])
-        prompt_rows = prompt_logprobs(self._model, hidden, inputs, self.batch)
-        return LaunchedStep(step.step, began, inputs.sampled, inputs, logits, prompt_rows=prompt_rows)
+        if len(positions):
+            logits = self._model.logits(hidden if sent.sampled_tokens is None else hidden[sent.sampled_tokens])
+        prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
+        return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows)
+
+    def _launch_steady(self, step: SchedulerOutput, began: float) -> LaunchedStep:
+        assert self.steady is not None
+        positions = SampledPositions.one_per_row(np.arange(self.batch.num_rows))
+        sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
+        if not sampling:
+            self._prepare_sampling(positions)
+        self._transfer.send()
+        output = self.steady.launch(sampling=sampling)
+        sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
+        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True)
+
+    def _prepare_sampling(self, positions: SampledPositions) -> None:
+        """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""
+        if len(positions) and not self.sampler.needs_history:
+            self.sampler.prepare(positions)
 
     def _finish(self, launched: LaunchedStep, inputs: SampleInputs | None) -> PendingResult:
         positions, sampled = launched.positions, launched.sampled
@@ -220,6 +244,9 @@ class ModelRunner:
         if launched.logits is not None:
             if self.sampler.needs_history:
                 self.history.catch_up()
+                self._transfer.collect()
+                self.sampler.prepare(positions)
+                self._transfer.send()
             choose = None if self._rejection is None else self._rejection.chooser(positions)
             sampled = self.sampler.sample(launched.logits, positions, masks, choose)
         if sampled is not None and launched.steady and launched.sampled is None:
@@ -288,46 +315,7 @@ class ModelRunner:
             self.tables.add_row(row, np.split(step.block_ids[start : ends[-1]], ends[:-1] - start))
             start = int(ends[-1])
 
-    # ---- prepare inputs
-
-    def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, list[StepBatch]]:
-        """Return token ids, positions, and attention's inputs per KV group, sent in one copy to the device."""
-        tokens = self.batch.tokens
-        on_host = inputs.positions < tokens.length[inputs.token_rows]
-        if inputs.drafts is not None:
-            on_host[:] = True  # draft tokens are stored after the known tokens, all of which the host has
-        ids = tokens.data[inputs.token_rows, np.where(on_host, inputs.positions, 0)].astype(np.int64)
-        sampled = np.flatnonzero(~on_host)
-        slots = [table.slots(inputs.token_rows, inputs.positions) for table in self.tables.tables]
-        # A token that the host does not have is the row's last sampled one, which may exist only on the device.
-        arrays = (inputs.query_start_loc, inputs.seq_lens, inputs.positions, ids, sampled, inputs.token_rows[sampled])
-        starts, lens, positions, token_ids, places, rows, *group_slots = self._transfer(*arrays, *slots)
-        if len(sampled):
-            token_ids[places] = self.last_sampled[rows]
-        longest = int(inputs.seq_lens.max())
-        batches = [
-            StepBatch(
-                query_start_loc=starts,
-                seq_lens=lens,
-                block_table=table.rows(inputs.rows, longest),
-                slot_mapping=own,
-                query_lens_cpu=inputs.query_lens,
-                seq_lens_cpu=inputs.seq_lens,
-                block_size=table.block_size,
-                window=group.sliding_window,
-            )
-            for table, group, own in zip(self.tables.tables, self._groups, group_slots, strict=True)
-        ]
-        return token_ids, positions, batches
-
-    # ---- run, advance
-
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        token_ids, positions, batches = self._to_device(inputs)
-        plans = [self._backend.plan(batch) for batch in batches]
-        layer_plans = [plans[group] for group in self._group_of_layer]
-        hidden: torch.Tensor = self._model(token_ids, positions, self._kv_caches, layer_plans, self._backend)
-        return hidden
+    # ---- advance
 
     def _advance(self, launched: LaunchedStep, sampled: Sampled | None) -> PendingResult:
         """Advance the rows by their computed and accepted tokens."""
@@ -337,22 +325,24 @@ class ModelRunner:
             batch.num_computed[inputs.rows] += inputs.query_lens
         else:
             batch.num_computed[rows] += 1
+        tensors = result_tensors(sampled, launched.prompt_rows)
         if sampled is None:
             handles = self._changed_handles(batch.handles[rows].copy())
-            return NothingSampled(launched.step, handles, launched.prompt_rows)
+            copy = self._copies.start(tensors) if tensors else None
+            return NothingSampled(launched.step, handles, launched.prompt_rows, copy)
+        if launched.sampled_rows is not None and not positions.any_drafts:
+            self.last_sampled[launched.sampled_rows] = sampled.tokens
+        whole = self.steady.graphs.step.output if self.steady is not None and launched.sampled is not None else None
+        copy = self._copies.start(tensors, whole)
         if positions.any_drafts:
-            return self._advance_by_drafts(launched, sampled)
-        if inputs is not None:
-            self.last_sampled[self._index(rows)] = sampled.tokens
-        copy = self._copies.start(sampled.tokens, sampled.bad)
+            return self._advance_by_drafts(launched, sampled, copy)
         self.history.sampled(rows, copy)
         batch.num_known[rows] += 1
         return self._result(launched, sampled, rows, copy, None)
 
-    def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled) -> PendingResult:
+    def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled, copy: HostCopy) -> PendingResult:
         """Advance rows with draft tokens; waits for the device, because the next step needs the accepted counts."""
         batch, positions = self.batch, launched.positions
-        copy = self._copies.start(sampled.tokens, sampled.bad)
         tokens = copy.arrays()[0][: len(positions)]
         accepted = accept_drafts(tokens, positions)
         rows = positions.rows[positions.offsets == 0]
@@ -361,8 +351,6 @@ class ModelRunner:
         own = np.split(tokens[accepted.kept], np.cumsum(accepted.counts)[:-1])
         for row, new in zip(rows.tolist(), own, strict=True):
             self.history.extend(row, new.tolist())
-        last = accepted.kept[np.cumsum(accepted.counts) - 1]
-        self.last_sampled[self._index(rows)] = sampled.tokens[self._index(last)]
         return self._result(launched, sampled, rows, copy, accepted)
 
     def _result(
@@ -378,9 +366,6 @@ class ModelRunner:
         changed = not np.array_equal(row_handles, self._sampling_handles)
         self._sampling_handles = row_handles
         return row_handles if changed else None
-
-    def _index(self, array: Ints) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     def check(self) -> None:
         """Raise AssertionError unless rows and tables are consistent and every computed position has a block."""

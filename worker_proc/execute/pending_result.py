@@ -2,15 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.common.logits import TopLogprobs
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
@@ -25,6 +24,10 @@ class PendingResult(Protocol):
     @property
     def ready(self) -> bool:
         """Whether ``result`` returns without waiting."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the device, without the GIL."""
         ...
 
     def result(self) -> ModelRunnerOutput:
@@ -48,19 +51,28 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class NothingSampled:
-    """Result of a step without sampled tokens, or of one that was not computed (``failure`` is the reason)."""
+    """Result of a step without sampled tokens, or of one that was not computed (``failure`` is the reason).
+
+    ``copy``: copy of the tensors of ``prompt_rows``.
+    """
 
     step: int
     handles: npt.NDArray[np.int32] | None = None
     prompt_rows: PromptRows | None = None
+    copy: "HostCopy | None" = None
     failure: str = ""
 
     @property
     def ready(self) -> bool:
-        return True
+        return self.copy is None or self.copy.ready
+
+    def wait(self) -> None:
+        if self.copy is not None:
+            self.copy.wait()
 
     def result(self) -> ModelRunnerOutput:
-        prompts = _prompt_logprobs(self.prompt_rows)
+        arrays = [] if self.copy is None else self.copy.arrays()
+        prompts = _prompt_logprobs(self.prompt_rows, arrays)
         return ModelRunnerOutput(self.step, handles=self.handles, failure=self.failure, prompt_logprobs=prompts)
 
 
@@ -71,7 +83,7 @@ class SampledResult:
     Attributes:
         handles: as in ``ModelRunnerOutput``: None if they are the same as in the previous result.
         row_handles: handles of the sampled rows, never None.
-        copy: copy of ``sampled.tokens`` and ``sampled.bad``, in this order.
+        copy: copy of ``result_tensors(sampled, prompt_rows)``.
         end: ends the step in ``StepClock`` and returns its seconds.
         accepted: accepted draft tokens; None for a step without drafts.
     """
@@ -89,8 +101,11 @@ class SampledResult:
     def ready(self) -> bool:
         return self.copy.ready
 
+    def wait(self) -> None:
+        self.copy.wait()
+
     def result(self) -> ModelRunnerOutput:
-        tokens, bad = self.copy.arrays()
+        tokens, bad, *rest = self.copy.arrays()
         seconds = self.end()
         accepted = self.accepted
         kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
@@ -105,11 +120,11 @@ class SampledResult:
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
-            logprobs=self.sent_logprobs(kept),
-            prompt_logprobs=_prompt_logprobs(self.prompt_rows),
+            logprobs=self._sent_logprobs(kept, rest),
+            prompt_logprobs=_prompt_logprobs(self.prompt_rows, rest),
         )
 
-    def sent_logprobs(self, kept: Ints) -> Logprobs | None:
+    def _sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
         """Return the log probabilities of the tokens in ``kept``, each with its token's index in the result message."""
         sampled = self.sampled.logprobs
         if sampled is None:
@@ -119,23 +134,34 @@ class SampledResult:
         at = np.array(sampled.at, np.int64)
         rows = np.where(at < len(token_of), token_of[np.minimum(at, len(token_of) - 1)], -1)
         picked = np.flatnonzero(rows >= 0)
-        return Logprobs(rows[picked].tolist(), _on_host(sampled.logprobs).take(picked))
+        return Logprobs(rows[picked].tolist(), _arrays(arrays[:3]).take(picked))
 
 
-def _prompt_logprobs(rows: PromptRows | None) -> PromptLogprobs | None:
-    return None if rows is None else PromptLogprobs(rows.handles, rows.starts, rows.counts, _on_host(rows.logprobs))
+def result_tensors(sampled: Sampled | None, prompt_rows: PromptRows | None) -> list[torch.Tensor]:
+    """Return what the host needs of a step: tokens, bad, then log probabilities of tokens and of prompt tokens."""
+    tensors = [] if sampled is None else [sampled.tokens, sampled.bad]
+    of_tokens = None if sampled is None or sampled.logprobs is None else sampled.logprobs.logprobs
+    of_prompts = None if prompt_rows is None else prompt_rows.logprobs
+    for logprobs in (of_tokens, of_prompts):
+        if logprobs is not None:
+            tensors += [logprobs.token_ids, logprobs.ranks, logprobs.values]
+    return tensors
 
 
-def _on_host(logprobs: TopLogprobs) -> LogprobArrays:
-    """Copy log probabilities to the host; waits for the device."""
-    token_ids, ranks = (tensor.cpu().numpy().astype(np.int32) for tensor in (logprobs.token_ids, logprobs.ranks))
-    return LogprobArrays.of(token_ids, logprobs.values.cpu().numpy(), ranks)
+def _prompt_logprobs(rows: PromptRows | None, arrays: list[npt.NDArray[Any]]) -> PromptLogprobs | None:
+    """Return the message part of prompt log probabilities, which are the last of the copied ``arrays``."""
+    return None if rows is None else PromptLogprobs(rows.handles, rows.starts, rows.counts, _arrays(arrays[-3:]))
+
+
+def _arrays(copied: list[npt.NDArray[Any]]) -> LogprobArrays:
+    token_ids, ranks, values = copied
+    return LogprobArrays.of(token_ids.astype(np.int32), values.copy(), ranks.astype(np.int32))
 
 
 class HostCopy:
     """Tensors being copied to the host; on a CPU the tensors themselves."""
 
-    def __init__(self, tensors: list[torch.Tensor], copied: "torch.cuda.Event | None") -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], copied: "torch.cuda.Event | None") -> None:
         self._tensors = tensors
         self._copied = copied
 
@@ -143,10 +169,14 @@ class HostCopy:
     def ready(self) -> bool:
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
-    def arrays(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device and return the arrays, which are valid until three more copies start."""
+    def wait(self) -> None:
+        """Wait for the device."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Wait for the device and return the arrays, which are valid until three more copies start."""
+        self.wait()
         return [tensor.numpy() for tensor in self._tensors]
 
 
@@ -162,39 +192,46 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._pinned: deque[list[torch.Tensor]] = deque(maxlen=self._NUM_BUFFERS)
+        self._pinned: deque[torch.Tensor] = deque(maxlen=self._NUM_BUFFERS)
         self._last: torch.cuda.Event | None = None
 
-    def start(self, *tensors: torch.Tensor) -> HostCopy:
-        """Start a copy that runs after the kernels that compute ``tensors``, and keeps their memory until it ends."""
+    def start(self, tensors: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> HostCopy:
+        """Start one copy that runs after the kernels that compute ``tensors``, and keeps their memory until it ends.
+
+        Args:
+            memory: uint8 memory that all tensors are views of, which is copied whole; None: they are gathered first.
+        """
         if self._stream is None:
-            return HostCopy(list(tensors), None)
-        pinned = self._take(tensors)
+            return HostCopy(tensors, None)
+        if memory is None:
+            # Larger elements first, so that all are aligned.
+            order = sorted(tensors, key=lambda tensor: -tensor.element_size())
+            memory = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in order])
+            ends = np.cumsum([tensor.nbytes for tensor in order]).tolist()
+            at = {id(tensor): end - tensor.nbytes for tensor, end in zip(order, ends, strict=True)}
+        else:
+            start = memory.data_ptr()
+            at = {id(tensor): tensor.data_ptr() - start for tensor in tensors}
+        pinned = self._take(len(memory))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for target, tensor in zip(pinned, tensors, strict=True):
-                target.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pinned.copy_(memory, non_blocking=True)
+            memory.record_stream(self._stream)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._last = copied
-        return HostCopy(pinned, copied)
+        parts = [pinned[at[id(tensor)] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor in tensors]
+        return HostCopy(parts, copied)
 
     def before_next(self) -> None:
         """Make kernels launched after this call wait for the copies started so far."""
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 
-    def _take(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """Return pinned memory of these shapes; the oldest of four buffers is reused, at most three are in use."""
-        if len(self._pinned) == self._NUM_BUFFERS:
-            oldest = self._pinned.popleft()
-            fits = len(oldest) == len(tensors) and all(
-                p.dtype == t.dtype and p.numel() >= t.numel() for p, t in zip(oldest, tensors, strict=True)
-            )
-            if fits:
-                self._pinned.append(oldest)
-                return [p[: t.numel()].view(t.shape) for p, t in zip(oldest, tensors, strict=True)]
-        new = [torch.empty(max(t.numel(), 1), dtype=t.dtype, pin_memory=True) for t in tensors]
-        self._pinned.append(new)
-        return [p[: t.numel()].view(t.shape) for p, t in zip(new, tensors, strict=True)]
+    def _take(self, size: int) -> torch.Tensor:
+        """Return pinned memory of ``size`` bytes; the oldest of four buffers is reused, at most three are in use."""
+        oldest = self._pinned.popleft() if len(self._pinned) == self._NUM_BUFFERS else None
+        if oldest is None or len(oldest) < size:
+            oldest = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+        self._pinned.append(oldest)
+        return oldest[:size]

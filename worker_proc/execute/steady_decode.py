@@ -72,7 +72,7 @@ class SteadyDecode:
         if len(admitted):
             tokens = batch.tokens.data[admitted, batch.num_computed[admitted]].astype(np.int64)
             rows, ids = self._transfer(admitted, tokens)
-            self._last_sampled[rows] = ids
+            self._transfer.then(lambda: self._last_sampled.index_copy_(0, rows, ids))
 
     def _require_new_blocks(self) -> None:
         """Check the rows whose next token starts a block; the others cannot lack one."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionBackend, Rotary
@@ -82,6 +83,12 @@ class Decoder(torch.nn.Module):
     def num_kv_heads(self) -> int:
         """KV heads in this rank's KV caches."""
         return self._layer(0).attention.heads.num_kv_heads
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """Return the heads and dtype of a layer's queries on this rank."""
+        attention = self._layer(layer).attention
+        heads = attention.heads
+        return AttentionShape(heads.num_heads, heads.num_kv_heads, self.config.head_dim, self.build.activation_dtype)
 
     def forward(
         self,

@@ -24,6 +24,10 @@ from quire.worker_proc.sampling.noise import uniform
 class Draw(Protocol):
     """Draws tokens with the batch's sampling columns. The noise is a function of each row's seed and position."""
 
+    def prepare(self, positions: SampledPositions) -> None:
+        """Send to the device what ``draw`` needs for these positions. Call it before each ``draw``."""
+        ...
+
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +48,13 @@ class Draw(Protocol):
         ...
 
 
-def make_draw(batch: InputBatch, device: torch.device) -> Draw:
+def make_draw(batch: InputBatch, device: torch.device, transfer: Transfer | None = None) -> Draw:
+    """
+    Args:
+        transfer: sends arrays to the device; None: one of its own.
+    """
     if device.type != "cpu":
-        return TritonDraw(batch, device)
+        return TritonDraw(batch, transfer or Transfer(device))
     native = load_native()
     return TorchDraw(batch) if native is None else NativeDraw(batch, native)
 
@@ -65,6 +73,9 @@ class NativeDraw:
         batch = self._batch
         columns = (batch.seed, batch.num_known, temperature, batch.top_k, batch.top_p, batch.min_p)
         return SamplingColumns(*(torch.from_numpy(column) for column in columns))
+
+    def prepare(self, positions: SampledPositions) -> None:
+        pass
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
@@ -124,8 +135,8 @@ class RowParameters:
 class ParameterCache:
     """Cache of the last step's ``RowParameters``: rows that are sampled again are not gathered again."""
 
-    def __init__(self, batch: InputBatch, device: torch.device) -> None:
-        self._batch, self.transfer = batch, Transfer(device)
+    def __init__(self, batch: InputBatch, transfer: Transfer) -> None:
+        self._batch, self._transfer = batch, transfer
         self._kept: RowParameters | None = None
 
     def clear(self) -> None:
@@ -133,7 +144,7 @@ class ParameterCache:
 
     def get(self, rows: Ints) -> RowParameters:
         if self._kept is None or not np.array_equal(self._kept.rows, rows):
-            self._kept = RowParameters.of(self._batch, rows, self.transfer)
+            self._kept = RowParameters.of(self._batch, rows, self._transfer)
         return self._kept
 
 
@@ -142,7 +153,10 @@ class TorchDraw:
 
     def __init__(self, batch: InputBatch) -> None:
         self._batch = batch
-        self._parameters = ParameterCache(batch, torch.device("cpu"))
+        self._parameters = ParameterCache(batch, Transfer(torch.device("cpu")))
+
+    def prepare(self, positions: SampledPositions) -> None:
+        pass
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
@@ -174,19 +188,22 @@ class TritonDraw:
     A step transfers its token positions, and the sampling columns only if its rows changed.
     """
 
-    def __init__(self, batch: InputBatch, device: torch.device) -> None:
-        self._batch = batch
-        self._parameters = ParameterCache(batch, device)
+    def __init__(self, batch: InputBatch, transfer: Transfer) -> None:
+        self._batch, self._transfer = batch, transfer
+        self._parameters = ParameterCache(batch, transfer)
+
+    def prepare(self, positions: SampledPositions) -> None:
+        self._parameters.get(positions.rows)
+        (self._at,) = self._transfer(self._batch.num_known[positions.rows] + positions.offsets)
 
     def draw(
         self, logits: torch.Tensor, positions: SampledPositions, *, is_scaled: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parameters = self._parameters.get(positions.rows)
-        (token_positions,) = self._parameters.transfer(self._batch.num_known[positions.rows] + positions.offsets)
         statistics = row_statistics(logits)
         tokens = sample(
             logits,
-            uniform_on_device(parameters.seeds, token_positions),
+            uniform_on_device(parameters.seeds, self._at),
             parameters.ones if is_scaled else parameters.temperature,
             *parameters.cuts(),
             any_top_k=parameters.any_top_k,

@@ -23,6 +23,7 @@ from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.allowed_token_ids import AllowedTokenIds
 from quire.worker_proc.sampling.builtin.bad_words import BadWords
@@ -63,11 +64,20 @@ class LogitsProcessors:
     waits for the device first. Lengths and counts are known without waiting.
     """
 
-    def __init__(self, config: EngineConfig, batch: InputBatch, device: torch.device) -> None:
-        """Raises ConfigError if a plugin cannot be loaded or constructed."""
+    def __init__(
+        self, config: EngineConfig, batch: InputBatch, device: torch.device, transfer: Transfer | None = None
+    ) -> None:
+        """
+        Args:
+            transfer: sends arrays to the device; None: one of its own.
+
+        Raises:
+            ConfigError: a plugin cannot be loaded or constructed.
+        """
         self._batch = batch
         self._vocab_size = config.model.vocab_size
-        made = (config, device, device.type == "cuda")
+        self._transfer = transfer or Transfer(device)
+        made = (config, device, device.type == "cuda", self._transfer)
         self._bias = LogitBias(*made)
         self._penalties = Penalties(*made, text_of=self._text_of)
         self._allowed = AllowedTokenIds(*made)
@@ -121,6 +131,12 @@ class LogitsProcessors:
             processor.reset()
         self._plugins.reset()
 
+    def prepare(self, positions: SampledPositions) -> None:
+        """Send to the device what ``apply`` needs for these positions. Call it before each ``apply``."""
+        for processor in self._builtin:
+            if processor.active:
+                processor.prepare(positions)
+
     def apply(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None) -> Failures:
         """Edit contiguous float32 ``[len(positions), vocab_size]`` in place.
 
@@ -133,7 +149,7 @@ class LogitsProcessors:
         if masks is None and not self.active:
             return []
         plugins = self._plugins.non_argmax_invariant
-        bad_words, min_tokens = self._bad_words.bans(positions), self._min_tokens.bans(positions)
+        bad_words, min_tokens = self._bad_words.banned, self._min_tokens.banned
         usable, blocked = None, []
         if plugins:
             usable = _finite(logits)
@@ -149,11 +165,11 @@ class LogitsProcessors:
         self._min_tokens.ban(logits, min_tokens)
         failed = self._plugins.apply(plugins, logits, positions) if plugins else {}
         if masks is not None:
-            masks.apply(logits)
+            masks.apply(logits, self._transfer)
         forced = NO_INTS
         if self._thinking.active:
-            forced, tokens = self._thinking.forced(positions)
-            self._thinking.force(logits, forced, tokens)
+            forced = self._thinking.places
+            self._thinking.force(logits)
         if usable is not None:
             blocked = _nothing_left(logits, usable)
         failed = dict.fromkeys(set(blocked) - set(forced.tolist()), NOTHING_ALLOWED) | failed

@@ -8,6 +8,7 @@ import torch
 from quire.kernels.common.logits import TopLogprobs
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.logprobs import token_logprobs
 
@@ -29,37 +30,59 @@ class PromptRows:
     logprobs: TopLogprobs
 
 
-def prompt_logprobs(model: Decoder, hidden: torch.Tensor, inputs: StepInputs, batch: InputBatch) -> PromptRows | None:
-    """Compute the log probability of each prompt token whose predecessor is in ``inputs``; None if none is wanted.
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """The prompt tokens of a step whose log probabilities are wanted.
 
-    Args:
-        hidden: ``[num_tokens, hidden_size]``, of all tokens of the step.
+    Attributes:
+        handles, starts, counts: as in ``PromptRows``.
+        index: int64 ``[n]`` on the device: index among the step's tokens of each one's predecessor.
+        tokens: int64 ``[n]`` on the device: their ids.
+        num_best: most likely tokens per position.
     """
-    asking = batch.num_prompt_logprobs[inputs.rows] >= 0
-    if not asking.any():
-        return None
-    following = inputs.positions + 1
-    rows = inputs.token_rows
-    wanted = (batch.num_prompt_logprobs[rows] >= 0) & (following < batch.num_prompt[rows])
-    places = np.flatnonzero(wanted)
-    if not len(places):
-        return None
-    own_rows, own_positions = rows[places], following[places]
-    targets = torch.from_numpy(batch.tokens.data[own_rows, own_positions].astype(np.int64)).to(hidden.device)
-    num_best = int(batch.num_prompt_logprobs[own_rows].max())
-    index = torch.from_numpy(places).to(hidden.device)
-    parts = [
-        token_logprobs(model.logits(hidden[index[at : at + SLICE]]), targets[at : at + SLICE], num_best)
-        for at in range(0, len(places), SLICE)
-    ]
-    begins = np.flatnonzero(np.diff(own_rows, prepend=-1))
-    return PromptRows(
-        handles=batch.handles[own_rows[begins]].tolist(),
-        starts=own_positions[begins].tolist(),
-        counts=np.diff(np.append(begins, len(own_rows))).tolist(),
-        logprobs=TopLogprobs(
+
+    handles: list[int]
+    starts: list[int]
+    counts: list[int]
+    index: torch.Tensor
+    tokens: torch.Tensor
+    num_best: int
+
+    @classmethod
+    def of(cls, inputs: StepInputs, batch: InputBatch, transfer: Transfer) -> "PromptTargets | None":
+        """Find the prompt tokens whose predecessor is in ``inputs``; None if none is wanted."""
+        asking = batch.num_prompt_logprobs[inputs.rows] >= 0
+        if not asking.any():
+            return None
+        following = inputs.positions + 1
+        rows = inputs.token_rows
+        wanted = (batch.num_prompt_logprobs[rows] >= 0) & (following < batch.num_prompt[rows])
+        places = np.flatnonzero(wanted)
+        if not len(places):
+            return None
+        own_rows, own_positions = rows[places], following[places]
+        begins = np.flatnonzero(np.diff(own_rows, prepend=-1))
+        index, tokens = transfer(places, batch.tokens.data[own_rows, own_positions].astype(np.int64))
+        return cls(
+            handles=batch.handles[own_rows[begins]].tolist(),
+            starts=own_positions[begins].tolist(),
+            counts=np.diff(np.append(begins, len(own_rows))).tolist(),
+            index=index,
+            tokens=tokens,
+            num_best=int(batch.num_prompt_logprobs[own_rows].max()),
+        )
+
+    def logprobs(self, model: Decoder, hidden: torch.Tensor) -> PromptRows:
+        """Compute the log probabilities. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
+        parts = [
+            token_logprobs(
+                model.logits(hidden[self.index[at : at + SLICE]]), self.tokens[at : at + SLICE], self.num_best
+            )
+            for at in range(0, len(self.index), SLICE)
+        ]
+        joined = TopLogprobs(
             torch.cat([part.token_ids for part in parts]),
             torch.cat([part.values for part in parts]),
             torch.cat([part.ranks for part in parts]),
-        ),
-    )
+        )
+        return PromptRows(self.handles, self.starts, self.counts, joined)

@@ -6,8 +6,10 @@ Sampling inverts the cumulative distribution with one uniform number per token (
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.common.logits import TopLogprobs
@@ -71,14 +73,28 @@ class Sampler:
         processors: the logits processors.
     """
 
-    def __init__(self, batch: InputBatch, config: EngineConfig, device: torch.device, draw: Draw | None = None) -> None:
-        """``draw`` replaces the device's default."""
+    def __init__(
+        self,
+        batch: InputBatch,
+        config: EngineConfig,
+        device: torch.device,
+        draw: Draw | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """
+        Args:
+            draw: replaces the device's default.
+            transfer: sends arrays to the device; None: one of its own.
+        """
         self._batch = batch
         self._raw_logprobs = config.logprobs_mode == "raw_logprobs"
-        self._transfer = Transfer(device)
-        self._draw = make_draw(batch, device) if draw is None else draw
-        self.processors = LogitsProcessors(config, batch, device)
+        self._transfer = transfer or Transfer(device)
+        self._draw = make_draw(batch, device, self._transfer) if draw is None else draw
+        self.processors = LogitsProcessors(config, batch, device, self._transfer)
         self._used: _UsedFeatures | None = None
+        self._prepared_for: SampledPositions | None = None
+        self._wanted: _LogprobPositions | None = None
+        self._scaled: _ScaledPositions | None = None
 
     @property
     def needs_history(self) -> bool:
@@ -109,6 +125,18 @@ class Sampler:
             asked = _UsedFeatures.of(self._batch, rows)
         return not asked.cuts and not asked.logprobs
 
+    def prepare(self, positions: SampledPositions) -> None:
+        """Send to the device what ``sample`` needs for these positions; otherwise ``sample`` does it.
+
+        If ``needs_history``, the batch's output lists must be complete.
+        """
+        self._prepared_for = positions
+        if self.processors.active:
+            self.processors.prepare(positions)
+        self._wanted = self._logprob_positions(positions)
+        self._scaled = self._scaled_positions(positions) if self.processors.has_argmax_invariant else None
+        self._draw.prepare(positions)
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -123,22 +151,24 @@ class Sampler:
             masks: token bitmasks of grammars.
             choose: replaces the sampled tokens, such as rejection sampling does.
         """
-        processors = self.processors
+        if positions is not self._prepared_for:
+            self.prepare(positions)
+        self._prepared_for = None
+        processors, wanted = self.processors, self._wanted
         edited = masks is not None or processors.active
-        wanted = self._logprob_positions(positions)
         raw = wanted.raw_logits(logits, edited=edited) if wanted is not None and self._raw_logprobs else None
         model_bad, failed = None, []
         if edited:
             model_bad = self._draw.bad(logits)
             failed = processors.apply(logits, positions, masks)
-        if processors.has_argmax_invariant:
-            failed = failed + self._scale(logits, positions)
+        if self._scaled is not None:
+            failed = failed + self._scale(logits, self._scaled)
         tokens, bad = self._draw.draw(logits, positions, is_scaled=processors.has_argmax_invariant)
         if choose is not None:
             tokens = choose(tokens, self.probabilities(logits, positions))
         logprobs = None
         if wanted is not None:
-            source = self._drawn_from(logits[wanted.index], positions.rows[wanted.at]) if raw is None else raw
+            source = self._sampled_logits(logits[wanted.index], wanted.columns) if raw is None else raw
             values = token_logprobs(source, tokens[wanted.index], wanted.num_best)
             logprobs = SampledLogprobs(wanted.at.tolist(), values)
         return Sampled(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
@@ -150,7 +180,8 @@ class Sampler:
         """
         greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
         (is_random,) = self._transfer(self._batch.temperature[positions.rows] > 0)
-        drawn = torch.softmax(self._drawn_from(logits, positions.rows), dim=-1)
+        columns = self._transfer(*self._drawn_from(positions.rows))
+        drawn = torch.softmax(self._sampled_logits(logits, columns), dim=-1)
         return torch.where(is_random[:, None], drawn, greedy)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
@@ -170,43 +201,62 @@ class Sampler:
             return None
         asked = self._batch.num_logprobs[positions.rows]
         at = np.flatnonzero(asked >= 0)
-        return _LogprobPositions(at, self._transfer(at)[0], int(asked.max())) if len(at) else None
+        if not len(at):
+            return None
+        columns = () if self._raw_logprobs else self._drawn_from(positions.rows[at])
+        index, *sent = self._transfer(at, *columns)
+        return _LogprobPositions(at, index, int(asked.max()), sent)
 
-    def _scale(self, logits: torch.Tensor, positions: SampledPositions) -> list[tuple[int, str]]:
+    def _scaled_positions(self, positions: SampledPositions) -> "_ScaledPositions":
+        temperature = self._batch.temperature[positions.rows]
+        at = np.flatnonzero(temperature > 0)
+        random = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
+        return _ScaledPositions(at, random, *self._transfer(at, temperature[at]))
+
+    def _scale(self, logits: torch.Tensor, scaled: "_ScaledPositions") -> list[tuple[int, str]]:
         """Apply the temperature, then argmax-invariant plugins, to the logits of rows that are not greedy, in place.
 
         The best logit is subtracted before the division, so that the result is finite at any temperature.
         """
-        temperature = self._batch.temperature[positions.rows]
-        at = np.flatnonzero(temperature > 0)
-        index, divisor = self._transfer(at, temperature[at])
-        own = logits[index]
-        own.sub_(own.amax(dim=-1, keepdim=True)).div_(divisor[:, None])
-        random_positions = SampledPositions(positions.rows[at], positions.offsets[at], positions.drafts[at])
-        failed = self.processors.apply_argmax_invariant(own, random_positions)
-        logits[index] = own
-        return [(int(at[index]), reason) for index, reason in failed]
+        own = logits[scaled.index]
+        own.sub_(own.amax(dim=-1, keepdim=True)).div_(scaled.divisor[:, None])
+        failed = self.processors.apply_argmax_invariant(own, scaled.positions)
+        logits[scaled.index] = own
+        return [(int(scaled.at[index]), reason) for index, reason in failed]
 
-    def _drawn_from(self, logits: torch.Tensor, rows: Ints) -> torch.Tensor:
-        """Return the logits of the distributions that ``rows`` were sampled from; greedy rows are unchanged.
+    def _sampled_logits(self, logits: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
+        return sampled_logits(logits, *columns, any_cut=self._used_by_any_row().cuts)
 
-        ``logits``: the rows' logits as ``sample`` left them.
-        """
+    def _drawn_from(self, rows: Ints) -> tuple[npt.NDArray[Any], ...]:
+        """Return the parameters of the distributions that ``rows`` are sampled from, for ``sampled_logits``."""
         batch = self._batch
         temperature = batch.temperature[rows]
         if self.processors.has_argmax_invariant:
             temperature = (temperature > 0).astype(np.float32)
-        columns = self._transfer(temperature, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
-        return sampled_logits(logits, *columns)
+        return temperature, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _ScaledPositions:
+    """The positions that are not greedy: indices on the host (``at``) and the device (``index``), and temperatures."""
+
+    at: Ints
+    positions: SampledPositions
+    index: torch.Tensor
+    divisor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _LogprobPositions:
-    """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``)."""
+    """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``).
+
+    ``columns``: the parameters of the distributions that they are sampled from, for processed log probabilities.
+    """
 
     at: Ints
     index: torch.Tensor
     num_best: int
+    columns: list[torch.Tensor]
 
     def raw_logits(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
         """Return the logits of these positions; a copy if ``logits`` will be ``edited``."""

@@ -9,7 +9,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.thinking import ThinkingState
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.sampling.builtin.base import RowProcessor, find
+from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.sampling.builtin.base import NO_INTS, RowProcessor, find
 
 
 @dataclass(slots=True)
@@ -36,21 +37,33 @@ class ThinkingBudget(RowProcessor[Budget]):
     """Forces the end marker of thinking in rows whose budget is used up.
 
     Its state is a pure function of each row's prompt and output, so rejected drafts leave no trace.
+
+    Attributes:
+        places: int64: the positions that were last prepared whose next token is forced.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, is_pin_memory: bool, transfer: Transfer | None = None
+    ) -> None:
         self._start, self._end = config.thinking_start_token_ids, config.thinking_end_token_ids
-        super().__init__(config, device, is_pin_memory)
+        self.places, self._sent = NO_INTS, list[torch.Tensor]()
+        super().__init__(config, device, is_pin_memory, transfer)
 
     @staticmethod
     def reads_output(params: SamplingParams, config: EngineConfig) -> bool:
         markers = config.thinking_start_token_ids and config.thinking_end_token_ids
         return params.thinking_token_budget is not None and bool(markers)
 
-    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
-        self.force(logits, *self.forced(positions))
+    def prepare(self, positions: SampledPositions) -> None:
+        self.places, tokens = self._forced(positions)
+        if len(self.places):
+            self._sent = self._transfer(self.places, tokens)
 
-    def forced(self, positions: SampledPositions) -> tuple[Ints, Ints]:
+    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+        self.prepare(positions)
+        self.force(logits)
+
+    def _forced(self, positions: SampledPositions) -> tuple[Ints, Ints]:
         """Return the positions whose next token is forced, and these tokens."""
         which, at = find(positions, self._rows)
         places: list[int] = []
@@ -64,10 +77,10 @@ class ThinkingBudget(RowProcessor[Budget]):
                 tokens.append(token)
         return np.array(places, np.int64), np.array(tokens, np.int64)
 
-    def force(self, logits: torch.Tensor, places: Ints, tokens: Ints) -> None:
-        """Allow only ``tokens[i]`` at position ``places[i]``, even if it was forbidden."""
-        if len(places):
-            at, there = self._transfer(places, tokens)
+    def force(self, logits: torch.Tensor) -> None:
+        """Allow only the forced token at each of the ``places`` that were prepared, even if it was forbidden."""
+        if len(self.places):
+            at, there = self._sent
             logits.index_fill_(0, at, -torch.inf)
             logits[at, there] = 0.0
 

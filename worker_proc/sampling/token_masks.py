@@ -10,6 +10,7 @@ from quire.kernels.sampling.token_bitmask import apply_token_bitmask
 from quire.protocol.wire.worker_messages import SampleInputs
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,13 @@ class TokenMasks:
         order = np.argsort(places)
         return cls(places[order], words[order])
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: torch.Tensor, transfer: Transfer) -> None:
         """Set forbidden logits of float32 ``[num_positions, vocab]`` to minus infinity, in place.
 
         A tokenizer may have fewer tokens than the model has logits, and the words may have more bits than the model has
         logits. Tokens without a bit are forbidden.
         """
-        words = torch.from_numpy(_writable(self.words))
-        rows = torch.from_numpy(self.positions)
-        apply_token_bitmask(logits, rows.to(logits.device), words.to(logits.device))
+        apply_token_bitmask(logits, *transfer(self.positions, _writable(self.words)))
 
 
 def _writable(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -22,6 +22,9 @@ class MemoryChannel:
     def receive(self, timeout: float | None = 0.0) -> Received | None:
         return self._link.incoming(self._inbox.popleft()) if self._inbox else None
 
+    def wake_on(self, fd: int) -> None:
+        """Ignore ``fd``: ``receive`` never waits."""
+
     def close(self) -> None:
         self._inbox.clear()
 

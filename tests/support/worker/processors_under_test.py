@@ -13,7 +13,8 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.processors import LogitsProcessors, output_readers
+from quire.worker_proc.sampling.processors import Failures, LogitsProcessors, output_readers
+from quire.worker_proc.sampling.token_masks import TokenMasks
 
 
 class ProcessorsUnderTest:
@@ -55,7 +56,12 @@ class ProcessorsUnderTest:
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, str]]:
         """Return one position per row."""
         edited = logits.clone()
-        return edited, dict(self.processors.apply(edited, self.everyone, None))
+        return edited, dict(self.edit(edited, self.everyone, None))
+
+    def edit(self, logits: torch.Tensor, positions: SampledPositions, masks: TokenMasks | None) -> Failures:
+        """Edit ``logits`` in place."""
+        self.processors.prepare(positions)
+        return self.processors.apply(logits, positions, masks)
 
     def sampled(self, positions: SampledPositions, tokens: list[int]) -> None:
         """End a step: rows with drafts keep the correct ones."""

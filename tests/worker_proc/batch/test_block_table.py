@@ -12,6 +12,7 @@ from quire.kernels.cache.slot_mapping import slot_mapping_reference, slot_mappin
 from quire.worker_proc.batch.block_table import POISON_BLOCK_ID, BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.device.transfer import Transfer
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def slots(table: BlockTable, rows: list[int], positions: list[int]) -> list[int]
 
 
 def view(table: BlockTable, rows: list[int], max_seq_len: int) -> list[list[int]]:
-    return table.rows(np.array(rows, np.int64), max_seq_len).tolist()
+    return table.rows(np.array(rows, np.int64), max_seq_len, Transfer(CPU)).tolist()
 
 
 def test_slots_of_one_row_and_of_a_chunk_across_blocks() -> None:

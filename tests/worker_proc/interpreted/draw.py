@@ -10,6 +10,7 @@ from sampling_batch import CPU, batch_of, make_sampler, sampling_config
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.draw import NativeDraw, TorchDraw, TritonDraw, make_draw
 from quire.worker_proc.sampling.sampler import Sampler
 
@@ -31,7 +32,7 @@ def some_logits(rows: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_gpu_and_cpu_draw_the_same_tokens_with_and_without_drafts(is_scaled: bool) -> None:
     batch, _ = batch_of([(seed, 4, params) for seed, params in enumerate(ROWS)], VOCAB)
-    drawers = [TritonDraw(batch, CPU), TorchDraw(batch), make_draw(batch, CPU)]
+    drawers = [TritonDraw(batch, Transfer(CPU)), TorchDraw(batch), make_draw(batch, CPU)]
     assert isinstance(drawers[2], NativeDraw | TorchDraw)
     drafts: list[list[int]] = [[], [1], [], [5, 5], [], [2]]
     for step, positions in enumerate(
@@ -44,7 +45,10 @@ def test_gpu_and_cpu_draw_the_same_tokens_with_and_without_drafts(is_scaled: boo
     ):
         logits = some_logits(len(positions), step)
         logits[0, 7] = torch.nan if step == 1 else 0.0
-        found = [drawer.draw(logits, positions, is_scaled=is_scaled) for drawer in drawers]
+        found = []
+        for drawer in drawers:
+            drawer.prepare(positions)
+            found.append(drawer.draw(logits, positions, is_scaled=is_scaled))
         for tokens, bad in found[1:]:
             assert tokens.tolist() == found[0][0].tolist()
             assert bad.tolist() == found[0][1].tolist() == drawers[0].bad(logits).tolist()
@@ -53,7 +57,7 @@ def test_gpu_and_cpu_draw_the_same_tokens_with_and_without_drafts(is_scaled: boo
 
 def test_changed_rows_draw_by_their_new_parameters() -> None:
     batch, _ = make_sampler(VOCAB, 2, 4)
-    sampler = Sampler(batch, sampling_config(VOCAB, max_num_seqs=2), CPU, draw=TritonDraw(batch, CPU))
+    sampler = Sampler(batch, sampling_config(VOCAB, max_num_seqs=2), CPU, draw=TritonDraw(batch, Transfer(CPU)))
     logits = some_logits(1, 9)
     positions = SampledPositions.one_per_row(np.arange(1))
     for handle, params in enumerate([SamplingParams(temperature=2.0, seed=1), SamplingParams(temperature=0.0)]):

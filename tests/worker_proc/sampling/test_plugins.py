@@ -81,7 +81,7 @@ def test_failure_after_a_rejected_draft_fails_only_that_position(quiet: object) 
     world = ProcessorsUnderTest(["Breaks"])
     world.add(request(**{"break": "raise", "from": 1}), request())
     positions = SampledPositions.with_drafts(np.array([0, 1]), [[4], [4]])
-    failures = world.processors.apply(torch.zeros(4, VOCAB), positions, None)
+    failures = world.edit(torch.zeros(4, VOCAB), positions, None)
     assert failures == [(1, "logits processor Breaks failed: ZeroDivisionError")]
     world.sampled(positions, [3, 0, 4, 4])
     assert [len(world.request_in(row).output) for row in range(2)] == [1, 2]
@@ -118,7 +118,7 @@ def test_output_lists_are_complete_when_a_plugin_is_applied() -> None:
     world.apply(torch.zeros(2, VOCAB))
     world.sampled(world.everyone, [1, 2])
     positions = SampledPositions.with_drafts(np.array([0, 1]), [[4, 4], [6]])
-    world.processors.apply(torch.zeros(5, VOCAB), positions, None)
+    world.edit(torch.zeros(5, VOCAB), positions, None)
     world.batch.check()
     world.sampled(positions, [4, 9, 9, 6, 9])
     world.apply(torch.zeros(2, VOCAB))
@@ -130,7 +130,7 @@ def test_rows_without_positions_are_in_the_plugins_batch() -> None:
     world = ProcessorsUnderTest(["AddText"])
     world.add(request(), request(add_text=True), request())
     logits = torch.zeros(1, VOCAB)
-    assert world.processors.apply(logits, SampledPositions.one_per_row(np.array([1])), None) == []
+    assert world.edit(logits, SampledPositions.one_per_row(np.array([1])), None) == []
     assert logits[0, 5] == 1.0 and logits.sum() == 1.0
 
 

@@ -81,7 +81,7 @@ def check_changing_batch(plugins: list[type[LogitsProcessor]], seed: int) -> Non
         logits = random_logits(rng, len(positions))
         allowed = random_masks(rng, len(positions)) if rng.random() < 0.5 else {}
         edited = logits.clone()
-        failed = dict(world.processors.apply(edited, positions, masks_of(allowed) if allowed else None))
+        failed = dict(world.edit(edited, positions, masks_of(allowed) if allowed else None))
         for at, (row, offset) in enumerate(zip(positions.rows.tolist(), positions.offsets.tolist(), strict=True)):
             own = world.request_in(row)
             longer = Request(own.params, own.prompt, own.output + positions.drafts[at - offset : at].tolist())
@@ -133,7 +133,7 @@ def test_forced_token_overrides_all_constraints(with_plugin: bool) -> None:
     world.add(against, request())
     logits = torch.full((2, VOCAB), 1e30)
     edited = logits.clone()
-    failed = world.processors.apply(edited, world.everyone, masks_of({0: [2]}))
+    failed = world.edit(edited, world.everyone, masks_of({0: [2]}))
     assert failed == []
     assert edited[0, END[0]] == 0.0 and (edited[0] > -INF).sum() == 1
     assert torch.equal(edited[1], logits[1])
@@ -156,7 +156,7 @@ def test_only_requests_without_an_allowed_token_fail(with_plugin: bool) -> None:
     logits = torch.ones(9, VOCAB)
     masks = masks_of({5: [], 6: [2], 7: [4, 7], 8: [4, 6]})
     edited = logits.clone()
-    failed = dict(world.processors.apply(edited, world.everyone, masks))
+    failed = dict(world.edit(edited, world.everyone, masks))
     assert failed == dict.fromkeys([1, 2, 3, 5, 6, 7], NOTHING_ALLOWED)
     assert torch.equal(edited[0], logits[0]) and edited[4, 9] == edited[8, 6] == 1.0
     assert (edited[[1, 2, 3, 5, 6, 7]] == 0).all()
@@ -178,7 +178,7 @@ def test_position_after_a_draft_may_have_no_allowed_token() -> None:
     world = ProcessorsUnderTest()
     world.add(request(allowed_token_ids=[2, 9], bad_words_token_ids=[[2, 9], [2, 2]]))
     positions = SampledPositions.with_drafts(np.array([0]), [[2]])
-    assert world.processors.apply(torch.zeros(2, VOCAB), positions, None) == [(1, NOTHING_ALLOWED)]
+    assert world.edit(torch.zeros(2, VOCAB), positions, None) == [(1, NOTHING_ALLOWED)]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_penalties_count_samples_unknown_to_the_host() -> None:
     world.add(request(frequency_penalty=1.0), request(), request(frequency_penalty=2.0))
     positions = world.everyone
     for tokens in ([4, 4, 6], [4, 4, 4]):
-        world.processors.apply(torch.zeros(3, VOCAB), positions, None)
+        world.edit(torch.zeros(3, VOCAB), positions, None)
         world.processors.accepted(positions, torch.tensor(tokens), None)
     edited, _ = world.apply(torch.zeros(3, VOCAB))
     assert edited[0, [4, 6]].tolist() == [-2.0, 0.0]

@@ -32,6 +32,9 @@ class Lists:
 class AllowedTokenIds(RowProcessor[tuple[Words, int]]):
     """State of a row: its allowed tokens as a bitmask, and their number."""
 
+    def prepare(self, positions: SampledPositions) -> None:
+        self.lists(positions)
+
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         lists = self.lists(positions)
         if len(lists.at):

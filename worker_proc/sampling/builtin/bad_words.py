@@ -42,7 +42,7 @@ class BadWords(BanProcessor[Words]):
     def reads_output(params: SamplingParams) -> bool:
         return any(len(ids) > 1 for ids in params.bad_words_token_ids)
 
-    def bans(self, positions: SampledPositions) -> LogitPlaces:
+    def _bans(self, positions: SampledPositions) -> LogitPlaces:
         if not self._same_rows(positions):
             which, at = find(positions, self._tokens.rows)
             self._singles, _ = self._tokens.at(which, at)

@@ -88,10 +88,15 @@ class RowProcessor(LogitsProcessor, Generic[State]):
     Logits are contiguous and changed in place.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, is_pin_memory: bool, transfer: Transfer | None = None
+    ) -> None:
+        """
+        Args:
+            transfer: sends arrays to the device; None: one of its own.
+        """
         self._vocab_size = config.model.vocab_size
-        self._device = device
-        self._transfer = Transfer(device)
+        self._transfer = transfer or Transfer(device)
         self._states: dict[int, State] = {}
         self._found_for: Ints | None = None
         self._rows_changed()
@@ -100,6 +105,10 @@ class RowProcessor(LogitsProcessor, Generic[State]):
     def active(self) -> bool:
         """Whether any row uses the feature."""
         return bool(self._states)
+
+    @abstractmethod
+    def prepare(self, positions: SampledPositions) -> None:
+        """Send to the device what ``edit`` needs for these positions, unless it is there already."""
 
     @abstractmethod
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
@@ -145,14 +154,30 @@ class RowProcessor(LogitsProcessor, Generic[State]):
 
 
 class BanProcessor(RowProcessor[State]):
-    """A processor that bans single tokens."""
+    """A processor that bans single tokens.
+
+    Attributes:
+        banned: the logits to ban at the positions that were last prepared.
+    """
+
+    banned = LogitPlaces(NO_INTS, NO_INTS)
 
     @abstractmethod
-    def bans(self, positions: SampledPositions) -> LogitPlaces:
+    def _bans(self, positions: SampledPositions) -> LogitPlaces:
         """Return the logits to ban, possibly with duplicates; the same object as long as they do not change."""
 
+    def prepare(self, positions: SampledPositions) -> None:
+        self.banned = self._bans(positions)
+        if len(self.banned.positions):
+            self.banned.on_device(self._vocab_size, self._transfer)
+
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
-        self.ban(logits, self.bans(positions))
+        self.prepare(positions)
+        self.ban(logits, self.banned)
+
+    def _changed(self) -> None:
+        self.banned = LogitPlaces(NO_INTS, NO_INTS)
+        super()._changed()
 
     def ban(self, logits: torch.Tensor, places: LogitPlaces) -> None:
         if len(places.positions):

@@ -14,10 +14,14 @@ Bias = tuple[Ints, npt.NDArray[np.float32]]
 class LogitBias(RowProcessor[Bias]):
     """State of a row: tokens and their biases."""
 
-    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+    def prepare(self, positions: SampledPositions) -> None:
         if not self._same_rows(positions):
             self._places, index = self._tokens.at(*find(positions, self._tokens.rows))
             (self._added,) = self._transfer(self._values[index])
+            self._places.on_device(self._vocab_size, self._transfer)
+
+    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+        self.prepare(positions)
         logits.view(-1).index_add_(0, self._places.on_device(self._vocab_size, self._transfer), self._added)
 
     def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Bias | None:

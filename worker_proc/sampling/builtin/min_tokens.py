@@ -10,6 +10,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints, SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.builtin.base import NO_INTS, BanProcessor, LogitPlaces, RowTokens, find, model_tokens
 
 
@@ -35,19 +36,20 @@ class MinTokens(BanProcessor[Minimum]):
         config: EngineConfig,
         device: torch.device,
         is_pin_memory: bool,
+        transfer: Transfer | None = None,
         num_output: Callable[[Ints], Ints] | None = None,
     ) -> None:
         self._eos = config.model.eos_token_ids
         self._num_output = num_output or self._listed
-        super().__init__(config, device, is_pin_memory)
+        super().__init__(config, device, is_pin_memory, transfer)
 
-    def bans(self, positions: SampledPositions) -> LogitPlaces:
+    def _bans(self, positions: SampledPositions) -> LogitPlaces:
         if not len(self._tokens.rows):
             return self._places
         num_output = self._num_output(self._tokens.rows)
         self._drop_satisfied(num_output)
         if len(num_output) != len(self._tokens.rows):
-            return self.bans(positions)
+            return self._bans(positions)
         if not self._same_rows(positions):
             self._which, self._at = find(positions, self._tokens.rows)
             self._still = None

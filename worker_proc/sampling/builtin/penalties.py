@@ -9,6 +9,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import SampledPositions
+from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.builtin.base import RowProcessor, find
 from quire.worker_proc.sampling.builtin.token_counts import Tokens, make_counts
@@ -55,12 +56,15 @@ class Penalties(RowProcessor[Penalised]):
         config: EngineConfig,
         device: torch.device,
         is_pin_memory: bool,
+        transfer: Transfer | None = None,
         text_of: Callable[[int], Text] | None = None,
     ) -> None:
+        transfer = transfer or Transfer(device)
         self._text_of = text_of or self._listed
-        self._counts = make_counts(config.model.vocab_size, device)
+        self._counts = make_counts(config.model.vocab_size, device, transfer)
         self._free: list[int] = []
-        super().__init__(config, device, is_pin_memory)
+        self._drafts_of: SampledPositions | None = None
+        super().__init__(config, device, is_pin_memory, transfer)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for state in self._states.values():
@@ -70,11 +74,15 @@ class Penalties(RowProcessor[Penalised]):
             state.num_listed = len(state.output)
         return super().apply(logits)
 
-    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+    def prepare(self, positions: SampledPositions) -> None:
         self._locate(positions)
-        drafts = self._no_drafts
-        if positions.any_drafts:
-            (drafts,) = self._transfer(positions.drafts)
+        if positions.any_drafts and positions is not self._drafts_of:
+            (self._drafts,) = self._transfer(positions.drafts)
+            self._drafts_of = positions
+
+    def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
+        self.prepare(positions)
+        drafts = self._drafts if positions.any_drafts else self._no_drafts
         repetition, frequency, presence = self._factors
         self._counts.penalise(logits, self._slots, repetition, frequency, presence, self._offsets, drafts)
 

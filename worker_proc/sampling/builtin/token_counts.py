@@ -53,17 +53,17 @@ class TokenCounts(Protocol):
         ...
 
 
-def make_counts(vocab_size: int, device: torch.device) -> TokenCounts:
+def make_counts(vocab_size: int, device: torch.device, transfer: Transfer) -> TokenCounts:
     native = load_native() if device.type == "cpu" else None
-    return DenseCounts(vocab_size, device) if native is None else ListedCounts(native, vocab_size)
+    return DenseCounts(vocab_size, device, transfer) if native is None else ListedCounts(native, vocab_size)
 
 
 class DenseCounts:
     """Counts on the device, int32 ``[num_slots, vocab_size]``. Adding does not wait for the device."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, transfer: Transfer) -> None:
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._transfer = Transfer(device)
+        self._transfer = transfer
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -76,12 +76,14 @@ class DenseCounts:
 
     def set_text(self, slot: int, prompt: Tokens, output: Tokens) -> None:
         own = self._counts[slot]
-        own.zero_()
-        if len(prompt):
-            (there,) = self._transfer(prompt.astype(np.int64))
-            own[there] = PROMPT_BIT
-        if len(output):
-            self.add(*self._transfer(np.full(len(output), slot, np.int64), output.astype(np.int64)))
+        tokens = self._transfer(prompt.astype(np.int64), np.full(len(output), slot, np.int64), output.astype(np.int64))
+
+        def count() -> None:
+            own.zero_()
+            own.index_fill_(0, tokens[0], PROMPT_BIT)
+            self.add(*tokens[1:])
+
+        self._transfer.then(count)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         places = tokens.add(slots, alpha=self._counts.shape[1])

@@ -1,0 +1,208 @@
+"""Copies and waits of each kind of step on a GPU that counts: one copy in, one copy out, and no other wait."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from counting_device import CountingDevice, Record, counting_device
+from runner_steps import CONFIG, MODEL, adding
+
+from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SampleInputs, SchedulerOutput
+from quire.worker_proc.execute.device_inputs import InputSender
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.execute.pending_result import HostCopies, HostCopy
+from quire.worker_proc.parallel.group import SingleRank, TensorParallel
+from quire.worker_proc.startup.setup import make_runner
+
+WORDS = -(-MODEL.vocab_size // 32)
+ONE_GROUP, TWO_GROUPS, SEVEN_GROUPS = [0, 0], [0, 6], [6, 6, 6, 6, 6, 6, 0]
+
+
+class TwoRanks(SingleRank):
+    """Rank 0 of a group of two whose other rank holds zeros."""
+
+    size = 2
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=1)
+
+
+class Counted:
+    """A ModelRunner on the counting device, whose steps are given as keywords."""
+
+    def __init__(
+        self, device: CountingDevice, windows: list[int], group: TensorParallel | None = None, **settings: Any
+    ) -> None:
+        size = 1 if group is None else group.size
+        model: ModelConfig = msgspec.structs.replace(MODEL, num_layers=len(windows), windows=windows)
+        settings = {"device": "cuda", "max_num_seqs": 4, "tensor_parallel_size": size} | settings
+        config: EngineConfig = msgspec.structs.replace(CONFIG, model=model, **settings)
+        layout = kv_layout(model, 4, "float32")
+        self.num_groups = len(layout.groups)
+        self.runner: ModelRunner = make_runner(config, layout, group=group or SingleRank(), progress=False)[0]
+        self.runner.warm_up()
+        self.device, self.steps = device, 0
+        device.take()
+
+    def step(self, inputs: SampleInputs | None = None, **fields: Any) -> tuple[list[Record], ModelRunnerOutput]:
+        """Return what launch and finish asked of the device, and the result, which must not ask for anything."""
+        self.steps += 1
+        step = SchedulerOutput(self.steps, awaits_sample_inputs=inputs is not None, **fields)
+        pending = self.runner.finish(self.runner.launch(step), inputs)
+        records = self.device.take()
+        self.device.finish()
+        result = pending.result()
+        assert self.device.take() == [], "reading a finished result asks something of the device"
+        return records, result
+
+    def add(self, *rows: tuple[int, list[int], list[int]], **sampling: Any) -> dict[str, Any]:
+        """Return fields of a step that adds (handle, tokens, blocks of the first group)."""
+        fields = adding(*rows, **sampling)
+        groups = range(self.num_groups)
+        new = [msgspec.structs.replace(new, num_blocks=new.num_blocks * len(groups)) for new in fields["new_requests"]]
+        blocks = [block + 7 * group for _, _, own in rows for group in groups for block in own]
+        return fields | {"new_requests": new, "block_ids": np.array(blocks, np.int32)}
+
+
+@contextmanager
+def counted(windows: list[int] = ONE_GROUP, **settings: Any) -> Iterator[Counted]:
+    with counting_device() as device:
+        yield Counted(device, windows, num_blocks_override=60, **settings)
+
+
+def require(records: list[Record], copies_in: int = 1, copies_out: int = 1) -> None:
+    """Check that a step made these copies and no wait."""
+    waits = [str(record) for record in records if record.kind in ("wait", "event")]
+    assert waits == []
+    kinds = [record.kind for record in records]
+    assert (kinds.count("copy in"), kinds.count("copy out")) == (copies_in, copies_out), [
+        str(record) for record in records if record.kind.startswith("copy")
+    ]
+
+
+ROWS = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [8, 8], [4, 5])
+
+
+@pytest.mark.parametrize("windows", [ONE_GROUP, TWO_GROUPS, SEVEN_GROUPS], ids=["1 group", "2 groups", "7 groups"])
+def test_prefill_mixed_and_steady_steps(windows: list[int]) -> None:
+    with counted(windows) as runner:
+        require(runner.step(**runner.add(*ROWS))[0])
+        require(runner.step()[0])  # the first steady step sends the columns of all rows
+        require(runner.step()[0], copies_in=0)
+        require(runner.step(**runner.add((2, [3, 1, 4], [6, 7])))[0])
+        require(runner.step(parked=[1])[0])
+        require(runner.step(removed=[0])[0])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 3, "top_p": 0.9},
+        {"logprobs": 2},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {3: 1.0}, "min_tokens": 4, "bad_words_token_ids": [[3]], "allowed_token_ids": [1, 2, 3]},
+    ],
+    ids=lambda sampling: ", ".join(sampling),
+)
+def test_sampling_parameters(sampling: dict[str, Any]) -> None:
+    """Rows change in the third step; the steps before and after it are steady."""
+    with counted() as runner:
+        records, result = runner.step(**runner.add(*ROWS, temperature=0.8, **sampling))
+        require(records)
+        assert ("logprobs" in sampling) == (result.logprobs is not None)
+        assert ("prompt_logprobs" in sampling) == (result.prompt_logprobs is not None)
+        for _ in range(2):
+            require(runner.step()[0])
+        require(runner.step(**runner.add((2, [3, 1, 4], [6, 7]), temperature=0.8, **sampling))[0])
+        require(runner.step()[0])
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probability_modes(mode: str) -> None:
+    with counted(logprobs_mode=mode) as runner:
+        require(runner.step(**runner.add(*ROWS, logprobs=1, temperature=0.7, top_k=5))[0])
+        require(runner.step()[0])
+
+
+def test_token_bitmasks_arrive_later_and_are_copied_on_their_own() -> None:
+    with counted() as runner:
+        masks = SampleInputs(1, [0], [1], np.full(WORDS, -1, np.int32))
+        require(runner.step(masks, **runner.add(*ROWS))[0], copies_in=2)
+        require(runner.step(SampleInputs(2, [0], [1], np.full(WORDS, -1, np.int32)))[0], copies_in=2)
+
+
+def test_drafts_wait_for_their_own_result_alone() -> None:
+    """The next step needs the number of accepted drafts."""
+    with counted(num_speculative_tokens=2, speculative=SpeculativeConfig(method="ngram")) as runner:
+        runner.step(**runner.add((0, [0] * 5, [1, 2, 3]), (1, [8, 8], [4, 5])))
+        records, _ = runner.step(drafts=[(0, 2)], counts=[(0, 3)])
+        assert [record.kind for record in records if record.kind != "operation"][-1] == "event"
+        require([record for record in records if record.kind != "event"])
+
+
+def test_two_ranks() -> None:
+    with counted(group=TwoRanks()) as runner:
+        require(runner.step(**runner.add(*ROWS))[0])
+        require(runner.step()[0])
+        require(runner.step()[0], copies_in=0)
+
+
+# ---- the device notices the waits that this code once had
+
+
+def _planned_at_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = InputSender.of
+
+    def of(self: Any, inputs: Any) -> Any:
+        sent = made(self, inputs)
+        batches = [dataclasses.replace(batch, layer_shapes=(), send=None) for batch in sent.batches]
+        return dataclasses.replace(sent, batches=batches)
+
+    monkeypatch.setattr(InputSender, "of", of)
+
+
+def _index_on_the_host(field: str) -> Any:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        made = InputSender.of
+        monkeypatch.setattr(
+            InputSender,
+            "of",
+            lambda self, inputs: dataclasses.replace(made(self, inputs), **{field: torch.tensor([0, 1])}),
+        )
+
+    return patch
+
+
+def _results_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        HostCopies, "start", lambda self, tensors, memory=None: HostCopy([tensor.cpu() for tensor in tensors], None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (_planned_at_the_first_layer, "kernels/attention/attention_plan.py"),
+        (_index_on_the_host("sampled_tokens"), "worker_proc/execute/model_runner.py"),
+        (_index_on_the_host("sampled_rows"), "worker_proc/execute/model_runner.py"),
+        (_results_read_at_once, "worker_proc/execute/model_runner.py"),
+    ],
+    ids=["plan in layer 0", "gather by a host index", "scatter by a host index", "results read at once"],
+)
+def test_notices_a_wait(fault: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with counted() as runner:
+        waits = [record for record in runner.step(**runner.add(*ROWS))[0] if record.kind == "wait"]
+        assert waits and waits[0].line.startswith(line)

@@ -1,0 +1,108 @@
+"""Inputs of the model on the device, for steps on the general path."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.cache.slot_mapping import compute_slot_mappings
+from quire.protocol.model.kv_layout import KVGroup
+from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.step_inputs import StepInputs
+from quire.worker_proc.device.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """What the model, the choice of sampled tokens and the update of the newest tokens read on the device.
+
+    Attributes:
+        token_ids, positions: int64 ``[num_tokens]``.
+        batches: attention's inputs, per KV group.
+        sampled_tokens: int64 ``[num_positions]``: index of each sampled position among the tokens; None if all tokens
+            are sampled, in order.
+        sampled_rows: int64 ``[num_positions]``: the batch row of each sampled position.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    batches: list[StepBatch]
+    sampled_tokens: torch.Tensor | None
+    sampled_rows: torch.Tensor
+
+
+class InputSender:
+    """Makes ``DeviceInputs``; all memory belongs to its arguments."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        tables: MultiGroupBlockTable,
+        groups: Sequence[KVGroup],
+        shapes: Sequence[tuple[AttentionShape, ...]],
+        last_sampled: torch.Tensor,
+        transfer: Transfer,
+    ) -> None:
+        """
+        Args:
+            shapes: the shapes of each group's layers.
+        """
+        self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
+        self._last_sampled, self._transfer = last_sampled, transfer
+
+    def of(self, inputs: StepInputs) -> DeviceInputs:
+        """Gather the inputs for the step's one copy; the tensors have their content after ``Transfer.send``.
+
+        Raises:
+            StepRefused: a row has no block for one of its tokens, or only the null block.
+        """
+        tokens = self._batch.tokens
+        on_host = inputs.positions < tokens.length[inputs.token_rows]
+        if inputs.drafts is not None:
+            on_host[:] = True  # draft tokens are stored after the known tokens, all of which the host has
+        ids = tokens.data[inputs.token_rows, np.where(on_host, inputs.positions, 0)].astype(np.int64)
+        missing, places = np.flatnonzero(~on_host), inputs.sampled_tokens
+        arrays = (inputs.query_start_loc, inputs.seq_lens, inputs.rows.astype(np.int32), inputs.positions, ids)
+        starts, lens, rows, positions, token_ids = self._transfer(*arrays)
+        if len(missing):
+            at, owners = self._transfer(missing, inputs.token_rows[missing])
+            # A token that the host does not have is the row's last sampled one, which may exist only on the device.
+            self._transfer.then(lambda: token_ids.index_copy_(0, at, self._last_sampled[owners]))
+        slots = self._slots(inputs, starts, positions, rows)
+        longest = int(inputs.seq_lens.max())
+        batches = [
+            StepBatch(
+                query_start_loc=starts,
+                seq_lens=lens,
+                block_table=table.rows(inputs.rows, longest, self._transfer),
+                slot_mapping=own,
+                query_lens_cpu=inputs.query_lens,
+                seq_lens_cpu=inputs.seq_lens,
+                block_size=table.block_size,
+                window=group.sliding_window,
+                layer_shapes=shapes,
+                send=self._transfer,
+            )
+            for table, group, shapes, own in zip(self._tables.tables, self._groups, self._shapes, slots, strict=True)
+        ]
+        sampled_rows = inputs.rows[inputs.sampling] if inputs.drafts is None else inputs.sampled.rows
+        index, own_rows = self._transfer(places, sampled_rows)
+        return DeviceInputs(token_ids, positions, batches, None if len(places) == len(ids) else index, own_rows)
+
+    def _slots(
+        self, inputs: StepInputs, starts: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return each group's slots, int64 ``[num_tokens]``: computed on a GPU, or by the host for a CPU."""
+        tables = self._tables.tables
+        if positions.is_cpu:
+            return self._transfer(*(table.slots(inputs.token_rows, inputs.positions) for table in tables))
+        for table in tables:
+            table.require_slots(inputs.rows, inputs.seq_lens - inputs.query_lens, inputs.seq_lens)
+        slots = torch.empty(len(tables), len(positions), dtype=torch.int64, device=positions.device)
+        self._transfer.then(partial(compute_slot_mappings, starts, positions, self._tables.table_set, rows, slots))
+        return slots.unbind(0)
