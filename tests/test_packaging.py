@@ -42,7 +42,7 @@ def _build(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _expected_files() -> set[str]:
-    kept = {".py", ".cpp", ".h"}
+    kept = {".py", ".cpp", ".h", ".html", ".css", ".js"}
     files = {file.relative_to(ROOT) for name in FOLDERS for file in (ROOT / name).rglob("*") if file.suffix in kept}
     return {f"quire/{file}" for file in files} | {f"quire/{name}" for name in ("__init__.py", "py.typed", "commit.txt")}
 

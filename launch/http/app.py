@@ -24,6 +24,7 @@ from quire.launch.http.dialects.responses import (
 )
 from quire.launch.http.dialects.responses_compact import compact
 from quire.launch.http.dialects.responses_socket import responses
+from quire.launch.http.page.page import show_page
 from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
@@ -105,6 +106,7 @@ async def metrics(server: Server, request: Request) -> Response:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", show_page),
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", show_model),
     ("POST", "/v1/completions", completions),

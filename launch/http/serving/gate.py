@@ -13,6 +13,8 @@ from quire.launch.http.serving.body_budget import BodyBudget, HeldBytes
 from quire.launch.http.serving.socket_protocol import CLIENT, TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+KEYLESS_PATHS = OPEN_PATHS | {"/"}
+"""Paths without a check of API keys. The page is the same for all, and asks for a key itself."""
 ADMIN_PATH = "/admin/"
 """The paths that begin with it need a key of their own, and do not exist without one."""
 MAX_HEADERS = 100
@@ -39,7 +41,7 @@ VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class Gate:
     """Middleware that passes a request to the application or refuses it.
 
-    With API keys, every path requires one except OPEN_PATHS. A new route therefore requires a key until it is listed
+    With API keys, every path requires one except KEYLESS_PATHS. A new route therefore requires a key until it is listed
     there, and so does a path without a route. With administrator's keys, paths below ADMIN_PATH require one of these.
 
     Args:
@@ -91,7 +93,7 @@ class Gate:
             ApiError: 401, the path requires a key and the request has no valid one, or several.
         """
         # Routes are matched with this decoded path: checking another form of it could let a request pass.
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in KEYLESS_PATHS:
             return 0
         if self._admin_keys and scope["path"].startswith(ADMIN_PATH):
             if _index_of(_given_key(scope), self._admin_keys) is None:

@@ -1,7 +1,5 @@
 """Writes runs as one HTML page without other files or network access. The same runs give the same bytes."""
 
-import base64
-import hashlib
 import html
 import json
 import re
@@ -9,6 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from quire.launch.content_policy import source_of
 from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run.run_record import RunRecord
 
@@ -32,7 +31,7 @@ def write_html(path: Path, runs: Sequence[RunRecord]) -> None:
     parts = {
         "title": html.escape(" against ".join(run.title or run.source or "replay" for run in runs)),
         # Only this script and this style may run, never text that a client put into the data.
-        "policy": f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {_source(script)}; "
+        "policy": f"default-src 'none'; img-src data:; style-src {source_of(style)}; script-src {source_of(script)}; "
         "base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
@@ -51,8 +50,3 @@ def data_island(data: object) -> str:
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
-
-
-def _source(text: str) -> str:
-    """Return a Content-Security-Policy source that allows exactly this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -123,7 +123,11 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Return when the page has drawn itself."""
-        self.call("Page.navigate", url=path.as_uri())
+        self.visit(path.as_uri())
+
+    def visit(self, url: str) -> None:
+        """Return when the page has drawn itself."""
+        self.call("Page.navigate", url=url)
         self.evaluate("new Promise(done => { if (document.readyState === 'complete') done(); else onload = done; })")
         self.settle()
 

@@ -1,0 +1,1 @@
+"""The page at ``/``: figures of the server and a chat."""

@@ -1,0 +1,128 @@
+"""The page at ``/`` in a browser, over the demo model. `make test-browser` installs a browser and runs these tests."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import Browser, find_browser
+from served import Served
+
+PROGRAM = find_browser()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PROGRAM is None, reason="no chromium here: `make test-browser` installs it"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served("--api-key", "k", "--served-model-name", "tiny", "<b>other</b>")
+    yield served
+    assert served.stop() == 0
+
+
+@pytest.fixture
+def browser(server: Served) -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with Browser(PROGRAM, width=400) as browser:
+        browser.visit(f"{server.url}/")
+        yield browser
+        assert all(url.startswith(f"{server.url}/") and "?" not in url for url in browser.requests)
+        assert [error for error in browser.errors if "status of 40" not in error] == []
+
+
+def until(browser: Browser, condition: str) -> None:
+    """Wait until the page fulfils the condition."""
+    assert browser.evaluate(
+        f"new Promise((done) => {{ const wait = (n) => ({condition}) ? done(true) : n ? setTimeout(wait, 20, n - 1) : "
+        "done(false); wait(1000); })"
+    ), condition
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.evaluate(f"document.querySelector({selector!r}).textContent"))
+
+
+def enter(browser: Browser, selector: str, written: str) -> None:
+    """Type into a field and press Enter."""
+    browser.evaluate(f"document.querySelector({selector!r}).focus()")
+    browser.type_text(written)
+    press: dict[str, Any] = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    browser.call("Input.dispatchKeyEvent", type="keyDown", **press)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", **press)
+
+
+def log_in(browser: Browser) -> None:
+    until(browser, "!document.querySelector('#login').hidden")
+    enter(browser, "#key", "k")
+    until(browser, "document.querySelector('#models').options.length === 2")
+
+
+def test_a_key_opens_the_chat_and_an_answer_is_streamed(browser: Browser) -> None:
+    until(browser, "!document.querySelector('#login').hidden")
+    enter(browser, "#key", "wrong")
+    until(browser, "!document.querySelector('#error').hidden")
+    assert "invalid API key" in text(browser, "#error")
+    browser.evaluate("document.querySelector('#key').value = ''")
+    log_in(browser)
+    assert browser.evaluate("document.querySelector('#error').hidden")
+    enter(browser, "#text", "Count from 1 to 5.")
+    until(browser, "document.querySelector('.assistant .note')?.textContent.includes('tokens in')")
+    assert text(browser, ".message.assistant .text:not(details *)") == "1, 2, 3, 4, 5."
+    assert browser.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_text_is_never_markup_and_errors_are_shown(browser: Browser) -> None:
+    log_in(browser)
+    browser.evaluate("document.querySelector('#models').selectedIndex = 1")
+    enter(browser, "#text", "<img src=x><script>alert(1)</script> " + "word " * 3000)
+    until(browser, "!document.querySelector('#error').hidden")
+    assert "maximum context length" in text(browser, "#error")
+    assert browser.evaluate("document.querySelector('#text').value").startswith("<img src=x>")
+    assert browser.evaluate("document.querySelectorAll('article, img, b').length") == 0
+
+
+def test_escape_stops_an_answer_and_a_new_chat_is_empty(browser: Browser, server: Served) -> None:
+    log_in(browser)
+    browser.evaluate(
+        "new MutationObserver((_, seen) => { seen.disconnect(); document.dispatchEvent(new KeyboardEvent('keydown', "
+        "{key: 'Escape'})); }).observe(document.querySelector('#messages'), {characterData: true, subtree: true})"
+    )
+    enter(browser, "#text", "Tell me a story.")
+    until(browser, "document.querySelector('.assistant .note')?.textContent === 'stopped'")
+    assert server.wait_until_idle()
+    browser.evaluate("document.querySelector('#clear').click()")
+    assert browser.evaluate("document.querySelectorAll('article').length") == 0
+
+
+def test_figures_are_those_of_the_server(browser: Browser, server: Served) -> None:
+    until(browser, "document.querySelector('#state').textContent === 'ready'")
+    blocks = f"{int(server.metrics()['quire:num_usable_blocks']):,}"
+    until(browser, f"document.querySelector('#numbers').textContent.includes('of {blocks}')")
+    until(browser, "document.querySelector('#window').textContent.startsWith('last')")
+
+
+@pytest.mark.parametrize(
+    ("ending", "note", "error"),
+    [
+        (["[DONE]"], "s, cut at its limit of tokens", ""),
+        ([], "incomplete", "the answer was cut off"),
+        (['{"error": {"message": "it failed"}}'], "incomplete", "it failed"),
+    ],
+)
+def test_thoughts_are_folded_and_broken_answers_are_reported(
+    browser: Browser, ending: list[str], note: str, error: str
+) -> None:
+    """The page's requests are answered by a made-up stream."""
+    log_in(browser)
+    deltas = [{"reasoning": "Let me "}, {"reasoning": "think."}, {"content": "Four"}, {"content": "."}]
+    events = [json.dumps({"choices": [{"delta": delta, "finish_reason": "length"}]}) for delta in deltas] + ending
+    stream = "".join(f"data: {event}\n\n" for event in events)
+    browser.evaluate(f"window.fetch = async (url) => new Response({json.dumps(stream)})")
+    enter(browser, "#text", "2 + 2?")
+    until(browser, f"document.querySelector('.assistant .note').textContent.endsWith({note!r})")
+    assert text(browser, "#error") == error
+    assert text(browser, ".assistant details .text") == "Let me think."
+    assert not browser.evaluate("document.querySelector('.assistant details').open")
+    assert text(browser, ".assistant > .text") == "Four."
