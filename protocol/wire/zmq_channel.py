@@ -18,6 +18,7 @@ import zmq.asyncio
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Frames, Link, Received, SendFailed
 from quire.protocol.wire.codec import MAX_FRAME_BYTES, ProtocolError
+from quire.protocol.wire.connection_limit import ConnectionLimit
 
 HIGH_WATER_MARK = 4096
 REPLAY_HIGH_WATER_MARK = 1000
@@ -177,10 +178,11 @@ class ReplayRouter:
         self.socket.setsockopt(zmq.RCVHWM, REPLAY_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self._limit = ConnectionLimit(self.socket, address) if address.startswith("tcp://") else None
         try:
             self.socket.bind(address)
         except zmq.ZMQError:
-            self.socket.close()
+            self.close()
             raise
 
     def receive(self) -> tuple[bytes, int] | None:
@@ -201,6 +203,8 @@ class ReplayRouter:
         return True
 
     def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
         self.socket.close()
 
 

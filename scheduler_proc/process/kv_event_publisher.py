@@ -8,6 +8,7 @@ import msgspec
 import zmq
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.wire.connection_limit import ConnectionLimit
 from quire.protocol.wire.curve_keys import CurveContext, load_curve_keys
 from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
 from quire.protocol.wire.zmq_channel import ReplayRouter
@@ -65,12 +66,15 @@ class KVEventPublisher:
         self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._replay: ReplayRouter | None = None
+        self._limit: ConnectionLimit | None = None
         self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         failed_endpoint = endpoint
         try:
+            if is_tcp(endpoint):
+                self._limit = ConnectionLimit(self._pub, endpoint)
             self._pub.bind(endpoint)
             if replay_endpoint:
                 failed_endpoint = replay_endpoint
@@ -132,6 +136,8 @@ class KVEventPublisher:
         self._replay.send(peer, [last, _eight_bytes(sequence), incarnation])
 
     def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
         self._pub.close()
         if self._replay is not None:
             self._replay.close()

@@ -1,9 +1,15 @@
 """KV events over TCP: only clients with an allowed CURVE key can connect."""
 
 import contextlib
+import logging
 import os
+import re
 import shutil
 import socket
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +25,8 @@ from zmq.auth import create_certificates
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.wire import connection_limit
+from quire.protocol.wire.connection_limit import MAX_CONNECTIONS
 from quire.protocol.wire.curve_keys import ALLOWED, SECRET, load_curve_keys
 from quire.protocol.wire.kv_events import END, TOPIC, check_endpoints
 from quire.scheduler_proc.kv.block_pool import BlockPool
@@ -66,6 +74,32 @@ def setup(context: "zmq.Context[Any]", tmp_path_factory: pytest.TempPathFactory)
     publisher.publish(0.0)
     yield Setup(publisher, events, replay, keys, folder)
     publisher.close()
+
+
+@contextlib.contextmanager
+def strangers(endpoint: str, count: int) -> Iterator[list[socket.socket]]:
+    """Open connections that send nothing."""
+    host, _, port = endpoint.removeprefix("tcp://").partition(":")
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
+
+
+def open_ones(connections: list[socket.socket]) -> int:
+    """Return the number of connections that the engine has not closed."""
+    for connection in connections:
+        connection.setblocking(False)
+
+    def is_open(connection: socket.socket) -> bool:
+        try:
+            while connection.recv(1000):  # a greeting
+                pass
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            pass
+        return False
+
+    return sum(map(is_open, connections))
 
 
 SetKeys = Callable[["zmq.Socket[Any]", Setup], None]
@@ -245,8 +279,70 @@ def test_invalid_key_folder(keys: Path, spoil: Callable[[Path], object], message
     assert "--kv-events-curve-dir" in str(caught.value) and secret not in str(caught.value)
 
 
+def test_documented_recipe_makes_valid_keys(tmp_path: Path) -> None:
+    """The engine must accept the folder, with the usual umask before it."""
+    page = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text()
+    (recipe,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    subprocess.run([sys.executable, "-P", "-c", recipe], cwd=tmp_path, umask=0o022, check=True)
+    check_endpoints("tcp://127.0.0.1:5557", "", str(tmp_path / "keys"))
+    assert load_curve_keys(tmp_path / "keys").public
+    assert (tmp_path / "router-home" / "router.key_secret").stat().st_mode & 0o077 == 0
+
+
 def test_a_folder_of_another_user(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match="belongs to this user"):
         load_curve_keys(keys)
+
+
+@pytest.fixture
+def own(context: "zmq.Context[Any]", setup: Setup) -> Iterator[Setup]:
+    """A publisher of one test, with the keys of ``setup``."""
+    before = threading.active_count()
+    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    publisher = KVEventPublisher(context, events, replay, 7, curve_dir=str(setup.keys))
+    yield setup._replace(publisher=publisher, events=events, replay=replay)
+    publisher.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("endpoint", ["events", "replay"])
+def test_connections_without_a_key_are_limited(
+    context: "zmq.Context[Any]", own: Setup, caplog: pytest.LogCaptureFixture, endpoint: str
+) -> None:
+    """The excess ones are closed, with one line in the log, and afterwards a router can connect."""
+    with caplog.at_level(logging.WARNING), strangers(getattr(own, endpoint), MAX_CONNECTIONS + 40) as connections:
+        while open_ones(connections) > MAX_CONNECTIONS:
+            pass
+        assert open_ones(connections) > 0
+    assert sum("too many connections" in record.message for record in caplog.records) == 1
+    dealer = make_dealer(context, own, key("router"))
+    dealer.connect(own.replay)
+    dealer.send(ZERO)
+    assert own.publisher.replay_socket is not None and own.publisher.replay_socket.poll(WAIT_MS)
+    dealer.close()
+
+
+def test_connection_without_a_handshake_is_closed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "HANDSHAKE_MS", 50)
+    with zmq.Context() as context:
+        bound = context.socket(zmq.PUB)
+        port = free_port()
+        limit = connection_limit.ConnectionLimit(bound, f"tcp://127.0.0.1:{port}")
+        bound.bind(f"tcp://127.0.0.1:{port}")
+        with strangers(f"tcp://127.0.0.1:{port}", 3) as connections:
+            while open_ones(connections):
+                pass
+        limit.close()
+        bound.close()
+
+
+def test_only_connections_of_the_port_are_closed() -> None:
+    """The number of a descriptor may name another file when the event is read."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        for descriptor in (ours.fileno(), file.fileno(), 99_999):
+            connection_limit.close_connection(descriptor, 5557)
+        theirs.send(b"x")
+        assert ours.recv(1) == b"x" and file.write(b"x") == 1
