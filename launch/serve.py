@@ -86,6 +86,7 @@ def _run(
             if config.sampling_defaults:
                 values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
                 write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
+            write_line(_kv_cache_line(config, supervisor.policy.ready_detail))
             seconds = time.monotonic() - started
             write_line(f"Quire {__version__} serves {model_name} on {listener.address} (ready in {seconds:.1f} s)")
         while not signals.count:
@@ -99,6 +100,11 @@ def _run(
             supervisor.watch(0.5)
         if signals.count >= 2:
             supervisor.kill_all()
+
+
+def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
+    size = f"{detail.get('kv_cache_bytes', 0) / 2**30:.2f} GiB{' per worker' * (config.tensor_parallel_size > 1)}"
+    return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {config.block_size} tokens"
 
 
 def _write_settings(directory: Path, options: ServeOptions) -> None:

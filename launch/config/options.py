@@ -87,10 +87,11 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         int | None,
         Setting(
             MEMORY,
-            "size of the KV cache in bytes",
+            "size of the KV cache in bytes, per worker. On a CPU, memory is used only as blocks fill: "
+            "[size of the pool](kv_cache.md#size-of-the-pool)",
             range=(1, 2**50),
             unit="bytes",
-            default="from --gpu-memory-utilization; 1 GiB on a CPU",
+            default="from --gpu-memory-utilization; on a CPU half of the free memory",
         ),
     ] = None
 

@@ -191,6 +191,11 @@ class SupervisionPolicy:
         return len(needed) == 1 + self._counts.num_front_ends and all(m.ready for m in needed)
 
     @property
+    def ready_detail(self) -> dict[str, float]:
+        """What the scheduler reported when the workers were ready."""
+        return self.scheduler.detail if self.scheduler is not None else {}
+
+    @property
     def scheduler(self) -> Member | None:
         return next((m for m in self.members if m.role == "scheduler"), None)
 

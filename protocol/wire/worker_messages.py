@@ -127,6 +127,11 @@ class Ready(Message, frozen=True, tag=40):
     plan: MemoryPlan
     timings: dict[str, float]
 
+    @property
+    def detail(self) -> dict[str, float]:
+        """The seconds of the start, and the size of the pool without the null block."""
+        return {**self.timings, "kv_cache_bytes": self.plan.kv_cache, "kv_blocks": min(self.num_blocks) - 1}
+
 
 class Fault(Message, frozen=True, tag=41):
     """The worker cannot continue. ``kind`` is checkpoint, memory, refused or error; ``text`` is one line."""

@@ -338,7 +338,7 @@ class SchedulerLoop:
         found, expected = min(ready.num_blocks), scheduler.kv.pool.num_usable_blocks + 1
         if found != expected:
             raise EngineError(f"the new workers have {found} KV blocks, but the previous workers had {expected}")
-        self._child.report(Report("ready", detail=ready.timings, worker_epoch=workers.worker_epoch))
+        self._child.report(Report("ready", detail=ready.detail, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))

@@ -8,10 +8,14 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan
+from quire.worker_proc.startup.host_memory import available_bytes
 
 log = event_logger("worker")
 
-DEFAULT_CPU_KV_BYTES = 2**30
+CPU_SHARE = 0.5
+"""Share of the free host memory for the default pool. Front ends, new workers and file pages need the rest."""
+CPU_LEAST = 2**30
+"""Bytes of the default pool on a CPU if they are free, also for a small context: finished prefixes stay cached."""
 _MIB = 2**20
 
 
@@ -21,7 +25,8 @@ def plan_memory(
     """Plan memory and choose the number of KV blocks.
 
     Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
-    ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU 1 GiB.
+    ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, but not more
+    than twice the need of all requests at the maximum length. The ranks on a CPU divide the memory.
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
@@ -36,13 +41,13 @@ def plan_memory(
         usable = int(total * config.gpu_memory_utilization) - (total - free)
     else:
         total = psutil.virtual_memory().total
-        usable = psutil.virtual_memory().available
+        usable = available_bytes() // config.tensor_parallel_size
     left = usable - weight_bytes - activations
     block_bytes = layout.block_bytes + draft_block_bytes
     if config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
     else:
-        default = left if device.type == "cuda" else min(DEFAULT_CPU_KV_BYTES, left)
+        default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left, block_bytes)
         num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // block_bytes
     kv_cache = num_blocks * block_bytes
     if num_blocks < 2 or kv_cache > left:
@@ -61,6 +66,13 @@ def plan_memory(
         num_blocks=num_blocks,
         block_size=config.block_size,
     )
+
+
+def _cpu_pool_bytes(config: EngineConfig, layout: KVLayout, left: int, block_bytes: int) -> int:
+    """Return the default size of the pool on a CPU. ``left``: bytes that this rank has for it."""
+    blocks = sum(-(-config.max_model_len // group.block_size) for group in layout.groups)
+    needed = 2 * config.max_num_seqs * blocks * block_bytes
+    return min(left, max(CPU_LEAST, min(int(left * CPU_SHARE), needed)))
 
 
 def log_plan(plan: MemoryPlan, max_model_len: int) -> None:

@@ -1,6 +1,7 @@
 """The memory plan: its numbers, its warning, and its error before any weight is read."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.worker_messages import MemoryPlan
-from quire.worker_proc.startup import memory
+from quire.worker_proc.startup import host_memory, memory
 from quire.worker_proc.startup.memory import log_plan, plan_memory
 
 MIB = 2**20
@@ -37,13 +38,14 @@ BLOCK = 2 * 2 * 8 * 4 * 16 * 4  # K and V, heads, head_dim, bytes, tokens, layer
 def _a_machine_of_four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(total=4096 * MIB, available=3000 * MIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(host_memory, "SELF", Path("/nonexistent"))
 
 
 def plan(weights: int = 10 * MIB, **settings: Any) -> MemoryPlan:
     return plan_memory(msgspec.structs.replace(CONFIG, **settings), LAYOUT, weights, CPU)
 
 
-def test_cpu_pool_is_one_gib_by_default() -> None:
+def test_cpu_pool_of_a_small_context_is_one_gib() -> None:
     made = plan()
     assert LAYOUT.block_bytes == BLOCK
     assert (made.device, made.total, made.weights, made.block_size) == ("cpu", 4096 * MIB, 10 * MIB, 16)
@@ -54,6 +56,19 @@ def test_pool_shrinks_to_the_memory_left_by_weights_and_activations() -> None:
     made = plan(weights=2500 * MIB)
     left = 3000 * MIB - 2500 * MIB - made.activations
     assert made.num_blocks == left // BLOCK and made.kv_cache <= left
+
+
+def test_cpu_pool_is_half_of_what_is_left() -> None:
+    made = plan(max_model_len=1_000_000)
+    left = 3000 * MIB - 10 * MIB - made.activations
+    assert made.num_blocks == int(left * 0.5) // BLOCK
+    rank = plan(max_model_len=1_000_000, tensor_parallel_size=2)
+    assert rank.num_blocks == 1024 * MIB // BLOCK, "half of its part is less than 1 GiB"
+
+
+def test_cpu_pool_is_at_most_twice_what_all_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CPU_LEAST", 0)
+    assert plan().num_blocks == 2 * 4 * 256 // 16
 
 
 def test_bytes_and_blocks_can_be_set() -> None:
