@@ -1,4 +1,4 @@
-"""``quire top``: shows a running server's figures, from its ``/metrics``."""
+"""``quire top``: shows a running server's figures, from ``/metrics`` and, with a key, ``/admin/state``."""
 
 import argparse
 import http.client
@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 
+from quire.launch.config.api_keys import read_keys
 from quire.launch.top.overview import Overview, overview
 from quire.launch.top.scrape import Scrape
 from quire.launch.top.screen import screen
+from quire.launch.top.state import AdminState, decode_state
 from quire.protocol.errors import ConfigError, EngineError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -36,6 +38,12 @@ def add_top_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help="key to send, for a proxy that demands one (the variable QUIRE_API_KEY)"
     )
+    parser.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="the server's administrator's key, to show tenants and requests too (the variable QUIRE_ADMIN_API_KEY)",
+    )
+    parser.add_argument("--admin-api-key-file", metavar="FILE", help="file with that key in its first line")
     parser.add_argument(
         "--interval",
         type=float,
@@ -57,7 +65,10 @@ def run(args: argparse.Namespace) -> None:
     least = 0.0 if args.once else 0.1
     if not (math.isfinite(args.interval) and least <= args.interval <= 3600):
         raise ConfigError(f"--interval must be between {least:g} and 3600 seconds (got {args.interval:g})")
-    watch = Watch(ServerMetrics(args.url, args.api_key), args.interval, time.monotonic, time.sleep)
+    given = [args.admin_api_key] if args.admin_api_key else None
+    admin_keys = read_keys("admin-api-key", given, args.admin_api_key_file)
+    server = ServerMetrics(args.url, args.api_key, *admin_keys[:1])
+    watch = Watch(server, args.interval, time.monotonic, time.sleep)
     try:
         if args.once:
             _print(watch.once(), watch.url, args.json)
@@ -78,14 +89,15 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class ServerMetrics:
-    """Reads ``/metrics`` and ``/health`` of a server. Proxies of the environment are not used."""
+    """Reads ``/metrics``, ``/health`` and ``/admin/state`` of a server. Proxies of the environment are not used."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, admin_api_key: str = "") -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
         self.url = url.rstrip("/").removesuffix("/v1")
         key = api_key or os.environ.get("QUIRE_API_KEY", "")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = _bearer(key)
+        self._admin_headers = _bearer(admin_api_key)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def metrics(self) -> str:
@@ -117,8 +129,28 @@ class ServerMetrics:
         except (ValueError, KeyError, TypeError):
             return ""
 
-    def _get(self, path: str) -> str:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
+    def admin_state(self) -> AdminState | None:
+        """Return the answer of /admin/state, or None without a key.
+
+        Raises:
+            EngineError: there is no such answer.
+        """
+        if not self._admin_headers:
+            return None
+        try:
+            return decode_state(self._get("/admin/state", self._admin_headers))
+        except urllib.error.HTTPError as error:
+            error.close()
+            reason = {
+                401: "it is not a key of this server",
+                404: "the server has no such key, so it has no administrator's routes",
+            }.get(error.code, "the scheduler did not answer")
+            raise EngineError(f"--admin-api-key: /admin/state returned {error.code}: {reason}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise EngineError(f"/admin/state cannot be read: {getattr(error, 'reason', error)}") from None
+
+    def _get(self, path: str, headers: dict[str, str] | None = None) -> str:
+        request = urllib.request.Request(self.url + path, headers=self._headers if headers is None else headers)
         with self._opener.open(request, timeout=TIMEOUT_S) as response:
             body: bytes = response.read(MAX_BYTES)
         return body.decode(errors="replace")
@@ -152,7 +184,20 @@ class Watch:
             self._scrapes.popleft()
         earlier = self._scrapes[0] if self._scrapes else None
         self._scrapes.append(now)
-        return overview(now, earlier, self._server.state())
+        return self._with_admin_state(overview(now, earlier, self._server.state()))
+
+    def _with_admin_state(self, shown: Overview) -> Overview:
+        try:
+            state = self._server.admin_state()
+        except EngineError as error:
+            return msgspec.structs.replace(shown, admin_error=str(error))
+        if state is None:
+            return shown
+        return msgspec.structs.replace(shown, paused=state.paused, tenants=state.tenants, requests=state.requests)
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _print(shown: Overview, url: str, as_json: bool) -> None:

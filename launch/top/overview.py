@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.launch.top.scrape import Scrape
+from quire.launch.top.state import Request, Tenant
 
 # Name in the JSON object and, with spaces, on the screen; and the histogram of seconds.
 TIMES = (
@@ -15,6 +16,15 @@ TIMES = (
 )
 
 
+# Parts of a step's time, and the histogram of seconds.
+STEP_PARTS = (
+    ("schedule", "step_schedule_time_seconds"),
+    ("worker", "step_worker_time_seconds"),
+    ("update", "step_update_time_seconds"),
+    ("reply", "step_reply_time_seconds"),
+)
+
+
 class Times(msgspec.Struct, frozen=True):
     """Seconds of the requests that ended in the window."""
 
@@ -22,6 +32,12 @@ class Times(msgspec.Struct, frozen=True):
     mean: float
     p50: float | None
     p99: float | None
+
+
+class StepPart(Times, frozen=True):
+    """Seconds of one part of the steps in the window. ``share``: of the sum of all parts."""
+
+    share: float
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +49,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
             times and shares are since the start.
         prompt_tokens_per_s: prompt tokens of admitted requests, including those from the prefix cache.
         hit_share: share of looked-up prompt tokens that were found in the prefix cache.
+        paused, tenants, requests: from ``/admin/state``, the oldest requests; None without an administrator's key.
+        admin_error: why they are missing although there is a key.
     """
 
     model: str
@@ -58,9 +76,14 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks_per_s: float | None
     draft_acceptance: float | None
     times: dict[str, Times | None]
+    step_parts: dict[str, StepPart | None]
     worker_restarts: int | None
     scheduler_restarts: int | None
     front_end_restarts: int | None
+    paused: str | None = None
+    tenants: list[Tenant] | None = None
+    requests: list[Request] | None = None
+    admin_error: str = ""
 
 
 def overview(now: Scrape, earlier: Scrape | None, state: str) -> Overview:
@@ -106,6 +129,7 @@ def overview(now: Scrape, earlier: Scrape | None, state: str) -> Overview:
         evicted_blocks_per_s=rate("num_evicted_blocks_total"),
         draft_acceptance=share("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
         times={label: _times(now, before, name) for label, name in TIMES},
+        step_parts=_step_parts(now, before),
         worker_restarts=number("num_worker_restarts_total"),
         scheduler_restarts=number("num_scheduler_restarts_total"),
         front_end_restarts=number("num_front_end_restarts_total"),
@@ -128,3 +152,13 @@ def _times(now: Scrape, before: Scrape, name: str) -> Times | None:
     if found is None:
         return None
     return Times(int(found.count), found.mean, found.quantile(0.5), found.quantile(0.99))
+
+
+def _step_parts(now: Scrape, before: Scrape) -> dict[str, StepPart | None]:
+    times = {part: _times(now, before, name) for part, name in STEP_PARTS}
+    total = sum(each.count * each.mean for each in times.values() if each is not None)
+
+    def part(of: Times | None) -> StepPart | None:
+        return of and StepPart(of.count, of.mean, of.p50, of.p99, of.count * of.mean / total if total else 0.0)
+
+    return {name: part(each) for name, each in times.items()}

@@ -1,10 +1,12 @@
 """The screen of ``quire top`` as text. Pure functions of their arguments."""
 
-from quire.launch.top.overview import Overview, Times
+from quire.launch.top.overview import Overview, StepPart, Times
 
 BAR_WIDTH = 24
 LABEL_WIDTH = 16
 COLUMN_WIDTH = 10
+MAX_TENANTS, MAX_REQUESTS = 8, 8
+"""Most lines of each. The end of the screen is cut off on a small terminal, so these come last."""
 
 
 def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
@@ -16,8 +18,11 @@ def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
         *_requests(shown),
         *_cache(shown),
         "",
-        _row("seconds", *(f"{name:>{COLUMN_WIDTH}}" for name in ("mean", "p50", "p99", "number"))),
+        _columns("seconds", "mean", "p50", "p99", "number"),
         *(_time_row(label, times) for label, times in shown.times.items()),
+        "",
+        _columns("step, ms", "mean", "p50", "p99", "share"),
+        *(_step_row(label, part) for label, part in shown.step_parts.items()),
         "",
         _row(
             "restarts",
@@ -27,6 +32,9 @@ def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
     ]
     if shown.running is None:
         lines += ["", "the scheduler did not answer this scrape: its figures are missing"]
+    if shown.admin_error:
+        lines += ["", shown.admin_error]
+    lines += [*_tenants(shown), *_oldest(shown)]
     return ["".join(each if each.isprintable() else "?" for each in line)[:width].rstrip() for line in lines]
 
 
@@ -67,11 +75,48 @@ def _row(label: str, *cells: str) -> str:
     return f"{label:<{LABEL_WIDTH}}{''.join(cells)}"
 
 
+def _columns(label: str, *cells: str) -> str:
+    return _row(label, *(f"{cell:>{COLUMN_WIDTH}}" for cell in cells))
+
+
 def _time_row(label: str, times: Times | None) -> str:
     cells = ("-",) * 4
     if times is not None:
         cells = (_seconds(times.mean), _seconds(times.p50), _seconds(times.p99), f"{times.count:,}")
-    return _row(f"  {label.replace('_', ' ')}", *(f"{cell:>{COLUMN_WIDTH}}" for cell in cells))
+    return _columns(f"  {label.replace('_', ' ')}", *cells)
+
+
+def _step_row(label: str, part: StepPart | None) -> str:
+    cells = ("-",) * 4
+    if part is not None:
+        cells = (_ms(part.mean), _ms(part.p50), _ms(part.p99), f"{part.share:.0%}")
+    return _columns(f"  {label}", *cells)
+
+
+def _tenants(shown: Overview) -> list[str]:
+    """Return the tenants with the most requests."""
+    if not shown.tenants:
+        return []
+    most = sorted(shown.tenants, key=lambda each: (-each.running - each.waiting, each.tenant))
+    lines = ["", _columns("tenants", "running", "waiting", "KV blocks")]
+    for each in most[:MAX_TENANTS]:
+        lines.append(_columns(f"  {each.tenant}", _count(each.running), _count(each.waiting), _count(each.kv_blocks)))
+    return [*lines, *_more(len(most) - MAX_TENANTS)]
+
+
+def _oldest(shown: Overview) -> list[str]:
+    if not shown.requests:
+        return []
+    lines = ["", _columns("oldest requests", "tenant", "seconds", "prompt", "output", "KV blocks")]
+    for each in shown.requests[:MAX_REQUESTS]:
+        state = each.state if each.reason is None else f"{each.state} for {each.reason}"
+        cells = (f"{each.tenant}", f"{each.seconds:.1f}", _count(each.prompt_tokens), _count(each.output_tokens))
+        lines.append(f"{_columns('', *cells, _count(each.kv_blocks))}  {state}  {each.id}")
+    return lines
+
+
+def _more(number: int) -> list[str]:
+    return [f"  and {number:,} more"] if number > 0 else []
 
 
 def _bar(share: float | None) -> str:
@@ -101,6 +146,10 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if value < 1 else f"{value:.2f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.2f}"
 
 
 def _reasons(reasons: dict[str, int]) -> str:

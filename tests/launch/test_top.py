@@ -5,7 +5,9 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from exported_metrics import FullEngine, exported_labels
 from front_end import FrontEnd
@@ -16,6 +18,7 @@ from quire.launch.top.command import ServerMetrics, Watch
 from quire.launch.top.overview import Overview, overview
 from quire.launch.top.scrape import Scrape
 from quire.launch.top.screen import screen
+from quire.launch.top.state import decode_state
 from quire.protocol.errors import EngineError
 
 BEFORE = """\
@@ -64,7 +67,21 @@ quire:request_queue_time_seconds_bucket{le="1.0",model_name="m"} 14
 quire:request_queue_time_seconds_bucket{le="+Inf",model_name="m"} 14
 quire:request_queue_time_seconds_count{model_name="m"} 14
 quire:request_queue_time_seconds_sum{model_name="m"} 2.5
+# TYPE quire:step_schedule_time_seconds histogram
+quire:step_schedule_time_seconds_bucket{le="0.001",model_name="m"} 100
+quire:step_schedule_time_seconds_bucket{le="+Inf",model_name="m"} 100
+quire:step_schedule_time_seconds_count{model_name="m"} 100
+quire:step_schedule_time_seconds_sum{model_name="m"} 0.02
+quire:step_worker_time_seconds_count{model_name="m"} 100
+quire:step_worker_time_seconds_sum{model_name="m"} 0.18
 """
+STATE = """{"state": "ready", "paused": "wait", "step_parts": {},
+ "tenants": [{"tenant": 1, "running": 3, "waiting": 3, "kv_blocks": 72},
+             {"tenant": 2, "running": 9, "waiting": 31, "kv_blocks": 3000}],
+ "requests": [{"id": "chatcmpl-5d2c-0", "tenant": 1, "state": "running", "reason": null, "seconds": 12.5,
+               "prompt_tokens": 40, "output_tokens": 1200, "kv_blocks": 78, "preemptions": 0},
+              {"id": "cmpl-7-1", "tenant": 2, "state": "waiting", "reason": "kv_blocks", "seconds": 3.0,
+               "prompt_tokens": 9000, "output_tokens": 0, "kv_blocks": 0, "preemptions": 2}]}"""
 SCREEN = """\
 quire top  http://h:8000  m  ready  (last 2.0 s)
 
@@ -83,7 +100,21 @@ seconds               mean       p50       p99    number
   between tokens         -         -         -         -
   whole request          -         -         -         -
 
-restarts        workers 1   scheduler 0   front ends 0"""
+step, ms              mean       p50       p99     share
+  schedule            0.20      0.50      0.99       10%
+  worker              1.80         -         -       90%
+  update                 -         -         -         -
+  reply                  -         -         -         -
+
+restarts        workers 1   scheduler 0   front ends 0
+
+tenants            running   waiting KV blocks
+  2                      9        31     3,000
+  1                      3         3        72
+
+oldest requests     tenant   seconds    prompt    output KV blocks
+                         1      12.5        40     1,200        78  running  chatcmpl-5d2c-0
+                         2       3.0     9,000         0         0  waiting for kv_blocks  cmpl-7-1"""
 
 
 def recorded(text: str = AFTER) -> Overview:
@@ -91,7 +122,17 @@ def recorded(text: str = AFTER) -> Overview:
 
 
 def test_the_screen_of_recorded_metrics() -> None:
-    assert "\n".join(screen(recorded(), "http://h:8000")) == SCREEN
+    state = decode_state(STATE)
+    shown = msgspec.structs.replace(recorded(), tenants=state.tenants, requests=state.requests)
+    assert "\n".join(screen(shown, "http://h:8000")) == SCREEN
+    assert SCREEN.startswith("\n".join(screen(recorded(), "http://h:8000")))
+
+
+def test_many_tenants_and_requests_are_cut() -> None:
+    state = decode_state(STATE)
+    shown = msgspec.structs.replace(recorded(), tenants=state.tenants * 50, requests=state.requests * 50)
+    lines = screen(shown, "u")
+    assert "  and 92 more" in lines and len(lines) < 60
 
 
 def test_any_prefix_is_read() -> None:
@@ -193,6 +234,41 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.Capt
         cli.main(["top", *words])
     error = capsys.readouterr().err
     assert ended.value.code and message in error and error.count("\n") == 1, error
+
+
+@pytest.fixture
+def administered(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontEnd]:
+    monkeypatch.delenv("QUIRE_ADMIN_API_KEY", raising=False)
+    made = FrontEnd(FullEngine(), settings={"admin_api_keys": ("admin",)})
+    yield made
+    made.close()
+
+
+def test_an_administrators_key_adds_tenants_and_requests(
+    administered: FrontEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> Any:
+        cli.main(["top", "--url", url(administered), "--once", "--json", "--interval", "0", *words])
+        return json.loads(capsys.readouterr().out)
+
+    assert shown()["tenants"] is None and shown()["admin_error"] == ""
+    assert "returned 401: it is not a key" in shown("--admin-api-key", "other")["admin_error"]
+    file = tmp_path / "key"
+    file.write_text("admin\n")
+    for words in (["--admin-api-key", "admin"], ["--admin-api-key-file", str(file)]):
+        found = shown(*words)
+        assert [tenant["tenant"] for tenant in found["tenants"]] == [3]
+        assert found["requests"][0]["reason"] == "kv_blocks" and found["admin_error"] == ""
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "admin")
+    assert shown()["tenants"] == found["tenants"]
+
+
+def test_a_server_without_administrators_routes_shows_its_metrics(
+    served: FrontEnd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["top", "--url", url(served), "--once", "--interval", "0", "--admin-api-key", "k"])
+    out = capsys.readouterr().out
+    assert "waiting for     kv_blocks 1\n" in out and "/admin/state returned 404: the server has no such key" in out
 
 
 def test_another_server_is_an_error(served: FrontEnd, capsys: pytest.CaptureFixture[str]) -> None:
