@@ -133,7 +133,7 @@ class ServerMetrics:
         """Return the answer of /admin/state, or None without a key.
 
         Raises:
-            EngineError: there is no such answer.
+            EngineError: the server refuses the key, or does not answer.
         """
         if not self._admin_headers:
             return None

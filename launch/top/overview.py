@@ -159,6 +159,8 @@ def _step_parts(now: Scrape, before: Scrape) -> dict[str, StepPart | None]:
     total = sum(each.count * each.mean for each in times.values() if each is not None)
 
     def part(of: Times | None) -> StepPart | None:
-        return of and StepPart(of.count, of.mean, of.p50, of.p99, of.count * of.mean / total if total else 0.0)
+        if of is None:
+            return None
+        return StepPart(of.count, of.mean, of.p50, of.p99, of.count * of.mean / total if total else 0.0)
 
     return {name: part(each) for name, each in times.items()}
