@@ -76,12 +76,13 @@ class Answer:
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
             shown=prompt.shown,
         )
+        self._is_complete = None if prompt.until is None else prompt.until()
         self._include_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
 
     def assemble(self, update: Update) -> OutputDelta:
-        """Convert an update to a delta. If it completes a stop string, a stop is sent to the engine."""
+        """Convert an update to a delta. If its text ends the answer, a stop is sent to the engine."""
         out = self._text_out
         decoded: ListLike[int] = update.token_ids
         if update.ended is EndReason.STOPPED and decoded and not self._include_stop_token:
@@ -103,6 +104,9 @@ class Answer:
             num_output_tokens = min(out.stop.num_output_tokens, num_output_tokens)
             if update.ended is None:
                 self._sequence.stop_at(num_output_tokens)
+        elif self._is_complete is not None and finish_reason is None and self._is_complete(text):
+            finish_reason = "stop"
+            self._sequence.stop_at(num_output_tokens)
         kept = num_output_tokens - before
         return OutputDelta(
             text=text,

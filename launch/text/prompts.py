@@ -4,6 +4,7 @@ Every input path ends in ``prompt_from_ids``, the only place where token ids are
 the prompt's length with the context.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -43,12 +44,14 @@ class Prompt:
         text: the prompt's text, if it was given as text.
         end: the last characters of a rendered conversation, after the last text of the request in them.
         shown: special tokens that are in the answer's text even if such tokens are skipped.
+        until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
     """
 
     token_ids: npt.NDArray[np.int32]
     text: str | None = None
     end: str = ""
     shown: frozenset[int] = frozenset()
+    until: Callable[[], Callable[[str], bool]] | None = None
 
 
 def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from quire.launch.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed
 from quire.launch.http.dialects.responses_input import Item, chat_messages, input_items
-from quire.launch.http.dialects.responses_tools import Tools, chat_choice, read_tools
+from quire.launch.http.dialects.responses_tools import Tools, chat_choice, enforce_grammars, read_tools
 from quire.launch.http.dialects.text_parts import encoded, string_at
 from quire.launch.http.schema.bodies import Effort, Name
 from quire.launch.http.schema.reading import read
@@ -163,7 +163,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     try:
-        parsed = parser.chat(chat)
+        parsed = enforce_grammars(parser.chat(chat), tools, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]

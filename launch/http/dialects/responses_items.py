@@ -136,6 +136,7 @@ class _CustomCallItem:
 
     def __init__(self, tool: ToolName) -> None:
         self.item = _begun("ctc", "custom_tool_call", **_call(tool), input="")
+        self._is_raw = tool.is_raw
         self._texts: list[str] = []
 
     def begin(self) -> Events:
@@ -146,7 +147,8 @@ class _CustomCallItem:
         return []
 
     def end(self, status: str) -> Events:
-        text = _custom_input("".join(self._texts))
+        text = "".join(self._texts)
+        text = text if self._is_raw else _custom_input(text)
         self.item = {**self.item, "status": status, "input": text}
         place = {"item_id": self.item["id"]}
         return [

@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import structs
 
 from quire.launch.http.dialects.text_parts import list_at, object_at, string_at
 from quire.launch.http.schema.errors import shorten
+from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.schema.unknown_fields import Ignored
 from quire.protocol.errors import InvalidRequest, wrong_value
+from quire.protocol.request.structured_outputs import StructuredOutputs
 
 CUSTOM_PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -27,6 +31,8 @@ class ToolName:
     name: str
     namespace: str = ""
     is_custom: bool = False
+    is_raw: bool = False
+    """The model writes the text of a custom tool as it is, because a grammar constrains it."""
 
     @property
     def in_chat(self) -> str:
@@ -43,11 +49,13 @@ class Tools:
         functions: in the form of chat.
         places: the path of each in the request.
         names: by the function's name in chat.
+        grammars: Lark grammars of custom tools, by the function's name in chat, each with its path.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     names: dict[str, ToolName] = field(default_factory=dict)
+    grammars: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def name(self, in_chat: str) -> ToolName:
         """Return the client's name of a function that the model calls. It may have invented one."""
@@ -68,14 +76,13 @@ def read_tools(given: list[dict[str, Any]], ignored: Ignored) -> Tools:
             allowed = "1 to 64 letters, digits, underscores or dashes, with its namespace"
             raise wrong_value(f"{where}.name", allowed, name.in_chat)
         function: dict[str, Any] = {"name": name.in_chat}
-        description = string_at(tool, "description", where, default="")
+        if description := string_at(tool, "description", where, default=""):
+            function["description"] = description
         if kind == "custom":
-            description = _custom_description(description, tool.get("format"), f"{where}.format")
             function["parameters"] = CUSTOM_PARAMETERS
+            _add_format(tools, function, tool.get("format"), f"{where}.format")
         elif tool.get("parameters") is not None:
             function["parameters"] = object_at(tool["parameters"], f"{where}.parameters")
-        if description:
-            function["description"] = description
         if tool.get("strict") is True:
             function["strict"] = True
         tools.functions.append({"type": "function", "function": function})
@@ -105,15 +112,54 @@ def _flat(given: list[dict[str, Any]], ignored: Ignored) -> Iterator[tuple[Mappi
             ignored.add(f"tools.{kind}", ())
 
 
-def _custom_description(description: str, given: Any, where: str) -> str:
-    """Return a description that says the format of the input, which is not enforced."""
+def _add_format(tools: Tools, function: dict[str, Any], given: Any, where: str) -> None:
+    """Note the format of a custom tool's text, and describe it to the model.
+
+    The model writes the text as an argument in JSON. A schema can require that it matches a regular expression, but not
+    that it matches a grammar.
+    """
     if given is None or object_at(given, where).get("type") == "text":
-        return description
-    if given.get("type") != "grammar" or given.get("syntax") not in ("lark", "regex"):
-        shown = [given.get("type"), given.get("syntax")]
+        return
+    syntax = given.get("syntax")
+    if given.get("type") != "grammar" or syntax not in ("lark", "regex"):
+        shown = {"type": given.get("type"), "syntax": syntax}
         raise wrong_value(where, "text, or a grammar with the syntax lark or regex", shown)
     definition = string_at(given, "definition", where)
-    return f"{description}\n\nThe input must match this {given['syntax']} grammar:\n{definition}".strip()
+    if syntax == "regex":
+        text = {"type": "string", "pattern": f"^(?:{definition})$"}
+        function["parameters"] = {**CUSTOM_PARAMETERS, "properties": {"input": text}}
+    else:
+        tools.grammars[function["name"]] = (definition, f"{where}.definition")
+    described = f"The input must match this {syntax} grammar:\n{definition}"
+    function["description"] = f"{function.get('description', '')}\n\n{described}".strip()
+
+
+def enforce_grammars(chat: ChatRequest, tools: Tools, ignored: Ignored) -> ChatRequest:
+    """Constrain the call of one custom tool to its grammar. A grammar is only described where the model may choose.
+
+    Raises:
+        InvalidRequest: a call is required and may be of a tool with a grammar or of another one.
+    """
+    if not tools.grammars or chat.options.tools is None:
+        return chat
+    if chat.tool_use is None:
+        ignored.add("tools.format", ())
+        return chat
+    name = chat.tool_use.function
+    if name is None:
+        where = next(iter(tools.grammars.values()))[1]
+        text = f"{where} can be enforced only for a tool that tool_choice names: name it, or use auto"
+        raise InvalidRequest(text, where, "unsupported")
+    if name not in tools.grammars:
+        return chat
+    definition, where = tools.grammars[name]
+    try:
+        constraint = StructuredOutputs(grammar=definition)
+    except InvalidRequest as error:
+        message = error.message.replace("structured_outputs.grammar", where)
+        raise InvalidRequest(message, where, error.code) from None
+    tools.names[name] = replace(tools.names[name], is_raw=True)
+    return replace(chat, params=structs.replace(chat.params, structured_outputs=constraint))
 
 
 def chat_choice(choice: Any, tools: Tools) -> Any:

@@ -11,7 +11,14 @@ from starlette.types import ASGIApp
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
-from quire.launch.http.routes.generate import Collected, Generation, Usage, encode_choices, new_request_id
+from quire.launch.http.routes.generate import (
+    Collected,
+    Generation,
+    ReasoningTokens,
+    Usage,
+    encode_choices,
+    new_request_id,
+)
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.body import read_json
@@ -134,12 +141,15 @@ class ChatFormatter:
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
+        self._text_in = server.text_in
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
         self._has_content = request.tool_use is None
         self._readers = [new_reader() for _ in range(request.params.n)]
         self._called: dict[int, set[int]] = {}
         """Indices of the calls of each choice."""
+        self._num_thought_tokens = [0] * request.params.n
+        """Output tokens of each choice up to the end of its thoughts."""
         self._not_started = set(range(request.params.n))
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
@@ -153,7 +163,8 @@ class ChatFormatter:
             self._reason(index, delta.finish_reason),
             delta.stop_reason,
         )
-        return self._chunk([choice], usage or (None if self._include_usage else UNSET))
+        unset = None if self._include_usage else UNSET
+        return self._chunk([choice], unset if usage is None else self._with_thoughts(usage))
 
     def _message_delta(self, index: int, delta: OutputDelta, role: str | UnsetType) -> Delta:
         reader = self._readers[index]
@@ -161,6 +172,8 @@ class ChatFormatter:
             return Delta(delta.text, role)
         events = reader.push(delta.text, last=delta.finish_reason is not None)
         self._note_calls(index, events)
+        if any(isinstance(event, Thought) for event in events):
+            self._num_thought_tokens[index] = delta.num_output_tokens
         calls = [_call_delta(event) for event in events if isinstance(event, CallDelta)]
         reasoning = _joined(events, Thought) or UNSET
         content: str | UnsetType | None = _joined(events, Content)
@@ -169,7 +182,11 @@ class ChatFormatter:
         return Delta(content, role, calls or UNSET, reasoning, reasoning)
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self._chunk([], usage)
+        return self._chunk([], self._with_thoughts(usage))
+
+    def _with_thoughts(self, usage: Usage) -> Usage:
+        count = ReasoningTokens(min(sum(self._num_thought_tokens), usage.completion_tokens))
+        return msgspec.structs.replace(usage, completion_tokens_details=count)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         choices = encode_choices(answers, self._choice)
@@ -179,7 +196,13 @@ class ChatFormatter:
         )
         return msgspec.json.encode(
             ChatCompletion(
-                self.request_id, "chat.completion", self._created, self._model, choices, usage, prompt_logprobs
+                self.request_id,
+                "chat.completion",
+                self._created,
+                self._model,
+                choices,
+                self._with_thoughts(usage),
+                prompt_logprobs,
             )
         )
 
@@ -188,6 +211,8 @@ class ChatFormatter:
         self._note_calls(index, events)
         calls = whole_calls(events)
         reasoning = _joined(events, Thought) or UNSET
+        if reasoning:
+            self._num_thought_tokens[index] = len(self._text_in.encode(reasoning, add_special_tokens=False))
         content = _joined(events, Content) or (None if calls or not self._has_content else "")
         message = AnswerMessage(
             "assistant", content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning

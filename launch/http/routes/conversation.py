@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from quire.launch.http.routes.tool_calls import RequiredCalls
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.server import Server
-from quire.launch.text.parsing.answer_parser import AnswerParser, Content, Event
+from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
 from quire.launch.text.parsing.templates import Format
 from quire.launch.text.prompts import Prompt, encode_messages
 
@@ -37,6 +37,39 @@ class FreeAnswer:
         events = self._parser.push(text)
         return [*events, *self._parser.finish()] if last else events
 
+    @property
+    def has_whole_calls(self) -> bool:
+        return self._parser.has_whole_calls
+
+
+class FirstCall:
+    """Reader of an answer that ends with its first call, for clients that allow no parallel calls.
+
+    ``is_complete``: the call is whole, or something followed it; the rest of the answer is not read.
+    """
+
+    def __init__(self, answer: FreeAnswer) -> None:
+        self._answer = answer
+        self._index: int | None = None
+        self.is_complete = False
+
+    def push(self, text: str, *, last: bool) -> list[Event]:
+        kept: list[Event] = []
+        if self.is_complete:
+            return kept
+        for event in self._answer.push(text, last=last):
+            match event:
+                case CallDelta() if self._index in (None, event.index):
+                    self._index = event.index
+                case CallDropped():
+                    self._index = None
+                case _ if self._index is not None:
+                    self.is_complete = True
+                    return kept
+            kept.append(event)
+        self.is_complete = self._index is not None and self._answer.has_whole_calls
+        return kept
+
 
 async def encode_conversation(
     server: Server, request: ChatRequest, size: int
@@ -60,7 +93,23 @@ async def encode_conversation(
         return prompt, PlainAnswer
     tools = {tool["function"]["name"]: _properties(tool["function"]) for tool in options.tools or ()}
     prefix = answers.prefix(prompt.end)
-    return replace(prompt, shown=answers.special_ids), lambda: FreeAnswer(form, tools, prefix)
+    prompt = replace(prompt, shown=answers.special_ids)
+    if request.parallel_calls or not tools:
+        return prompt, lambda: FreeAnswer(form, tools, prefix)
+
+    def first_call() -> FirstCall:
+        return FirstCall(FreeAnswer(form, tools, prefix))
+
+    def until() -> Callable[[str], bool]:
+        reader = first_call()
+
+        def is_complete(text: str) -> bool:
+            reader.push(text, last=False)
+            return reader.is_complete
+
+        return is_complete
+
+    return replace(prompt, until=until), first_call
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

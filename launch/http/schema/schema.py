@@ -72,11 +72,12 @@ class CompletionRequest(CommonRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CommonRequest):
-    """``tool_use``: the required call, or None."""
+    """``tool_use``: the required call, or None. ``parallel_calls``: an answer may have more than one."""
 
     messages: list[Message]
     options: ChatOptions
     tool_use: ToolUse | None
+    parallel_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class Parser:
             messages=messages,
             options=replace(options, tools=tools),
             tool_use=tool_use,
+            parallel_calls=parallel,
         )
 
     def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Message], ChatOptions]:

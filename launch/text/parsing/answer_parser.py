@@ -60,6 +60,8 @@ class AnswerParser:
         self._sent: list[int] = []
         """The indices of the calls that this region has reported, by their numbers."""
         self._next_index = 0
+        self.has_whole_calls = False
+        """Whether a region of well-formed calls has ended."""
         if prefix:
             self.push(prefix)
             self._with_text.clear()
@@ -127,6 +129,7 @@ class AnswerParser:
             return
         try:
             self._report(calls.finish(), events)
+            self.has_whole_calls = self.has_whole_calls or bool(self._sent)
         except Malformed:
             events.extend(CallDropped(index) for index in self._sent)
             _add_text(events, Content, "".join((*self._raw, closing)))

@@ -199,3 +199,71 @@ class TestOtherApis:
             assert "".join(event["delta"] for event in found if event["type"] == delta) == text
             calls = [item for item in found[-1]["response"]["output"] if item["type"] == "function_call"]
             assert [call["status"] for call in calls] == ["incomplete"] * (per_update == 1)
+
+
+@pytest.mark.parametrize("per_update", [1, 3, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+class TestWithoutParallelCalls:
+    def ask(self, make_client: Any, events: Any, *, stream: bool, **fields: Any) -> tuple[Any, Any]:
+        """Return the message, and the finish reason."""
+        answer = make_client().chat(tools=TOOLS, parallel_tool_calls=False, stream=stream, **fields)
+        if not stream:
+            choice = answer.json()["choices"][0]
+            message = {"content": "", **choice["message"]}
+            calls = message.get("tool_calls") or []
+            named = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+            return {"content": message["content"] or "", "calls": named}, choice["finish_reason"]
+        chunks = events(answer)[:-1]
+        message = whole_message(chunks)
+        kept = {name: message[name] for name in ("content", "calls")}
+        return kept, chunks[-1]["choices"][0]["finish_reason"]
+
+    def test_answer_ends_with_its_first_call(
+        self, make_client: Any, engine: Any, events: Any, stream: bool, per_update: int
+    ) -> None:
+        engine.reply, engine.per_update = f"I look.\n{CALL_TEXT}\nMore text." + " And more." * 20, per_update
+        message, reason = self.ask(make_client, events, stream=stream)
+        assert (message, reason) == ({"content": "I look.", "calls": CALLS[:1]}, "tool_calls")
+        if per_update < 1000:
+            sequence = engine.added[-1]
+            assert sequence.stopped_at is not None and sequence.stopped_at < len(sequence.tokens) // 2
+
+    def test_text_that_is_no_call_does_not_end_it(
+        self, make_client: Any, engine: Any, events: Any, stream: bool, per_update: int
+    ) -> None:
+        broken = "<tool_call>\nnothing\n</tool_call>"
+        engine.reply, engine.per_update = f"{broken}\n{CALL_TEXT}", per_update
+        message, reason = self.ask(make_client, events, stream=stream)
+        assert (message["calls"], reason) == (CALLS[:1], "tool_calls")
+        assert "nothing" in message["content"]
+
+    def test_several_choices(self, make_client: Any, engine: Any, events: Any, stream: bool, per_update: int) -> None:
+        engine.reply, engine.per_update = CALL_TEXT, per_update
+        answer = make_client().chat(tools=TOOLS, parallel_tool_calls=False, n=3, stream=stream)
+        if stream:
+            named = [
+                (choice["index"], call["function"]["name"])
+                for chunk in events(answer)[:-1]
+                for choice in chunk["choices"]
+                for call in choice["delta"].get("tool_calls", [])
+                if "id" in call
+            ]
+        else:
+            choices = answer.json()["choices"]
+            named = [(c["index"], call["function"]["name"]) for c in choices for call in c["message"]["tool_calls"]]
+        assert sorted(named) == [(0, "weather"), (1, "weather"), (2, "weather")]
+
+
+@pytest.mark.parametrize("per_update", [1, 1000])
+def test_reasoning_tokens(make_client: Any, engine: Any, events: Any, tokenizer: Any, per_update: int) -> None:
+    client = make_client()
+    engine.reply, engine.per_update = "<think>\nwell, a little engine\n</think>\n\nI look.", per_update
+    usage = client.chat().json()["usage"]
+    num_thought = len(tokenizer.encode("well, a little engine").ids)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+    chunks = events(client.chat(stream=True, stream_options={"include_usage": True}))
+    streamed = chunks[-2]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    # A stream counts up to the update that ends the thoughts.
+    assert num_thought <= streamed <= (num_thought + 12 if per_update == 1 else usage["completion_tokens"])
+    engine.reply = "I look."
+    assert client.chat().json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

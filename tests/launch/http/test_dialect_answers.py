@@ -72,6 +72,16 @@ class TestChosenCalls:
         assert (custom["type"], custom["input"]) == ("custom_tool_call", SAID[1][1]["input"])
         assert (remote["namespace"], remote["name"], remote["arguments"]) == ("mcp__git__", "log", "{}")
 
+    def test_first_call_ends_an_answer_without_parallel_calls(
+        self, ask: Any, engine: Any, stream: bool, per_update: int
+    ) -> None:
+        engine.reply, engine.per_update = ANSWER, per_update
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        blocks = message(ask, stream=stream, tool_choice=choice)["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        items = response(ask, stream=stream, parallel_tool_calls=False)["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+
     def test_malformed_call_comes_back_as_text(self, ask: Any, engine: Any, stream: bool, per_update: int) -> None:
         engine.reply, engine.per_update = BROKEN, per_update
         output = response(ask, stream=stream)["output"]

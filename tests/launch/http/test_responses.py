@@ -12,12 +12,9 @@ from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
-PATCH = {
-    "type": "custom",
-    "name": "patch",
-    "description": "Apply it.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
-}
+PATCH = {"type": "custom", "name": "patch", "description": "Apply it."}
+LARK = {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
+REGEX = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}
 REMOTE = {"type": "namespace", "name": "mcp__git__", "description": "", "tools": [{"type": "function", "name": "log"}]}
 CALLS = [
     {"name": "weather", "parameters": {"place": "Köln"}},
@@ -177,6 +174,38 @@ class TestAnswer:
                 json.loads(engine.added[-1].params.structured_outputs.json)["items"]["anyOf"]] == [[name]]  # fmt: skip
 
     @pytest.mark.parametrize("stream", [False, True])
+    def test_grammar_of_a_named_custom_tool(self, ask: Any, engine: Any, stream: bool) -> None:
+        """The model writes the text itself, which may look like JSON."""
+        engine.reply = '{"input": "raw"}'
+        choice = {"type": "custom", "name": "patch"}
+        answer = ask(tools=[WEATHER, LARK], tool_choice=choice, stream=stream)
+        (item,) = (assembled(named_events(answer)) if stream else answer.json())["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", engine.reply)
+        assert engine.added[-1].params.structured_outputs.grammar == "start: /x/"
+        assert "x-quire-ignored-fields" not in answer.headers
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "patch"}])
+    def test_regular_expression_of_a_custom_tool(self, ask: Any, engine: Any, choice: Any) -> None:
+        engine.reply = "[]" if choice == "required" else '{"input": "a"}'
+        assert ask(tools=[WEATHER, REGEX], tool_choice=choice).status_code == 200
+        assert '"pattern":"^(?:a|b)$"' in engine.added[-1].params.structured_outputs.json
+
+    @pytest.mark.parametrize(
+        ("tool", "choice", "param"),
+        [
+            (LARK, "required", "tools[1].format.definition"),
+            ({**LARK, "format": {**LARK["format"], "definition": ""}}, {"type": "custom", "name": "patch"}, None),
+            ({**LARK, "format": {**LARK["format"], "definition": 5}}, "auto", "tools[1].format.definition"),
+            ({**LARK, "format": {"type": "grammar", "syntax": "bnf"}}, "auto", "tools[1].format"),
+            ({**PATCH, "format": 5}, "auto", "tools[1].format"),
+        ],
+    )
+    def test_grammar_that_cannot_be_enforced(self, ask: Any, tool: Any, choice: Any, param: str | None) -> None:
+        answer = ask(tools=[WEATHER, tool], tool_choice=choice)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == (param or "tools[1].format.definition")
+
+    @pytest.mark.parametrize("stream", [False, True])
     def test_thought(self, text_in: Any, engine: Any, client: Any, prompt: Any, stream: bool) -> None:
         settings = ServerSettings(
             text_in=text_in, served_model_names=("tiny",), thinking=Thinking((0,), (1,), "<|im_start|>")
@@ -259,8 +288,8 @@ class TestPrompt:
         assert chat_messages("", [foreign, {"role": "user", "content": "x"}]) == [{"role": "user", "content": "x"}]
 
     def test_custom_tools_and_namespaces_are_functions(self, ask: Any, prompt: Any) -> None:
-        response = ask(tools=[PATCH, REMOTE, {"type": "web_search"}])
-        assert response.headers["x-quire-ignored-fields"] == "tools.web_search"
+        response = ask(tools=[LARK, REMOTE, {"type": "web_search"}])
+        assert response.headers["x-quire-ignored-fields"] == "tools.web_search,tools.format"
         assert '"description": "Apply it.\\n\\nThe input must match this lark grammar:\\nstart: /x/"' in prompt()
         assert '"name": "mcp__git__log"' in prompt()
 
