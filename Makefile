@@ -22,7 +22,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-full test-slow test-browser simulate acceptance lint install install-dev gpu-wheels gpu-check clean
+.PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance lint install install-dev gpu-wheels gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -73,6 +73,10 @@ test-browser: install-dev ## test the HTML report of a replay in a real browser
 		$$sudo apt-get update -q && $$sudo apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(PYTEST) -m slow tests/launch/replay/test_html_browser.py
 
+# Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
+test-clients: install-dev ## test the newest releases of clients, each installed into .clients
+	$(PYTEST) -m slow -s tests/end_to_end/test_clients.py tests/end_to_end/test_agent_commands.py
+
 lint: install-dev ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -93,4 +97,4 @@ gpu-check: ## check the GPU path on a GPU machine, with the wheels of gpu-wheels
 	$(PYTHON) -P tests/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

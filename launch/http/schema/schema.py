@@ -186,11 +186,11 @@ class Parser:
         if "prompt_logprobs" in given and body.stream:
             raise InvalidRequest("prompt_logprobs require stream to be false", "prompt_logprobs", "unsupported_value")
         required = constraint(body, ignored)
-        if required is not None and tool_use is not None:
+        if required is not None and tool_use is not None and required[0] != "response_format":
             raise InvalidRequest(
                 f"{required[0]} cannot be combined with a tool_choice that requires a call", required[0]
             )
-        if tool_use is not None:
+        if tool_use is not None:  # response_format is the form of the content, of which a required call has none
             given["structured_outputs"] = tool_use.constraint
         elif required is not None:
             given["structured_outputs"] = required[1]

@@ -127,11 +127,6 @@ TOOLS = [
         "structured_outputs",
         "cannot be combined with a tool_choice",
     ),
-    (
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
-        "cannot be combined with a tool_choice",
-    ),
 ]
 COMPLETION = [
     *[("prompt", value, IDS_RANGE) for value in ([VOCAB], [-1], [1, 2.0], [1, True], [1, "a"], [1, None], [{}])],

@@ -167,6 +167,15 @@ class TestResponses:
         assert [json.loads(call["function"]["arguments"]) for call in calls] == [c["parameters"] for c in CALLS]
         assert len({call["id"] for call in calls}) == 2
 
+    def test_required_call_beside_a_form_of_the_content(self, ask: Any, engine: Any) -> None:
+        """instructor sends both. The content, whose form it is, is absent."""
+        for choice in ("required", NAMED):
+            assert ask(CALLS, tool_choice=choice).status_code == 200
+            wanted = engine.added[-1].params.structured_outputs
+            response_format = {"type": "json_object"}
+            assert ask(CALLS, tool_choice=choice, response_format=response_format).status_code == 200
+            assert engine.added[-1].params.structured_outputs == wanted
+
     def test_output_cut_off_by_max_tokens(self, ask: Any) -> None:
         choice = ask(CALLS, tool_choice="required", max_tokens=25).json()["choices"][0]
         assert choice["finish_reason"] == "length"
