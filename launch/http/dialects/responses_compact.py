@@ -15,7 +15,7 @@ from quire.launch.http.dialects.parts import whole_parts
 from quire.launch.http.dialects.responses import encode_request, stored_items
 from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.launch.http.dialects.responses_events import token_counts
-from quire.launch.http.dialects.responses_input import sealed_summary
+from quire.launch.http.dialects.responses_input import input_items, sealed_summary
 from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.routes.generate import Collected, Generation, Usage
 from quire.launch.http.schema.errors import ApiError
@@ -23,6 +23,7 @@ from quire.launch.http.schema.schema import Parser
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.server import Server
+from quire.launch.text.messages import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest
 
 ASK = (
@@ -48,12 +49,11 @@ async def compact(server: Server, request: Request) -> ASGIApp:
 def _parse(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
     if raw.get("model") is None:
         raise InvalidRequest("model is required", "model", "missing_required_parameter")
-    given = raw.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    items = [] if raw.get("input") is None else input_items(raw["input"], MAX_MESSAGES - 1)
     if not items and raw.get("previous_response_id") is None:
         raise InvalidRequest("input is required", "input", "missing_required_parameter")
     fields = {name: value for name, value in raw.items() if name not in LEFT_OUT} | OWN_FIELDS
-    fields["input"] = [*items, {"role": "user", "content": ASK}] if isinstance(items, list) else items
+    fields["input"] = [*items, {"role": "user", "content": ASK}]
     parsed = parse_responses(parser, fields, lookup)
     chat = parsed.chat
     params = msgspec.structs.replace(chat.params, max_tokens=MAX_TOKENS)
