@@ -58,6 +58,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         speculative: configuration of the proposer; None exactly when num_speculative_tokens is 0.
         logits_processors: ``module:Class`` of each logits processor that is loaded by name, in addition to installed
             plugins (entry points).
+        logits_processors_exclude: entry point names of installed plugins that are not loaded.
         closed_objects: objects of a JSON schema with properties have no others, unless the schema allows them.
         sampling_defaults: the model's own values of sampling parameters, for requests that leave them out.
         chat_template: source of a template that replaces the checkpoint's; empty for none.
@@ -82,6 +83,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     speculative: SpeculativeConfig | None = None
     logits_processors: list[str] = msgspec.field(default_factory=list)
+    logits_processors_exclude: list[str] = msgspec.field(default_factory=list)
     closed_objects: bool = True
     sampling_defaults: dict[str, int | float] = msgspec.field(default_factory=dict)
     chat_template: str = ""

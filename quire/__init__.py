@@ -11,7 +11,15 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.launch.offline.llm import LLM
     from quire.launch.offline.request_output import CompletionOutput, RequestOutput
-    from quire.protocol.request.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
+    from quire.protocol.request.logits_processors import (
+        AdapterLogitsProcessor,
+        AddedRequest,
+        BatchUpdate,
+        LogitsProcessor,
+        MovedRequest,
+        MoveDirectionality,
+        apply_update,
+    )
     from quire.protocol.request.sampling_params import SamplingParams
     from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
     from quire.protocol.request.structured_outputs import StructuredOutputs as StructuredOutputsParams
@@ -19,15 +27,19 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AdapterLogitsProcessor",
+    "AddedRequest",
     "BatchUpdate",
     "CompletionOutput",
     "LogitsProcessor",
+    "MoveDirectionality",
+    "MovedRequest",
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
     "StructuredOutputsParams",
     "__version__",
+    "apply_update",
 ]
 
 _LOGITS_PROCESSORS = "quire.protocol.request.logits_processors"
@@ -41,9 +53,13 @@ _SOURCES: dict[str, tuple[str, str | None]] = {
     "RepetitionDetection": (_STRUCTURED, None),
     "StructuredOutputs": (_STRUCTURED, None),
     "StructuredOutputsParams": (_STRUCTURED, "StructuredOutputs"),
-    "LogitsProcessor": (_LOGITS_PROCESSORS, None),
-    "AdapterLogitsProcessor": (_LOGITS_PROCESSORS, None),
-    "BatchUpdate": (_LOGITS_PROCESSORS, None),
+    **dict.fromkeys(
+        (
+            *("LogitsProcessor", "AdapterLogitsProcessor", "BatchUpdate", "AddedRequest", "MovedRequest"),
+            *("MoveDirectionality", "apply_update"),
+        ),
+        (_LOGITS_PROCESSORS, None),
+    ),
 }
 
 

@@ -64,7 +64,7 @@ class RowSampler {
         scan_.read(row, vocab);
         bad = !scan_.usable();
         if (bad || !(wanted.temperature > 0.f)) return scan_.best_token();
-        row_ = row, vocab_ = vocab, temperature_ = wanted.temperature;
+        row_ = row, vocab_ = vocab, temperature_ = wanted.temperature, floor_ = wanted.log_min_p;
         return wanted.top_k > 0 || wanted.top_p < 1.f ? draw_best_first(wanted) : draw_in_order(wanted);
     }
 
@@ -73,16 +73,18 @@ class RowSampler {
         return (load_logits(row_ + i, end - i) - scan_.best) / temperature_;
     }
 
-    // Sums the masses of tokens with at least log_min_p, one sum per chunk; returns their total.
-    int64_t sum_chunks(float log_min_p) {
+    // Tokens below min-p's floor have no mass.
+    QUIRE_INLINE vfloat above_floor(vfloat scaled) const { return scaled >= floor_ ? scaled : splat(NO_LOGIT); }
+
+    // Sums the masses, one sum per chunk; returns their total.
+    int64_t sum_chunks() {
         sums_.clear();
         int64_t all = 0;
         for (long start = 0; start < vocab_; start += CHUNK) {
             const long end = std::min(start + CHUNK, vocab_);
             vint high{}, low{};
             for (long i = start; i < end; i += VF) {
-                const vfloat scaled = scaled_at(i, end);
-                add_masses(scaled >= log_min_p ? scaled : splat(NO_LOGIT), high, low);
+                add_masses(above_floor(scaled_at(i, end)), high, low);
             }
             sums_.push_back(total(high, low));
             all += sums_.back();
@@ -92,15 +94,14 @@ class RowSampler {
 
     // The first token, in the vocabulary's order, at which the cumulative mass exceeds the target.
     long draw_in_order(const Wanted& wanted) {
-        const int64_t all = sum_chunks(wanted.log_min_p);
+        const int64_t all = sum_chunks();
         int64_t left = unit(wanted.noise, all);
         long chunk = 0;
         while (left >= sums_[size_t(chunk)]) left -= sums_[size_t(chunk++)];
         const long end = std::min((chunk + 1) * CHUNK, vocab_);
         for (long i = chunk * CHUNK; i < end; i += VF) {
-            const vfloat scaled = scaled_at(i, end);
             vint high{}, low{};
-            add_masses(scaled >= wanted.log_min_p ? scaled : splat(NO_LOGIT), high, low);
+            add_masses(above_floor(scaled_at(i, end)), high, low);
             for (int lane = 0; lane < VF; lane++) {
                 left -= high[lane] * WHOLE_PART + low[lane];
                 if (left < 0) return i + lane;
@@ -111,7 +112,7 @@ class RowSampler {
 
     long draw_best_first(const Wanted& wanted) {
         const bool counted = wanted.top_k > 0 && wanted.top_k < vocab_;
-        int64_t kept = counted ? keep_best(wanted.top_k) : sum_chunks(NO_LOGIT);
+        int64_t kept = counted ? keep_best(wanted.top_k) : sum_chunks();
         int64_t last = kept - 1;
         if (wanted.top_p < 1.f) {
             // Tokens with less mass than the limit before them are kept: the last one contains unit ceil(limit) - 1.
@@ -120,10 +121,6 @@ class RowSampler {
         }
         if (!counted) gather_until([&](int64_t mass) { return mass > last; });
         if (wanted.top_p < 1.f) kept = keep_through(last);
-        int64_t above_floor = 0;
-        for (const Candidate& one : found_)
-            if (one.scaled() >= wanted.log_min_p) above_floor += one.mass;
-        kept = std::min(kept, above_floor);
         return long(uint32_t(found_[holder_of(unit(wanted.noise, kept)).index].key));
     }
 
@@ -187,7 +184,7 @@ class RowSampler {
             float lanes[VF];
             for (size_t lane = 0; lane < VF; lane++) lanes[lane] = lane < count ? found_[i + lane].scaled() : NO_LOGIT;
             vint high{}, low{};
-            add_masses(load<vfloat>(lanes), high, low);
+            add_masses(above_floor(load<vfloat>(lanes)), high, low);
             for (size_t lane = 0; lane < count; lane++)
                 sum += found_[i + lane].mass = high[int(lane)] * WHOLE_PART + low[int(lane)];
         }
@@ -231,7 +228,7 @@ class RowSampler {
     RowScan scan_;
     const float* row_;
     long vocab_;
-    float temperature_;
+    float temperature_, floor_;
     std::vector<int64_t> sums_;
     std::vector<Candidate> found_;
 };

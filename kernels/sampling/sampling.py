@@ -6,8 +6,9 @@ does not depend on how the vocabulary is split into chunks. Unit ``t`` of the to
 which is found without fixing the order of summation. Tokens with a weight below 2**-40 of the best are never drawn.
 
 **Order.** Tokens are ordered by scaled logit, highest first, and of equal ones by the lower index. The cuts keep a
-prefix of this order: the first ``top_k`` tokens; of these the tokens that have less than ``top_p`` of the mass before
-them; and of these the tokens whose scaled logit is at least ``log(min_p)``. The drawn token is the one with unit
+prefix of this order: the tokens whose scaled logit is at least ``log(min_p)``, the others having no mass from here on;
+of these the first ``top_k``; and of these the tokens that have less than ``top_p`` of the mass before them. The order
+of the cuts is vLLM's. The drawn token is the one with unit
 ``floor(noise * kept mass)``: counted in this order if the row has top-k or top-p, otherwise in the vocabulary's order.
 
 The reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``) all follow this definition: the same seed gives the same
@@ -96,7 +97,7 @@ def _kept_masses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the masses in the order of the draw, 0 for tokens that are cut, and the tokens in that order."""
     rows, vocab = scaled.shape
-    masses = (scaled.exp() * 2.0**MASS_BITS).long()
+    masses = torch.where(scaled < min_p.log()[:, None], 0, (scaled.exp() * 2.0**MASS_BITS).long())
     rank = torch.arange(vocab, device=scaled.device)
     cut = (top_k > 0) | (top_p < 1)
     order = rank.expand(rows, vocab)
@@ -109,7 +110,6 @@ def _kept_masses(
     before = ordered.cumsum(-1) - ordered
     limit = top_p.double() * ordered.sum(-1)
     ordered.masked_fill_((before >= limit[:, None]) & (top_p < 1)[:, None], 0)
-    ordered.masked_fill_(scaled.gather(-1, order) < min_p.log()[:, None], 0)
     return ordered, order
 
 
@@ -167,7 +167,7 @@ def sample(
 
 def _select(kernels: Any, row_arguments: tuple[torch.Tensor, ...], noise: torch.Tensor, cuts: dict[str, int]) -> None:
     """Find the drawn key of each row with a cut, and the index among tokens with this key; both go to its state."""
-    logits, best, temperature, top_k, top_p, _, state = row_arguments
+    logits, best, temperature, top_k, top_p, log_min_p, state = row_arguments
     num_rows, vocab = logits.shape
     # Histograms of counts and masses; ``narrow_kernel`` clears the fine ones after reading them.
     coarse, fine = torch.zeros(2, num_rows, 2, BINS, dtype=torch.int64, device=logits.device)
@@ -183,7 +183,7 @@ def _select(kernels: Any, row_arguments: tuple[torch.Tensor, ...], noise: torch.
             coarse, best, temperature, state, top_k, top_p, noise, vocab, **which, **cuts
         )
         for _ in range(LEVELS):
-            kernels.fine_histogram_kernel[chunks](logits, best, temperature, state, fine, *strides, **tile)
+            kernels.fine_histogram_kernel[chunks](logits, best, temperature, log_min_p, state, fine, *strides, **tile)
             kernels.narrow_kernel[(num_rows,)](fine, state, **which)
 
 

@@ -9,7 +9,7 @@ A key's *distance* is its number of float32 keys from the key of the best scaled
     3 TARGET: the unit to find, of tokens (top-k) or of mass (top-p, draw)
     4 COUNT and 5 MASS: number and mass of the tokens before the bracket
     6 KEPT: mass of the tokens that the cuts so far keep
-    7 FLOOR: mass of the tokens that min-p keeps; finally, the index of the drawn token among those with the drawn key
+    7 INDEX: finally, the index of the drawn token among those with the drawn key
 
 SELECTION is 0 for top-k, 1 for top-p and 2 for the draw. ANY_TOP_K and ANY_TOP_P are those of the launcher.
 """
@@ -49,8 +49,10 @@ def load_scaled(logits, row, token, best, temperature, vocab, logits_stride):
 
 
 @triton.jit
-def mass_of(scaled):
-    return (tl.exp(scaled) * 1099511627776.0).to(tl.int64)  # 2**MASS_BITS
+def mass_of(scaled, row, log_min_p):
+    """Return the masses; those of tokens that min-p cuts are 0."""
+    mass = (tl.exp(scaled) * 1099511627776.0).to(tl.int64)  # 2**MASS_BITS
+    return tl.where(scaled >= tl.load(log_min_p + row), mass, 0)
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def coarse_histogram_kernel(
     logits, best, temperature, top_k, top_p, log_min_p, state, histogram, vocab, logits_stride,
     ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(r, c)`` adds chunk ``c`` to row ``r``'s histogram by scaled logit, and to its FLOOR."""
+    """Program ``(r, c)`` adds chunk ``c`` to row ``r``'s histogram by scaled logit."""
     row = tl.program_id(0).to(tl.int64)
     if is_greedy(row, best, temperature):
         return
@@ -66,20 +68,18 @@ def coarse_histogram_kernel(
         return
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     scaled = load_scaled(logits, row, token, best, temperature, vocab, logits_stride)
-    mass = mass_of(scaled)
+    mass = mass_of(scaled, row, log_min_p)
     bin = tl.minimum(scaled * -32.0, BINS - 1.0).to(tl.int32)
     counts = histogram + row * 2 * BINS + bin
     if ANY_TOP_K:
         has_top_k = tl.load(top_k + row) > 0
         tl.atomic_add(counts, tl.full([CHUNK], 1, tl.int64), mask=(token < vocab) & has_top_k, sem="relaxed")
     tl.atomic_add(counts + BINS, mass, mask=mass > 0, sem="relaxed")
-    floor = tl.sum(tl.where(scaled >= tl.load(log_min_p + row), mass, 0), 0)
-    tl.atomic_add(state + row * 8 + 7, floor, sem="relaxed")
 
 
 @triton.jit
 def fine_histogram_kernel(
-    logits, best, temperature, state, histogram, vocab, logits_stride,
+    logits, best, temperature, log_min_p, state, histogram, vocab, logits_stride,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(r, c)`` adds the tokens of chunk ``c`` in row ``r``'s bracket to its histogram by distance."""
@@ -95,7 +95,7 @@ def fine_histogram_kernel(
     bin = (tl.where(in_bracket, distance - low, 0) >> shift).to(tl.int32)
     counts = histogram + row * 2 * BINS + bin
     tl.atomic_add(counts, tl.full([CHUNK], 1, tl.int64), mask=in_bracket, sem="relaxed")
-    tl.atomic_add(counts + BINS, mass_of(scaled), mask=in_bracket, sem="relaxed")
+    tl.atomic_add(counts + BINS, mass_of(scaled, row, log_min_p), mask=in_bracket, sem="relaxed")
 
 
 @triton.jit
@@ -134,7 +134,6 @@ def begin_selection_kernel(
         # Tokens with less mass than the limit before them are kept: the last one contains unit ceil(limit) - 1.
         target = tl.where(whole.to(tl.float64) < limit, whole, whole - 1)
     else:
-        kept = tl.minimum(kept, tl.load(own + 7))
         target = (tl.load(noise + row) * kept.to(tl.float64)).to(tl.int64)
     if SELECTION > 0:
         target = tl.maximum(tl.minimum(target, kept - 1), 0)
@@ -207,8 +206,7 @@ def weights_of(scaled, row, cut, log_min_p, state):
     """Return the tokens' weights for the final pick: masses that min-p keeps or, in cut rows, 1 for the drawn key."""
     distance = -order_key(scaled).to(tl.int64)
     equal = (distance == tl.load(state + row * 8)).to(tl.int64)
-    mass = tl.where(scaled >= tl.load(log_min_p + row), mass_of(scaled), 0)
-    return tl.where(cut, equal, mass)
+    return tl.where(cut, equal, mass_of(scaled, row, log_min_p))
 
 
 @triton.jit

@@ -75,6 +75,7 @@ def make_engine_config(
         num_speculative_tokens=num_drafts,
         speculative=speculative,
         logits_processors=options.logits_processors or [],
+        logits_processors_exclude=options.logits_processors_exclude or [],
         closed_objects=closes_objects(options.structured_outputs_config),
         sampling_defaults=sampling_defaults(folder, options.generation_config),
         chat_template=chat_template_source(options.chat_template),

@@ -143,6 +143,14 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             metavar="MODULE:CLASS",
         ),
     ] = None
+    logits_processors_exclude: Annotated[
+        list[str] | None,
+        Setting(
+            SAMPLING,
+            "installed logits processors (entry points) that are not loaded, by name",
+            metavar="NAME",
+        ),
+    ] = None
     reasoning_start_str: Annotated[
         str | None,
         Setting(

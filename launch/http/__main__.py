@@ -86,7 +86,7 @@ class FrontEnd:
             self._engine,
             ServerSettings(
                 text_in=text_in,
-                processors=tuple(load_logits_processors(config.logits_processors)),
+                processors=tuple(load_logits_processors(config.logits_processors, config.logits_processors_exclude)),
                 thinking=thinking,
                 answer_format=answer_format,
                 served_model_names=tuple(settings.served_model_name or ()),

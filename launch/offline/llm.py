@@ -76,7 +76,7 @@ class LLM:
         text_in.protect(text_in.decode(ids, skip_special_tokens=False) for ids in markers)
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
-        self._processors = plugins.load_logits_processors(config.logits_processors)
+        self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
         self._lock = threading.Lock()
         self._num_requests = 0
         self._client: BlockingClient | None = None

@@ -36,7 +36,8 @@ class AddedRequest(NamedTuple):
     Attributes:
         row: the assigned row, from 0.
         prompt_token_ids: the prompt; must not be modified.
-        output_token_ids: the output, a live reference: it has all tokens so far whenever ``apply`` is called.
+        output_token_ids: the output, a live reference: it has all tokens so far whenever ``apply`` is called. Not
+            updated for a request that uses no processor.
     """
 
     row: int
@@ -88,6 +89,15 @@ class LogitsProcessor(ABC):
             ValueError: this processor cannot serve the request; the text is sent to the client.
         """
 
+    @classmethod
+    def uses(cls, sampling_params: SamplingParams) -> bool:
+        """Return whether ``apply`` may change the logits of a request with these parameters; by default always true.
+
+        A step without such a request does not call ``apply`` and costs nothing. An AdapterLogitsProcessor need not
+        override this: a request uses it if ``new_req_logits_processor`` returns a callable.
+        """
+        return True
+
     @abstractmethod
     def __init__(self, config: EngineConfig, device: Device, is_pin_memory: bool) -> None:
         """``device``: device of the logits. ``is_pin_memory``: whether pinning host memory speeds up copies to it."""
@@ -110,8 +120,9 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Apply changes to the batch; None means no change. Called before each ``apply``; not called in a step that
-        samples nothing.
+        """Apply changes to the batch, of all requests; None means no change.
+
+        Called before each ``apply``; not called in a step that samples nothing.
         """
 
 

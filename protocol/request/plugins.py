@@ -22,17 +22,23 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MAX_REASON_LENGTH = 500
 
 
-def load_logits_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
+def load_logits_processors(names: Sequence[str], excluded: Sequence[str] = ()) -> list[type[LogitsProcessor]]:
     """Return installed plugins, ordered by entry point name, then those of ``names``; duplicates are dropped.
 
     Args:
         names: ``module:Class`` of each; the class may be nested (``module:Outer.Inner``).
+        excluded: entry point names of installed plugins that are not loaded.
 
     Raises:
         ConfigError: a plugin cannot be used; the text names it and the reason.
     """
     installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value))
-    found = [_load(f"{point.name} ({point.value})", point.value) for point in installed]
+    unknown = set(excluded) - {point.name for point in installed}
+    if unknown:
+        known = ", ".join(point.name for point in installed) or "none"
+        raise ConfigError(f"--logits-processors-exclude: {min(unknown)} is not installed (installed: {known})")
+    wanted = [point for point in installed if point.name not in excluded]
+    found = [_load(f"{point.name} ({point.value})", point.value) for point in wanted]
     found += [_load(name, name) for name in names]
     return list(dict.fromkeys(found))
 

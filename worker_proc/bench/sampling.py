@@ -16,12 +16,12 @@ import torch
 
 from quire.kernels.cpu.native import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.request.logits_processors import AdapterLogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.drafts.make import make_proposer
-from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -49,12 +49,22 @@ def everything(vocab: int) -> dict[str, Any]:
     }
 
 
+class IdlePlugin(AdapterLogitsProcessor):
+    """A plugin that no request uses."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> None:
+        return None
+
+
 class Sampling:
     """A batch of equal requests with partial outputs, and a sampler."""
 
     def __init__(self, config: EngineConfig, rows: int, params: dict[str, Any]) -> None:
         vocab = config.model.vocab_size
-        self.batch = InputBatch(rows, 512, output_readers(config))
+        self.batch = InputBatch(rows, 512, lambda params: self.sampler.reads_output(params))
         self.sampler = Sampler(self.batch, config, CPU)
         sampling = SamplingParams(max_tokens=None, **params)
         rng = np.random.default_rng(0)
@@ -132,17 +142,20 @@ def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     with torch.inference_mode():
         plain = Sampling(config, args.rows, PLAIN)
+        plugin = f"quire.worker_proc.bench.sampling:{IdlePlugin.__name__}"
+        idle = Sampling(msgspec.structs.replace(config, logits_processors=[plugin]), args.rows, PLAIN)
         full = Sampling(config, args.rows, everything(config.model.vocab_size))
         # Steps alternate, because the machine is noisy; the first two warm up.
-        rounds = [(plain.step(), full.step()) for _ in range(args.repeats + 2)][2:]
+        rounds = [(plain.step(), full.step(), idle.step()) for _ in range(args.repeats + 2)][2:]
         found: dict[str, Any] = {
             "native": int(load_native() is not None),
             "unused_us": {rows: unused(config, rows, 20 * args.repeats) * 1e6 for rows in (1, 16, 64, args.rows)},
-            "plain_cpu_ms": statistics.median(p[0] for p, _ in rounds) * 1e3,
-            "plain_wall_ms": statistics.median(p[1] for p, _ in rounds) * 1e3,
-            "everything_cpu_ms": statistics.median(f[0] for _, f in rounds) * 1e3,
-            "everything_wall_ms": statistics.median(f[1] for _, f in rounds) * 1e3,
-            "everything_over_plain": statistics.median(f[0] / p[0] for p, f in rounds),
+            "plain_cpu_ms": statistics.median(p[0] for p, *_ in rounds) * 1e3,
+            "plain_wall_ms": statistics.median(p[1] for p, *_ in rounds) * 1e3,
+            "everything_cpu_ms": statistics.median(f[0] for _, f, _ in rounds) * 1e3,
+            "everything_wall_ms": statistics.median(f[1] for _, f, _ in rounds) * 1e3,
+            "everything_over_plain": statistics.median(f[0] / p[0] for p, f, _ in rounds),
+            "idle_plugin_over_plain": statistics.median(i[0] / p[0] for p, _, i in rounds),
         }
         for method in ("ngram", "suffix"):
             found[f"{method}_us"] = proposing(config, method, args.repeats) * 1e6

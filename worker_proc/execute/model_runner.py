@@ -39,7 +39,6 @@ from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
-from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -73,7 +72,9 @@ class ModelRunner:
         self._transfer = Transfer(device)
         self._model = model
         self._backend = backend
-        self.batch = InputBatch(config.max_num_seqs, config.max_model_len, output_readers(config))
+        self.batch = InputBatch(
+            config.max_num_seqs, config.max_model_len, lambda params: self.sampler.reads_output(params)
+        )
         self.tables = make_block_tables(
             layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device, transfer=self._transfer
         )

@@ -8,7 +8,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
-from quire.protocol.request.logits_processors import AddedRequest, BatchUpdate, LogitsProcessor
+from quire.protocol.request.logits_processors import AdapterLogitsProcessor, AddedRequest, BatchUpdate, LogitsProcessor
 from quire.protocol.request.plugins import one_line
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import Ints
@@ -18,11 +18,17 @@ log = event_logger("worker")
 
 @dataclass(slots=True, eq=False)
 class PluginRequest:
-    """A request as plugins see it. ``failed`` is the reason if a plugin failed to add it, or empty."""
+    """A request as plugins see it.
+
+    Attributes:
+        uses: the plugins that may change its logits.
+        failed: the reason if a plugin failed to add it, or empty.
+    """
 
     params: SamplingParams
     prompt: list[int]
     output: list[int]
+    uses: "list[IsolatedPlugin]"
     failed: str = ""
 
 
@@ -46,6 +52,7 @@ class IsolatedPlugin:
     ) -> None:
         """Raises ConfigError if the plugin's constructor fails."""
         self.name = cls.__name__
+        self._cls = cls
         self._make: Callable[[], LogitsProcessor] = lambda: cls(config, device, is_pin_memory)
         try:
             self.main: LogitsProcessor | None = self._make()
@@ -54,6 +61,15 @@ class IsolatedPlugin:
             raise ConfigError(
                 f"logits processor {self.name}: constructor failed: {type(error).__name__}: {one_line(error)}"
             ) from error
+
+    def is_used_by(self, params: SamplingParams) -> bool:
+        """Return whether ``apply`` may change the logits of a request; true if that raises."""
+        try:
+            if isinstance(self.main, AdapterLogitsProcessor):
+                return self.main.new_req_logits_processor(params) is not None
+            return bool(self._cls.uses(params))
+        except Exception:
+            return True
 
     def update_state(self, update: BatchUpdate | None, rows: Rows) -> None:
         """Apply a batch update, and mark the requests that the plugin fails to add. ``rows``: the batch after it."""
@@ -71,11 +87,14 @@ class IsolatedPlugin:
         """Start over with an empty batch."""
         self._recreate({})
 
-    def apply(self, logits: torch.Tensor, sampled: Ints, rows: Rows) -> tuple[torch.Tensor, dict[int, str]]:
+    def apply(
+        self, logits: torch.Tensor, sampled: Ints, there: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, dict[int, str]]:
         """Apply the plugin to ``logits``, float32 ``[batch_size, vocab_size]``, which are not changed.
 
         Args:
             sampled: the rows that are sampled; the result for other rows is ignored.
+            there: the same on the device.
 
         Returns:
             The new logits, and the reason for each row that failed; a failed row's logits are unchanged.
@@ -83,7 +102,6 @@ class IsolatedPlugin:
         usable = logits.amax(-1) < torch.inf  # false if the model's own logits are not finite
         if self.main is not None:
             try:
-                there = torch.from_numpy(sampled).to(logits.device)
                 result = self.main.apply(logits.clone())
                 _check(result, logits, usable, there)
                 return result, {}

@@ -11,7 +11,7 @@ Then the Sampler divides by the temperature. For rows that are not greedy, plugi
 (argmax-invariant) follow. Temperature, top-k, top-p and min-p are columns of the Sampler, not classes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,27 +41,11 @@ Failures = list[tuple[int, str]]
 """Positions without a valid token, each with the reason for the client."""
 
 
-def output_readers(config: EngineConfig) -> Callable[[SamplingParams], bool]:
-    """Return a predicate: whether a request's output tokens must be kept as a list on the host.
-
-    Plugins, bad words and a thinking budget read them.
-
-    Raises:
-        ConfigError: a plugin cannot be loaded.
-    """
-    any_plugins = bool(load_logits_processors(config.logits_processors))
-
-    def read(sampling: SamplingParams) -> bool:
-        return any_plugins or BadWords.reads_output(sampling) or ThinkingBudget.reads_output(sampling, config)
-
-    return read
-
-
 class LogitsProcessors:
     """Owns the built-in processors and the plugins of a worker.
 
-    The output lists of requests that ``output_readers`` selects must be complete when ``apply`` is called, so the host
-    waits for the device first. Lengths and counts are known without waiting.
+    If ``needs_history``, the output lists must be complete when ``prepare`` and ``apply`` are called, so the host waits
+    for the device first. Lengths and counts are known without waiting.
     """
 
     def __init__(
@@ -92,7 +76,12 @@ class LogitsProcessors:
             self._min_tokens,
             self._thinking,
         ]
-        self._plugins = PluginBatch(load_logits_processors(config.logits_processors), config, device)
+        self._plugins = PluginBatch(
+            load_logits_processors(config.logits_processors, config.logits_processors_exclude),
+            config,
+            device,
+            self._transfer,
+        )
 
     @property
     def argmax_invariant(self) -> list[LogitsProcessor]:
@@ -112,11 +101,22 @@ class LogitsProcessors:
     @property
     def active(self) -> bool:
         """Whether any processor has work for any row. The cost does not depend on the number of rows."""
-        return bool(len(self._plugins)) or any(processor.active for processor in self._builtin)
+        return bool(self._plugins.active) or any(processor.active for processor in self._builtin)
 
     @property
     def has_argmax_invariant(self) -> bool:
-        return bool(self._plugins.argmax_invariant)
+        """Whether a request uses an argmax-invariant plugin."""
+        return any(plugin.is_argmax_invariant for plugin in self._plugins.active)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a processor reads output tokens of a request of the batch."""
+        return bool(self._plugins.active) or self._bad_words.reads_outputs or self._thinking.active
+
+    def reads_output(self, params: SamplingParams) -> bool:
+        """Return whether a request's output tokens must be kept as a list on the host."""
+        own = BadWords.reads_output(params) or self._thinking.reads_output(params)
+        return own or bool(self._plugins.used_by(params))
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """Apply a change of the batch's rows. Call it once per step, before ``apply``."""
@@ -148,7 +148,7 @@ class LogitsProcessors:
         """
         if masks is None and not self.active:
             return []
-        plugins = self._plugins.non_argmax_invariant
+        plugins = [plugin for plugin in self._plugins.active if not plugin.is_argmax_invariant]
         bad_words, min_tokens = self._bad_words.banned, self._min_tokens.banned
         usable, blocked = None, []
         if plugins:
@@ -181,7 +181,7 @@ class LogitsProcessors:
         ``positions`` may leave out rows, but must have all positions of each of its rows. Failures are indices into
         ``positions``.
         """
-        plugins = self._plugins.argmax_invariant
+        plugins = [plugin for plugin in self._plugins.active if plugin.is_argmax_invariant]
         if not plugins or not len(positions):
             return []
         usable = _finite(logits)

@@ -16,6 +16,7 @@ from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.sampling.sampling import sampled_logits
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.logits_processors import BatchUpdate
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer
@@ -98,8 +99,12 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the batch's output lists must be complete before ``sample``, because a processor reads them."""
-        return bool(self._batch.outputs.num_kept)
+        """Whether the batch's output lists must be complete before ``prepare``, because a processor reads them."""
+        return self.processors.needs_history
+
+    def reads_output(self, params: SamplingParams) -> bool:
+        """Return whether the output tokens of a request must be kept as a list on the host."""
+        return self.processors.reads_output(params)
 
     def reset(self) -> None:
         """Start over with an empty batch, without regard to updates that were not applied."""

@@ -49,10 +49,8 @@ class ThinkingBudget(RowProcessor[Budget]):
         self.places, self._sent = NO_INTS, list[torch.Tensor]()
         super().__init__(config, device, is_pin_memory, transfer)
 
-    @staticmethod
-    def reads_output(params: SamplingParams, config: EngineConfig) -> bool:
-        markers = config.thinking_start_token_ids and config.thinking_end_token_ids
-        return params.thinking_token_budget is not None and bool(markers)
+    def reads_output(self, params: SamplingParams) -> bool:
+        return params.thinking_token_budget is not None and bool(self._start and self._end)
 
     def prepare(self, positions: SampledPositions) -> None:
         self.places, tokens = self._forced(positions)

@@ -36,6 +36,7 @@ INERT = {
     "prefix_caching_hash_algo": "the trace provides the block hashes",
     "speculative_config": "a simulated worker makes no drafts",
     "logits_processors": "a simulation does not sample",
+    "logits_processors_exclude": "a simulation does not sample",
     "logprobs_mode": "a simulation does not sample",
     "reasoning_start_str": "a simulation does not sample",
     "reasoning_end_str": "a simulation does not sample",

@@ -140,15 +140,23 @@ def test_empty_batch_is_allowed(native: Native) -> None:
 
 
 def test_sampled_logits_have_the_drawn_distribution() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(4, 1)
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(5, 1)
     got = sampled_logits(
         logits,
-        temperature=torch.tensor([1.0, 1.0, 0.5, 0.0]),
-        top_k=torch.tensor([3, 0, 0, 1], dtype=torch.int32),
-        top_p=torch.tensor([1.0, 0.6, 1.0, 1.0]),
-        min_p=torch.tensor([0.0, 0.0, 0.2, 0.0]),
+        temperature=torch.tensor([1.0, 1.0, 0.5, 0.0, 1.0]),
+        top_k=torch.tensor([3, 0, 0, 1, 0], dtype=torch.int32),
+        top_p=torch.tensor([1.0, 0.6, 1.0, 1.0, 0.6]),
+        min_p=torch.tensor([0.0, 0.0, 0.2, 0.0, 0.3]),
     )
-    want = torch.tensor([[4 / 7, 2 / 7, 1 / 7, 0], [2 / 3, 1 / 3, 0, 0], [0.8, 0.2, 0, 0], [0.5, 0.25, 0.125, 0.125]])
+    want = torch.tensor(
+        [
+            [4 / 7, 2 / 7, 1 / 7, 0],
+            [2 / 3, 1 / 3, 0, 0],
+            [0.8, 0.2, 0, 0],
+            [0.5, 0.25, 0.125, 0.125],
+            [1, 0, 0, 0],  # min-p keeps 0.75 of the mass, of which top-p takes 0.45
+        ]
+    )
     torch.testing.assert_close(torch.softmax(got, -1), want)
 
 

@@ -73,6 +73,13 @@ def test_installed_plugins_come_first_without_duplicates(monkeypatch: pytest.Mon
     assert names == ["Halve", "Prefers", "AddText"]
 
 
+def test_installed_plugins_can_be_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, second="processor_plugins:Prefers", first="processor_plugins:Halve")
+    assert [cls.__name__ for cls in load_logits_processors([], ["first"])] == ["Prefers"]
+    with pytest.raises(ConfigError, match=r"exclude: third is not installed \(installed: first, second\)"):
+        load_logits_processors([], ["third"])
+
+
 def test_installed_plugin_is_named_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, own="processor_plugins:Missing")
     with pytest.raises(ConfigError, match=r"logits processor own \(processor_plugins:Missing\): module"):

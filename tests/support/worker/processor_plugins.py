@@ -106,6 +106,10 @@ class RefusesToServe(LogitsProcessor):
 class Halve(RowPlugin):
     """Argmax-invariant: halves the logits of requests that enable it."""
 
+    @classmethod
+    def uses(cls, sampling_params: SamplingParams) -> bool:
+        return "halve" in sampling_params.extra_args
+
     def wants(self, params: SamplingParams) -> bool:
         return "halve" in params.extra_args
 

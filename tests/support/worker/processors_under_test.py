@@ -13,7 +13,7 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.processors import Failures, LogitsProcessors, output_readers
+from quire.worker_proc.sampling.processors import Failures, LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 
@@ -23,8 +23,7 @@ class ProcessorsUnderTest:
     def __init__(self, plugins: Sequence[str] = (), max_rows: int = 8, **settings: Any) -> None:
         names = [f"processor_plugins:{name}" for name in plugins]
         config = processor_config(logits_processors=names, **settings)
-        self.keeps_output = output_readers(config)
-        self.batch = InputBatch(max_rows, 512, self.keeps_output)
+        self.batch = InputBatch(max_rows, 512, lambda params: self.processors.reads_output(params))
         self.processors = LogitsProcessors(config, self.batch, CPU)
         self.history = TokenHistory(self.batch)
         self.requests: dict[int, Request] = {}

@@ -11,7 +11,6 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
-from quire.worker_proc.sampling.processors import output_readers
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
@@ -24,8 +23,9 @@ def sampling_config(vocab_size: int, **settings: Any) -> EngineConfig:
 def make_sampler(vocab_size: int, max_rows: int, max_len: int, **settings: Any) -> tuple[InputBatch, Sampler]:
     """Make both, without rows."""
     config = sampling_config(vocab_size, max_num_seqs=max_rows, **settings)
-    batch = InputBatch(max_rows, max_len, output_readers(config))
-    return batch, Sampler(batch, config, CPU)
+    batch = InputBatch(max_rows, max_len, lambda params: sampler.reads_output(params))
+    sampler = Sampler(batch, config, CPU)
+    return batch, sampler
 
 
 def batch_of(

@@ -152,6 +152,15 @@ def test_drafts_wait_for_their_own_result_alone() -> None:
         require([record for record in records if record.kind != "event"])
 
 
+def test_plugin_that_no_request_uses_leaves_the_steps_as_they_are() -> None:
+    with counted(logits_processors=["processor_plugins:Halve"]) as runner:
+        require(runner.step(**runner.add(*ROWS))[0])
+        require(runner.step()[0])
+        records, _ = runner.step()
+        require(records, copies_in=0)
+        assert [record.what for record in records if record.kind == "launch"] == ["graph"]
+
+
 def test_two_ranks() -> None:
     with counted(group=TwoRanks()) as runner:
         require(runner.step(**runner.add(*ROWS))[0])

@@ -64,10 +64,11 @@ def probs_of(params: dict[str, Any]) -> Probs:
 
 
 def cut(p: list[float], top_k: int, top_p: float, min_p: float) -> Probs:
-    order = sorted(range(len(p)), key=lambda i: -p[i])[: top_k if top_k > 0 else None]
+    likely = [i for i in range(len(p)) if p[i] >= min_p * max(p)]
+    order = sorted(likely, key=lambda i: -p[i])[: top_k if top_k > 0 else None]
     total, before, kept = sum(p[i] for i in order), 0.0, []
     for i in order:
-        if before < top_p * total and p[i] >= min_p * p[order[0]]:
+        if before < top_p * total:
             kept.append(i)
         before += p[i]
     out = np.zeros(len(p))
@@ -100,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no top_k": {"top_k": -1, "top_p": 0.6},
     "a top_k beyond the vocabulary": {"top_k": 1000, "top_p": 0.95},
     "all cuts": {"temperature": 1.3, "top_k": 10, "top_p": 0.8, "min_p": 0.05},
+    "min_p before top_p": {"temperature": 1.3, "top_p": 0.6, "min_p": 0.2},
     "hot min_p": {"temperature": 1.5, "min_p": 0.1},
     "presence": {"presence_penalty": 1.2},
     "frequency": {"frequency_penalty": -0.7},

@@ -145,9 +145,18 @@ def test_argmax_invariant_plugins_are_applied_separately() -> None:
     assert (random_rows[0] == 0.5).all() and (random_rows[1] == 1).all()
 
 
-def test_batch_with_a_plugin_is_never_plain() -> None:
-    world = ProcessorsUnderTest(["Halve"])
-    assert world.processors.active
-    world.add(request())
+def test_plugin_is_active_while_a_request_uses_it() -> None:
+    """``Halve`` answers by ``uses``; an adapter by the callable that it has for the request or has not."""
+    world = ProcessorsUnderTest(["Halve", "Prefers"])
+    world.add(request(), request())
+    assert not world.processors.active and world.batch.outputs.num_kept == 0
+    world.add(request(halve=True))
+    assert world.processors.active and world.processors.has_argmax_invariant and world.processors.needs_history
+    assert world.batch.outputs.num_kept == 1
+    world.change([2], {5: request(prefers=3)})
+    assert world.processors.active and not world.processors.has_argmax_invariant
+    world.change([5], {})
+    assert not world.processors.active and not world.processors.needs_history
+    world.add(request(halve=True))
     world.processors.reset()
-    assert world.processors.active
+    assert not world.processors.active

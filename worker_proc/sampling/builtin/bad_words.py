@@ -38,6 +38,11 @@ class BadWords(BanProcessor[Words]):
 
     _long: list[Words]
 
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether a row has bad words of several tokens."""
+        return bool(len(self._long_rows))
+
     @staticmethod
     def reads_output(params: SamplingParams) -> bool:
         return any(len(ids) > 1 for ids in params.bad_words_token_ids)
