@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,11 @@ from quire.launch.text.chat_template import (
     special_pattern,
 )
 from quire.launch.text.template_helper import TemplateHelper
+from quire.launch.text.tokenizer_checks import check_speed, check_token_ids
 from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.process.log import event_logger
+
+log = event_logger("frontend.text")
 
 NO_TOKENIZER = "this model has no tokenizer: give the prompt as token ids"
 NO_TEMPLATE = "this model has no chat template: use completions"
@@ -31,6 +36,8 @@ PROBED_CHARS_PER_TOKEN = 16
 # Tokenizing more takes over 4 ms, too long to hold the interpreter lock; shorter texts are not worth another thread.
 LONG_TEXT_CHARS = 8192
 LONG_IDS = 8192
+SLOW_SECONDS = 0.25
+"""CPU time for a short text, 50 times the usual one, after which a tokenizer never runs in the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class TextIn:
         """The checkpoint's description of its answers; see ``parsing/``."""
         self.tokenizer_info: Mapping[str, str] = {}
         """The tokenizer's class, and special tokens such as ``eos_token``, of the checkpoint's configuration."""
+        self.is_slow = False
+        """Whether a short text took SLOW_SECONDS; see ``_encode``."""
         self._plain: Tokenizer | None = None
         self._special: re.Pattern[str] | None = None
         self._special_texts: frozenset[str] = frozenset()
@@ -100,6 +109,9 @@ class TextIn:
             raise
         except BaseException:  # the library raises nothing narrower, and its panics are not subclasses of Exception
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
+        check_token_ids(path)
+        with _without_stderr():
+            check_speed(tokenizer, path)
         config = _read_config(folder / "tokenizer_config.json")
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
@@ -140,7 +152,7 @@ class TextIn:
         tokenizer = self._require_tokenizer(param)
         if max_tokens is not None:
             self._refuse_overlong(tokenizer, text, max_tokens, param)
-        return _encode(tokenizer, text, add_special_tokens, param)
+        return self._encode(tokenizer, text, add_special_tokens, param)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
         """Return the token ids of a conversation; see ``render_chat``."""
@@ -208,7 +220,7 @@ class TextIn:
         while length < len(text):
             # Cutting the text may split one long token into many short ones, and change a few tokens before it.
             too_many = 2 * max_tokens + 4 * self.max_token_chars
-            if len(_encode(tokenizer, text[:length], False, param)) >= too_many:
+            if len(self._encode(tokenizer, text[:length], False, param)) >= too_many:
                 raise context_length_exceeded(max_tokens, f"more than {max_tokens}", param)
             length *= 4
 
@@ -219,14 +231,14 @@ class TextIn:
         """
         tokenizer = self._require_tokenizer("messages")
         if MARK_START not in text and MARK_END not in text:
-            return _encode(tokenizer, text, False)
+            return self._encode(tokenizer, text, False)
         ids: list[int] = []
         for piece in re.split(f"({MARK_START}[^{MARK_START}{MARK_END}]*{MARK_END})", text):
             if piece.startswith(MARK_START) and piece.endswith(MARK_END):
                 ids += self._encode_spelled(tokenizer, piece[1:-1])
                 continue
             for part in re.split(f"[{MARK_START}{MARK_END}]", piece):
-                ids += _encode(tokenizer, part, False) if part else []
+                ids += self._encode(tokenizer, part, False) if part else []
         return ids
 
     def _encode_spelled(self, tokenizer: Tokenizer, text: str) -> list[int]:
@@ -240,14 +252,36 @@ class TextIn:
 
     def _spell(self, tokenizer: Tokenizer, text: str) -> list[int]:
         if text in self._special_texts and self._plain is not None:
-            return _encode(self._plain, text, False)
+            return self._encode(self._plain, text, False)
         # In two parts, the text is neither an added token nor the usual tokens of a marker.
-        usual = _encode(tokenizer, text, False)
+        usual = self._encode(tokenizer, text, False)
         for cut in range(1, len(text)):
-            ids = [*_encode(tokenizer, text[:cut], False), *_encode(tokenizer, text[cut:], False)]
+            ids = [*self._encode(tokenizer, text[:cut], False), *self._encode(tokenizer, text[cut:], False)]
             if ids != usual and text[cut:] not in self._control:
                 return ids
-        return [token for char in text for token in _encode(tokenizer, char, False)]
+        return [token for char in text for token in self._encode(tokenizer, char, False)]
+
+    def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+        """Return the token ids of a text.
+
+        ``encode`` holds the interpreter lock until it is done, which would delay every other stream if the text is long
+        or the tokenizer slow.
+        """
+        began = time.thread_time()
+        try:
+            if len(text) > LONG_TEXT_CHARS or self.is_slow:
+                return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the library panics, not with an Exception, if a checkpoint's regex takes too long
+            why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
+            raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
+        finally:
+            if len(text) <= LONG_TEXT_CHARS and not self.is_slow and time.thread_time() > began + SLOW_SECONDS:
+                self.is_slow = True
+                log.warning("the tokenizer is slow: every text is processed in a thread")
+        return ids
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -263,20 +297,6 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
         param,
         "context_length_exceeded",
     )
-
-
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-    try:
-        if len(text) > LONG_TEXT_CHARS:
-            # ``encode`` holds the interpreter lock until it is done, which would delay every other stream.
-            return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:  # the library panics, not with an Exception, if a checkpoint's regex takes too long
-        why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
-        raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
-    return ids
 
 
 def _is_tag(text: str) -> bool:

@@ -91,9 +91,19 @@ def test_short_text_runs_on_the_event_loop() -> None:
     assert names == {threading.main_thread().name}
 
 
-def in_lanes(num_chars: int, work: Callable[[], None], times: int, names: set[str]) -> set[str]:
+def test_short_text_of_a_slow_tokenizer_runs_in_a_thread() -> None:
+    names: set[str] = set()
+    in_lanes(1, lambda: names.add(threading.current_thread().name), 3, names, is_slow=True)
+    assert names and threading.main_thread().name not in names
+
+
+def in_lanes(
+    num_chars: int, work: Callable[[], None], times: int, names: set[str], *, is_slow: bool = False
+) -> set[str]:
     async def run() -> None:
-        lanes = TextLanes()
+        text_in = TextIn()
+        text_in.is_slow = is_slow
+        lanes = TextLanes(text_in)
         await asyncio.gather(*(lanes.run(num_chars, work) for _ in range(times)))
 
     asyncio.run(run())

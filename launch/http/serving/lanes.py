@@ -24,17 +24,20 @@ T = TypeVar("T")
 class TextLanes:
     """Processes short texts at once, long ones in one thread pool, and huge ones in a smaller pool of their own.
 
+    If the tokenizer has been slow once, short texts are processed like long ones.
+
     A client that sends many huge texts therefore waits for its own; long texts of other clients wait only for long
     texts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text_in: TextIn) -> None:
+        self._text_in = text_in
         self._long = ThreadPoolExecutor(NUM_LONG_TEXTS, "long texts")
         self._huge = ThreadPoolExecutor(NUM_HUGE_TEXTS, "huge texts")
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
         """Return ``work()``. ``num_chars``: the length of its text, or of one that takes as long to tokenize."""
-        if num_chars <= LONG_TEXT_CHARS:
+        if num_chars <= LONG_TEXT_CHARS and not self._text_in.is_slow:
             return work()
         lane = self._long if num_chars <= MAX_LONG_CHARS else self._huge
         return await asyncio.get_running_loop().run_in_executor(lane, work)

@@ -87,7 +87,7 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
-        self.texts = TextLanes()
+        self.texts = TextLanes(settings.text_in)
         self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(
             served_names=settings.served_model_names,
