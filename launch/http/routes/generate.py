@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
-from quire.launch.http.schema.errors import ClientDisconnected, as_api_error, failed_request
+from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
@@ -291,6 +291,8 @@ class Generation:
                         clocks[index].record(delta)
                         if delta.finish_reason == "error":
                             raise failed_request(delta.detail)
+                        if delta.finish_reason == "abort":
+                            raise aborted_request()
                     yield batch
         finally:
             for index in self._unfinished:

@@ -40,6 +40,7 @@ RETRY_AFTER_S = {
     "engine_unavailable": 1,
     "too_many_connections": 1,
     "too_many_bodies": 1,
+    "aborted": 1,
 }
 MAX_LOGGED_CHARS = 1000
 TYPE_OF_STATUS = {
@@ -163,6 +164,11 @@ def failed_request(detail: str) -> ApiError:
     if code not in STATUS_OF_FAILURE:
         return ApiError(500, detail or "request failed in the engine", None, "engine_error")
     return ApiError(STATUS_OF_FAILURE[code], message, None, code)
+
+
+def aborted_request() -> ApiError:
+    """Return the error of a request that an administrator ended. A part of an answer must not look like a whole one."""
+    return ApiError(503, "the request was aborted by the server's administrator: retry later", None, "aborted")
 
 
 def shorten(text: str, limit: int = 64) -> str:

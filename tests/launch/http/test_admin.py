@@ -13,7 +13,7 @@ from quire.launch.http.serving.gate import ADMIN_PATH
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState
+from quire.protocol.wire.front_end_messages import EndReason, Histogram, RequestState, Statistics, TenantState
 
 PATHS = [(methods.split()[0], path) for methods, path, _ in ADMIN_ROUTES]
 ADMIN = {"authorization": "Bearer admin"}
@@ -98,6 +98,26 @@ def test_an_order_that_is_not_understood_has_no_effect(
     assert refused.status_code == 400 and part in refused.json()["error"]["message"]
     assert refused.json()["error"]["param"] == param
     assert engine.controls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "one"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "one"}]}),
+        ("/v1/responses", {"input": "one"}),
+    ],
+)
+def test_an_aborted_answer_does_not_look_like_a_whole_one(
+    client: Any, engine: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    engine.ending = EndReason.ABORTED
+    refused = client.post(path, {"model": "tiny", **body})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert "aborted by the server's administrator: retry later" in refused.json()["error"]["message"]
+    streamed = client.post(path, {"model": "tiny", "stream": True, **body})
+    assert streamed.status_code == 200 and "aborted by the server's administrator" in streamed.text.splitlines()[-2]
 
 
 def test_reset_is_refused_while_requests_hold_blocks(administered: Any, engine: FakeEngine) -> None:
