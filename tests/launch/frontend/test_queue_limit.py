@@ -189,7 +189,7 @@ class TestOverHttp:
         for wrong in (2**31, -(2**31) - 1):
             error = http.complete(prompt=[5], priority=wrong).json()["error"]
             assert error["param"] == "priority"
-            assert error["message"] == "priority must be an integer from -2147483648 to 2147483647"
+            assert error["message"] == f"priority must be an integer from -2147483648 to 2147483647 (got {wrong})"
 
 
 class TestOffline:
