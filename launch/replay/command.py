@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.output import Result, check_outputs, progress_bar, publish, result_of
+from quire.launch.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
 from quire.launch.replay.report.summary import SWEEP_COLUMNS, side_by_side, summary, sweep_cells
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.workload.workload import Workload
@@ -109,11 +109,15 @@ def _is_exact(args: argparse.Namespace) -> bool:
 # ---- kinds of replay
 
 
-def _exact(args: argparse.Namespace) -> Result:
+def _exact_record(args: argparse.Namespace) -> RunRecord:
     from quire.launch.replay.recorded.command import replay_trace
 
     with progress_bar(None) as progress:
-        record = replay_trace(args.trace, lenient=args.lenient, progress=progress)
+        return replay_trace(args.trace, lenient=args.lenient, progress=progress)
+
+
+def _exact(args: argparse.Namespace) -> Result:
+    record = _exact_record(args)
     result = result_of(record)
     if record.decisions_equal is False and record.first_difference is not None:
         result.exit_status = 1
@@ -138,26 +142,51 @@ def _format_value(value: Any) -> str:
 
 
 def _what_if(args: argparse.Namespace) -> Result:
-    return result_of(_run(args, _load(args), {}))
+    """Run one simulation; for a change of settings of Quire's own trace, also the recorded settings."""
+    workload = _load(args)
+    changed = _run(args, workload, dict(args.set))
+    if workload.format != "quire" or not args.set:
+        return result_of(changed)
+    recorded = _recorded(args, changed)
+    base = _run(args, workload, {})
+    return change_of(recorded, base, changed)
 
 
-def _run(args: argparse.Namespace, workload: Workload, more: dict[str, str]) -> RunRecord:
-    """Run one simulation. ``more`` overrides the user's settings."""
+def _recorded(args: argparse.Namespace, changed: RunRecord) -> RunRecord | None:
+    """Return the recorded run if its requests are those of the simulation, or None and a note in ``changed``."""
+    if flags := _given(args, WORKLOAD_FLAGS):
+        changed.notes.append(f"without the recorded figures, which are of other requests: {', '.join(flags)} was given")
+        return None
+    try:
+        record = _exact_record(args)
+    except ConfigError as error:
+        changed.notes.append(f"without the recorded figures: {error}")
+        return None
+    if record.decisions_equal is False:
+        changed.notes.append("without the recorded figures: this version decides otherwise than the recorded one")
+        return None
+    return record
+
+
+def _run(args: argparse.Namespace, workload: Workload, settings: dict[str, str]) -> RunRecord:
+    """Run one simulation with these changes of the settings, which its title names."""
     from quire.launch.replay.simulate.whatif import prepare, run_workload
 
-    setup, cost = prepare(workload, dict(args.set) | more, args.cost)
+    setup, cost = prepare(workload, settings, args.cost)
     with progress_bar(len(workload.calls)) as progress:
-        return run_workload(workload, setup, cost, **_run_options(args), progress=progress)
+        record = run_workload(workload, setup, cost, **_run_options(args), progress=progress)
+    if settings:
+        record.title += " with " + ", ".join(f"{key}={value}" for key, value in settings.items())
+    return record
 
 
 def _compare(args: argparse.Namespace) -> Result:
     from quire.launch.replay.report.compare import compare
 
     workload = _load(args)
-    more = dict(args.compare)
-    first = _run(args, workload, {})
-    second = _run(args, workload, more)
-    second.title += " with " + ", ".join(f"{key}={value}" for key, value in more.items())
+    settings = dict(args.set)
+    first = _run(args, workload, settings)
+    second = _run(args, workload, settings | dict(args.compare))
     comparison = compare(first, second)
     found = [summary(first), summary(second)]
     notes = [*first.notes, *(note for note in second.notes if note not in first.notes)]

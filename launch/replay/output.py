@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.launch.measure.report import Table
-from quire.launch.replay.report.summary import summary, tables
+from quire.launch.replay.report.summary import by_run, summary, tables
 from quire.launch.replay.run.run_record import RunRecord
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import one_line
@@ -47,6 +47,20 @@ def result_of(record: RunRecord) -> Result:
     if record.settings:
         head.append("settings: " + " ".join(f"{key}={value}" for key, value in record.settings.items()))
     return Result(found, [record], head, tables(found), list(record.notes))
+
+
+def change_of(recorded: RunRecord | None, base: RunRecord, changed: RunRecord) -> Result:
+    """Return the result of a change of settings: recorded, and simulated before and after it by one cost model."""
+    result = result_of(changed)
+    runs = {"recorded": recorded, "base": base, "changed": changed}
+    found = {name: summary(run) for name, run in runs.items() if run is not None}
+    result.figures |= {name: figures for name, figures in found.items() if name != "changed"}
+    result.records = [base, changed]
+    result.tables = [*by_run(found), *result.tables[1:]]
+    result.notes.append(
+        "base and changed are simulated with the same cost model: compare these two; recorded shows how exact it is"
+    )
+    return result
 
 
 @contextmanager
@@ -98,7 +112,7 @@ def publish(result: Result, args: argparse.Namespace) -> None:
     if args.perfetto is not None:
         from quire.launch.replay.report.perfetto import write_perfetto
 
-        _write("--perfetto", args.perfetto, lambda path: write_perfetto(path, result.records[0]))
+        _write("--perfetto", args.perfetto, lambda path: write_perfetto(path, result.records[-1]))
     if result.problem:
         print(f"quire: {one_line(result.problem)}", file=sys.stderr, flush=True)
 

@@ -88,6 +88,20 @@ def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
     return Table("latency", columns, rows)
 
 
+def by_run(found: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Return tables of the means and the 99th percentiles of several runs' summaries by name."""
+    latencies = {name: figures["latency_ms"] for name, figures in found.items()}
+    made = []
+    for column in ("mean", "p99"):
+        rows = [
+            (words, [each[name][column] for each in latencies.values()])
+            for name, words in LATENCY_WORDS.items()
+            if any(each[name][column] is not None for each in latencies.values())
+        ]
+        made.append(Table(f"latency, {column}", tuple(found), rows))
+    return made
+
+
 SWEEP_COLUMNS = (
     *("hit rate", "rejected", "preempted", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "e2e p50"),
     *("output tokens/s", "seconds"),

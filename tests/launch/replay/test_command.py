@@ -258,6 +258,26 @@ class TestExact:
         assert (found["num_usable_blocks"], found["block_size"], found["requests"]) == (50, 4, 6)
         assert found["output_tokens"] == 72
 
+    def test_a_change_of_settings_is_beside_the_recorded_ones(
+        self, replay: Replay, trace: Path, tmp_path: Path
+    ) -> None:
+        """Recorded; the recorded settings and the changed ones by one cost model."""
+        page, flags = tmp_path / "two.html", ("--set", "num_usable_blocks=50", "--cost", "constant:1")
+        status, out, _ = replay(trace, *flags, "--html", page, "--perfetto", tmp_path / "changed.json")
+        assert status == 0 and out.startswith("quire: open loop with num_usable_blocks=50\n")
+        assert "latency, mean              recorded" in out and "base  changed" in out
+        assert "open loop against quire: open loop with num_usable_blocks=50" in page.read_text()
+        found = read_json(replay(trace, *flags, "--json", "-")[1])
+        recorded, base = found["recorded"], found["base"]
+        assert (recorded["decisions_equal"], base["decisions_equal"]) == (True, None)
+        assert [each["num_usable_blocks"] for each in (recorded, base, found)] == [11, 11, 50]
+        assert base["cost"] == found["cost"] and base["preemptions"] > 0 == found["preemptions"]
+        assert "note: base and changed are simulated with the same cost model" in out
+
+    def test_recorded_figures_of_other_requests_are_left_out(self, replay: Replay, trace: Path) -> None:
+        status, out, _ = replay(trace, "--set", "num_usable_blocks=50", "--cost", "constant:1", "--limit", 3)
+        assert status == 0 and "recorded" not in out.split("\n\n")[1] and "--limit was given" in out
+
     def test_notes_limit(self, replay: Replay, trace: Path) -> None:
         trace.write_bytes(trace.read_bytes()[:-40])
         status, out, err = replay(trace)
@@ -320,7 +340,8 @@ class TestSeveralRuns:
         flags = (*self.FLAGS, "--set", "num_usable_blocks=10", "--compare", "max_num_seqs=1")
         status, out, _ = replay(mooncake, *flags, "--html", tmp_path / "two.html")
         assert status == 0 and (tmp_path / "two.html").stat().st_size > 1000
-        assert "with max_num_seqs=1" in out and "max_num_seqs: 256 -> 1" in out and "took longer" in out
+        assert "num_usable_blocks=10, max_num_seqs=1" in out
+        assert "max_num_seqs: 256 -> 1" in out and "took longer" in out
         found = read_json(replay(mooncake, *flags, "--json", "-")[1])
         assert [run["settings"]["max_num_seqs"] for run in found["runs"]] == [256, 1]
         assert found["comparison"]["slower"] == 4 and found["comparison"]["most_delayed"][0]["why"]

@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const two = data.runs.length === 2;
 
 const COLOURS = {
-  queued: "#b3bcc9", prefill: "#e59d2e", decode: "#3c7cd4", preempted: "#c8324d", rejected: "#7a1f6b",
+  queued: "#b3bcc9", prefill: "#e59d2e", decode: "#3c7cd4", preempted: "#c8324d", rejected: "#2b3240",
   running: "#3c7cd4", waiting: "#d9682b", held: "#3c7cd4", cached: "#84c7bb", free: "#e3e7ed", largest: "#c9ced6",
   rate: "#84c7bb", total: "#14776a", budget: "#5c687a",
 };

@@ -136,9 +136,18 @@ function timeOptions(series, yScale, yAxis, more = {}) {
   };
 }
 
-function timeChart(heading, unit, run, columns, series, top, format = compact) {
+/** Ticks from 0 to the top of an axis, which has one too. */
+const toTop = { splits: (_, __, low, high) => [0, 0.25, 0.5, 0.75, 1].map((share) => low + (high - low) * share) };
+/** A scale on which small figures stay visible beside large ones, and its ticks. */
+const rootScale = { distr: 100, fwd: (value) => Math.sqrt(Math.max(value, 0)), bwd: (value) => value * value };
+const rootTicks = {
+  splits: (_, __, ___, high) => [0, ...[4, 2, 1].map((part) => high / part ** 2).filter((value) => value >= 1)],
+  filter: (_, values) => values,
+};
+
+function timeChart(heading, unit, run, columns, series, top, { format = compact, ticks = {}, scale = {} } = {}) {
   const shape = { class: series[0].fill ? "areas" : "lines" };
-  const options = timeOptions(series, { range: [0, top] }, axis(format), shape);
+  const options = timeOptions(series, { range: [0, top], ...scale }, axis(format, ticks), shape);
   const [times, ...values] = columns;
   const [made, chart] = chartBox(heading, unit, run, [times.map((time) => time / 1e6), ...values], options);
   view.charts.push(chart);
@@ -153,6 +162,10 @@ function stacked(columns) {
 
 function area(name, label, column) {
   return line(label, COLOURS[name], compact, { column, fill: COLOURS[name], width: 0, paths: stepped });
+}
+
+function budgetText({ budget }) {
+  return budget ? `, dashed: max_num_batched_tokens, ${grouped(budget)}` : "";
 }
 
 /** Time charts; each kind has one chart per run, with the same axes. */
@@ -180,10 +193,11 @@ const TIME_CHARTS = [
         area("held", "held by requests", steps.held),
       ],
       Math.max(highest(({ facts: each }) => each.pool), 1),
+      { ticks: toTop },
     ),
   (run, { steps, facts }, highest) =>
     timeChart(
-      "Tokens per step", `${steps.count ? "means over several steps; " : ""}dashed: max_num_batched_tokens`, run,
+      "Tokens per step", `${steps.count ? "means over several steps; " : ""}square-root scale${budgetText(facts)}`, run,
       [
         steps.time, steps.largest, ...stacked([steps.decode_tokens, steps.prefill_tokens]),
         steps.time.map(() => facts.budget || null),
@@ -194,7 +208,8 @@ const TIME_CHARTS = [
         area("decode", "decode", steps.decode_tokens),
         line("budget", COLOURS.budget, grouped, { dash: [5, 4], width: 1 }),
       ],
-      Math.max(highest(({ facts: each, steps: { largest: most } }) => Math.max(each.budget, largest(most))), 1) * 1.05,
+      Math.max(highest(({ steps: { largest: most } }) => largest(most)), 1) * 1.05,
+      { ticks: rootTicks, scale: rootScale },
     ),
   (run, { hits }, highest) =>
     timeChart(
@@ -205,7 +220,7 @@ const TIME_CHARTS = [
         line("all so far", COLOURS.total, percent),
       ],
       Math.min(Math.max(highest(({ hits: each }) => largest(each.rate)) * 1.1, 0.05), 1.02),
-      axisPercent,
+      { format: axisPercent },
     ),
 ];
 

@@ -110,7 +110,7 @@ function waterfall(run, index) {
       values: (chart) => rowLabels(chart, rows, requests).values,
       grid: { show: false },
     }),
-    { height: 460, legend: { show: false } },
+    { height: Math.min(460, 60 + 26 * Math.max(requests.id.length, 4)), legend: { show: false } },
   );
   options.hooks.draw = [(chart) => paintRows(chart, run, timelines[index], rows)];
   options.hooks.setCursor = [updateNote];
