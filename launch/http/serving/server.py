@@ -102,10 +102,11 @@ class Server:
 
     @property
     def status(self) -> str:
-        """The engine's state, or ``stuck``, or ``paused`` while it would be ready."""
+        """The engine's state, or ``stuck``, or ``paused`` while it would accept requests otherwise."""
         if self.is_stuck:
             return "stuck"
-        return "paused" if self.engine.pause_kind and self.engine.state == "ready" else self.engine.state
+        is_paused = self.engine.pause_kind and self.engine.state in ("ready", "recovering")
+        return "paused" if is_paused else self.engine.state
 
     @property
     def is_stuck(self) -> bool:
