@@ -1,18 +1,53 @@
 """The ZeroMQ transport of the scheduler process: its sockets and the poller that the loop sleeps on."""
 
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
 from quire.protocol.wire.worker_messages import WorkerToScheduler
 from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.worker_group import WorkerGroup
+
+log = event_logger("scheduler")
+
+RECLAIM_S = 1.0
+"""Interval at which the files of the bound sockets are checked."""
+
+
+class SocketFile:
+    """The file of a bound ``ipc://`` socket, which another process may remove or replace."""
+
+    def __init__(self, socket: "zmq.Socket[Any]", address: str) -> None:
+        """``socket`` is bound to ``address``."""
+        self._socket = socket
+        self._address = address
+        self._identity = self._find()
+
+    def reclaim(self) -> None:
+        """Bind again if the file is no longer the socket's own. Its connections are not affected."""
+        if self._find() == self._identity:
+            return
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError:  # the directory was removed, because the engine stops
+            return
+        self._identity = self._find()
+        log.warning("socket file was replaced or removed; the socket was bound once more", address=self._address)
+
+    def _find(self) -> tuple[int, int] | None:
+        try:
+            info = Path(self._address.removeprefix("ipc://")).lstat()
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino
 
 
 class Sockets:
@@ -27,6 +62,8 @@ class Sockets:
         self.hub = ZmqHub(self._context, frontend_address(directory, incarnation), FrontEndToScheduler)
         self._waiter.add(self.hub.socket)
         self._channels: dict[WorkerGroup, list[ZmqChannel]] = {}
+        self._files = {self.hub.socket: SocketFile(self.hub.socket, frontend_address(directory, incarnation))}
+        self._reclaim_at = 0.0
 
     def open_group(self, worker_epoch: int) -> WorkerGroup:
         channels = []
@@ -34,6 +71,7 @@ class Sockets:
             address = worker_address(self._directory, worker_epoch, rank)
             channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
             self._waiter.add(channel.socket)
+            self._files[channel.socket] = SocketFile(channel.socket, address)
             channels.append(channel)
         group = WorkerGroup(channels, worker_epoch)
         self._channels[group] = channels
@@ -42,12 +80,17 @@ class Sockets:
     def close_group(self, group: WorkerGroup) -> None:
         for channel in self._channels.pop(group):
             self._waiter.remove(channel.socket)
+            del self._files[channel.socket]
         group.close()
 
     def add(self, source: Any) -> None:
         self._waiter.add(source)
 
     def wait(self, milliseconds: int) -> bool:
+        if time.monotonic() >= self._reclaim_at:
+            self._reclaim_at = time.monotonic() + RECLAIM_S
+            for file in self._files.values():
+                file.reclaim()
         return self._waiter.wait(milliseconds)
 
     def open_kv_events(self, config: EngineConfig) -> KVEventPublisher:
