@@ -191,6 +191,16 @@ class SupervisionPolicy:
         return len(needed) == 1 + self._counts.num_front_ends and all(m.ready for m in needed)
 
     @property
+    def pids(self) -> dict[str, list[int]]:
+        """The processes' ids by role; a worker without a group is a standby."""
+        found: dict[str, list[int]] = {}
+        for member in self.members:
+            found.setdefault("standby" if member in self.standbys.members else member.role, []).append(
+                member.process.pid
+            )
+        return found
+
+    @property
     def ready_detail(self) -> dict[str, float]:
         """What the scheduler reported when the workers were ready."""
         return self.scheduler.detail if self.scheduler is not None else {}

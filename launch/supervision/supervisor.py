@@ -25,7 +25,7 @@ from quire.launch.supervision.members import Member, Process, Role
 from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command
-from quire.protocol.process.restarts import Restarts, write_restarts
+from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 
 # A worker thread that waits for other threads spins this many times and then sleeps. The default of torch's OpenMP
 # library is to spin forever, which takes the core from the scheduler, the front ends and other programs. Measurements:
@@ -95,6 +95,7 @@ class Supervisor:
         self.directory, self._lock = _make_directory()
         count = front_end.num_processes if front_end is not None else 0
         self._written_restarts = Restarts()
+        self._written_pids: dict[str, list[int]] = {}
         self.policy = SupervisionPolicy(ProcessCounts(config.tensor_parallel_size, count, standby), self)
 
     def __enter__(self) -> "Supervisor":
@@ -134,16 +135,21 @@ class Supervisor:
             else:
                 self._read_child(key.data)
         self.policy.tick(time.monotonic())
-        if self.policy.restarts != self._written_restarts:
-            self._write_restarts()
+        self._publish()
         if self.policy.fatal_error is not None:
             raise self.policy.fatal_error
 
-    def _write_restarts(self) -> None:
-        """Publish the counts to the front ends. A full disk must not end the engine: the next change retries."""
-        self._written_restarts = copy.copy(self.policy.restarts)
-        with contextlib.suppress(OSError):
-            write_restarts(self.directory, self._written_restarts)
+    def _publish(self) -> None:
+        """Publish what changed to the front ends. A full disk must not end the engine: the next change retries."""
+        if self.policy.restarts != self._written_restarts:
+            self._written_restarts = copy.copy(self.policy.restarts)
+            with contextlib.suppress(OSError):
+                write_restarts(self.directory, self._written_restarts)
+        pids = {"supervisor": [os.getpid()], **self.policy.pids}
+        if pids != self._written_pids:
+            self._written_pids = pids
+            with contextlib.suppress(OSError):
+                write_pids(self.directory, pids)
 
     def _read_child(self, child: ChildProcess) -> None:
         if not child.watched:

@@ -1,10 +1,12 @@
-"""Restarts of the engine's processes since it started, counted by the supervisor, which outlives all others."""
+"""Files of the supervisor, which outlives all others, for the front ends: restarts, and the ids of all processes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 FILE = "restarts"
+PIDS_FILE = "pids"
 
 
 class Restarts(msgspec.Struct):
@@ -16,10 +18,27 @@ class Restarts(msgspec.Struct):
 
 
 def write_restarts(directory: Path, restarts: Restarts) -> None:
-    """Replace the file in the socket directory; readers see the old or the new one."""
-    fresh = directory / f"{FILE}.new"
-    fresh.write_bytes(msgspec.json.encode(restarts))
-    fresh.replace(directory / FILE)
+    _replace(directory / FILE, restarts)
+
+
+def write_pids(directory: Path, pids: Mapping[str, list[int]]) -> None:
+    """Publish the ids of all processes of the engine by their role."""
+    _replace(directory / PIDS_FILE, pids)
+
+
+def read_pids(directory: Path) -> dict[str, list[int]]:
+    """Return the ids by role; none if they are not known yet."""
+    try:
+        return msgspec.json.decode((directory / PIDS_FILE).read_bytes(), type=dict[str, list[int]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _replace(path: Path, content: object) -> None:
+    """Replace a file in the socket directory; readers see the old or the new one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(content))
+    fresh.replace(path)
 
 
 def read_restarts(directory: Path) -> Restarts:

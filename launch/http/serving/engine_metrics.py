@@ -1,9 +1,10 @@
-"""Metrics that are read at each scrape: the scheduler's statistics, restarts, and the configuration of the cache."""
+"""Metrics that are read at each scrape: the scheduler's statistics, restarts, the cache's settings, the processes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -55,6 +56,14 @@ RESTARTS = (
     ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
     ("num_scheduler_restarts", "Number of restarts of the scheduler.", "scheduler"),
     ("num_front_end_restarts", "Number of restarts of front ends.", "frontend"),
+)
+
+# Metrics of processes, with the names of Prometheus's own clients: name, HELP text.
+PROCESSES = (
+    ("process_resident_memory_bytes", "Resident memory in bytes."),
+    ("process_cpu_seconds", "User and system CPU time in seconds."),
+    ("process_open_fds", "Number of open file descriptors."),
+    ("process_start_time_seconds", "Start of the newest process in seconds since the epoch."),
 )
 
 
@@ -153,3 +162,43 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
+
+
+@dataclass(eq=False)
+class ProcessCollector(Collector):
+    """Memory, CPU time and descriptors of the engine's processes, with the label ``process`` for their role.
+
+    The names have no prefix, so that dashboards made for any process fit.
+
+    Attributes:
+        pids: ids by role.
+    """
+
+    labels: Mapping[str, str]
+    pids: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def collect(self) -> Iterator[Metric]:
+        found = {role: figures for role, pids in self.pids.items() if (figures := [*_figures(pids)])}
+        for at, (name, text) in enumerate(PROCESSES):
+            kind = CounterMetricFamily if name == "process_cpu_seconds" else GaugeMetricFamily
+            combined = max if name == "process_start_time_seconds" else sum
+            family = kind(name, text, labels=[*self.labels, "process"])
+            for role, figures in found.items():
+                family.add_metric([*self.labels.values(), role], combined([each[at] for each in figures]))
+            yield family
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def _figures(pids: Iterable[int]) -> Iterator[tuple[float, ...]]:
+    """Yield the values of ``PROCESSES`` for each process that still exists."""
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                times = process.cpu_times()
+                values = (process.memory_info().rss, times.user + times.system, process.num_fds())
+                yield (*values, process.create_time())
+        except psutil.Error:
+            continue

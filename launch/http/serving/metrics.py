@@ -5,6 +5,7 @@ nothing in between. One scrape has the sums over all front ends, whichever of th
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from prometheus_client.registry import Collector
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import STATUS_OF_CODE
-from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames
+from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
 from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
-from quire.protocol.process.restarts import read_restarts
+from quire.protocol.process.restarts import read_pids, read_restarts
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Histogram
 
@@ -133,6 +134,8 @@ class Metrics:
         self._engine = EngineCollector(names, options.cache_config)
         self._registry = CollectorRegistry()
         self._registry.register(self._engine)
+        self._processes = ProcessCollector(names.labels, {"frontend": [os.getpid()]})
+        self._registry.register(self._processes)
         self._registry.register(_FrontEndCollector(names, values))
         self._scrape: asyncio.Task[bytes] | None = None
 
@@ -169,6 +172,7 @@ class Metrics:
             self._engine.statistics = None
         if self._directory is not None:
             self._engine.restarts = read_restarts(self._directory)
+            self._processes.pids = read_pids(self._directory) or self._processes.pids
         return generate_latest(self._registry)
 
     def _forget_scrape(self, scrape: asyncio.Task[bytes]) -> None:

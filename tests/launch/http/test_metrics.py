@@ -1,8 +1,10 @@
 """Metrics of several front ends, their survival, and the times of a request."""
 
 import asyncio
+import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from front_end import EndlessEngine
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
-from quire.protocol.process.restarts import Restarts, write_restarts
+from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
@@ -159,3 +161,24 @@ def test_vllm_prefix_and_names() -> None:
     assert found["vllm:prompt_tokens_cached_total"] == 0
     info = 'vllm:cache_config_info{block_size="16",cache_dtype="bfloat16",engine="0",num_gpu_blocks="100"}'
     assert found[info] == 1
+
+
+def process_figures(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Return the figures of processes by name and role."""
+    page = asyncio.run(metrics.render(EndlessEngine())).decode()
+    found = re.findall(r'^(process_\w+)\{model_name="tiny",process="(\w+)"\} ([\d.e+-]+)$', page, re.M)
+    return {(name, role): float(value) for name, role, value in found}
+
+
+def test_processes_are_measured_by_role(tmp_path: Path) -> None:
+    metrics = front_end(tmp_path, 0)
+    assert {role for _, role in process_figures(metrics)} == {"frontend"}, "until the supervisor has written the ids"
+    own = os.getpid()
+    write_pids(tmp_path, {"scheduler": [own], "worker": [own, own], "standby": [2**22 + 1]})
+    found = process_figures(metrics)
+    assert {role for _, role in found} == {"scheduler", "worker"}, "a process that has ended is left out"
+    assert found["process_resident_memory_bytes", "worker"] > 1.5 * found["process_resident_memory_bytes", "scheduler"]
+    assert found["process_open_fds", "scheduler"] >= 3
+    assert 0 < found["process_cpu_seconds_total", "scheduler"] <= time.process_time() + 0.1
+    start = found["process_start_time_seconds", "worker"]
+    assert start == found["process_start_time_seconds", "scheduler"] <= time.time()
