@@ -240,6 +240,11 @@ COMMANDS = {
         _add_chat_flags,
         _with_options("offline.terminal:chat"),
     ),
+    "run-batch": Command(
+        "Answer a file of requests, with an own engine or a running server.",
+        _lazy("run_batch.command:add_flags"),
+        _lazy("run_batch.command:run"),
+    ),
     "top": Command(
         "Show what a running server does: requests, tokens per second, KV blocks, times.",
         _lazy("top.command:add_top_flags"),

@@ -77,7 +77,7 @@ def _run(
     standby, environment = options.standby_workers, options.logs.environment
     with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
         signals = _Signals(supervisor)
-        _write_settings(supervisor.directory, options)
+        write_settings(supervisor.directory, options)
         supervisor.start_engine()
         supervisor.start_front_ends()
         while not supervisor.is_ready and not signals.count:
@@ -107,7 +107,7 @@ def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
     return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {config.block_size} tokens"
 
 
-def _write_settings(directory: Path, options: ServeOptions) -> None:
+def write_settings(directory: Path, options: ServeOptions) -> None:
     """Write the front ends' settings to a file that only this user can read, because it holds keys."""
     path = directory / "frontend"
     path.touch(mode=0o600)

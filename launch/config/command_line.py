@@ -1,6 +1,7 @@
 """Settings on the command line: one flag per declared setting, merged with a config file."""
 
 import argparse
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -21,13 +22,18 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser, options: type[msgspec.Struct]) -> None:
-    """Add a flag for each declared setting, in one group per topic. Flags that the parser already has are kept."""
+def add_options(
+    parser: argparse.ArgumentParser, options: type[msgspec.Struct], only: Collection[str] | None = None
+) -> None:
+    """Add a flag for each declared setting, in one group per topic. Flags that the parser already has are kept.
+
+    ``only``: names of the settings that get one; None: all.
+    """
     taken = {flag for action in parser._actions for flag in action.option_strings}
     groups: dict[str, argparse._ArgumentGroup] = {}
     for each in declared(options):
         topic = each.setting.topic
-        if each.flag in taken:
+        if each.flag in taken or (only is not None and each.name not in only):
             continue
         if topic not in groups:
             groups[topic] = parser.add_argument_group(topic)

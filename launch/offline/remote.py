@@ -35,10 +35,8 @@ class RemoteModel:
         Raises:
             ConfigError: the URL is invalid, the server cannot be reached, or it does not serve ``model``.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url}: must start with http:// or https://")
-        self._base = url.rstrip("/").removesuffix("/v1")
-        self._key = api_key or os.environ.get("QUIRE_API_KEY", "")
+        self._base = base_url(url)
+        self._key = server_key(api_key)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         names = self._model_names()
         if model is not None and model not in names:
@@ -113,6 +111,18 @@ class RemoteModel:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"--url {self._base}: cannot reach the server: {reason}") from None
         return response
+
+
+def base_url(url: str) -> str:
+    """Return the server's address without /v1. Raise ConfigError for one that is not of HTTP."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url}: must start with http:// or https://")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def server_key(given: str | None) -> str:
+    """Return the API key to send, or ""."""
+    return given or os.environ.get("QUIRE_API_KEY", "")
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

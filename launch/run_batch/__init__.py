@@ -1,0 +1,1 @@
+"""``quire run-batch``: a file of requests, answered into a file."""
