@@ -195,9 +195,8 @@ class SupervisionPolicy:
         """The processes' ids by role; a worker without a group is a standby."""
         found: dict[str, list[int]] = {}
         for member in self.members:
-            found.setdefault("standby" if member in self.standbys.members else member.role, []).append(
-                member.process.pid
-            )
+            role = "standby" if member in self.standbys.members else member.role
+            found.setdefault(role, []).append(member.process.pid)
         return found
 
     @property

@@ -168,7 +168,8 @@ def tokenize_bad_words(params: SamplingParams, text_in: TextIn, limits: ModelLim
             if ids not in token_sequences[-1:]:
                 token_sequences.append(ids)
     if len(token_sequences) > 2 * MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+        given = f"{len(token_sequences)} sequences of tokens"
+        raise InvalidRequest(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings (got {given})", "bad_words")
     return msgspec.structs.replace(params, bad_words=[], bad_words_token_ids=token_sequences)
 
 
