@@ -19,7 +19,8 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
 """Allowed difference of rotated queries and keys from the reference for standard normal inputs: both round once, at the
-end, possibly in different directions. The cache content is exactly that of ``write_cache`` with the rotated key."""
+end, possibly in different directions. The cache content is exactly that of ``write_cache_reference`` with the rotated
+key."""
 
 PROGRAM_ELEMENTS = 2048
 """Elements of heads per program: 16 for each of 128 threads, in loads of 16 bytes."""
@@ -97,8 +98,9 @@ def fused_cache_write(
     Args:
         qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
             (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
-        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache``; ``kv_cache`` and ``slot_mapping`` are None for
-            queries alone. For a token with a negative slot, only the cache write is skipped.
+        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache_reference``; ``kv_cache`` and ``slot_mapping`` are
+            None for queries alone. For a token with a negative slot, only the cache write is skipped. A kernel cannot
+            raise: a slot past the end of the cache, an error of the caller, is not written either.
         q_norm, k_norm: ``[head_dim]`` in any of the dtypes above: weights of the RMS norm of each head (``norm_eps`` is
             added to the mean square). ``k_norm`` may be None for queries alone.
         rotary_table: ``[2, max_position, rotary_dim]`` in any of the dtypes above: cosines, and sines whose first half

@@ -5,7 +5,31 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.cache.cache_write_triton import as_stored, divisor_of
+from quire.kernels.common.fp8_triton import encode_fp8
+
+
+@triton.jit
+def divisor_of(scale, head, PER_HEAD: tl.constexpr):
+    """Return the divisor of numbers stored in the cache: one number, or with PER_HEAD one per ``head``.
+
+    ``scale`` is a pointer, or None for 1. It is read for every ``head``, so all of them must exist.
+    """
+    if scale is None:
+        return 1.0
+    else:
+        return tl.load(scale + head) if PER_HEAD else tl.load(scale)
+
+
+@triton.jit
+def as_stored(x, divisor, FP8: tl.constexpr, SCALED: tl.constexpr, E5M2: tl.constexpr):
+    """Return ``x`` as the cache stores it: encoded as bytes if FP8, otherwise unchanged, for ``tl.store`` to cast."""
+    if FP8:
+        x = x.to(tl.float32)
+        if SCALED:
+            # Triton's `/` is not rounded as IEEE requires: the content would depend on the kernel that wrote it.
+            x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+        x = encode_fp8(x, E5M2)
+    return x
 
 
 @triton.jit

@@ -139,8 +139,7 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Compute a layer's attention from its projection: head norms, rotation, cache write, attention.
 
-        ``attention/prologue.py`` does this without fusion: ``normalise_and_rotate``, then ``forward``. A backend may
-        fuse the operations.
+        ``attention/prologue.py`` does this without fusion.
 
         Args:
             qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
@@ -149,30 +148,5 @@ class AttentionBackend(Protocol):
 
         Returns:
             ``[num_tokens, num_heads, head_dim]``.
-        """
-        ...
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: Any,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Write this step's keys and values, then compute attention.
-
-        Args:
-            query: ``[num_tokens, num_heads, head_dim]``.
-            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None if the layer reads the cache of an
-                earlier layer.
-            kv_cache: this layer's cache, of ``kv_cache_shape``, in its own dtype (float8_e4m3fn and float8_e5m2 hold
-                values divided by the spec's scales).
-            plan: the plan of this step and group.
-            spec: this layer's settings.
-
-        Returns:
-            ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
         """
         ...

@@ -59,16 +59,5 @@ class CpuBackend:
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         if isinstance(self._attention, TorchAttention):
-            return attend_unfused(self, qkv, kv_cache, plan, spec, rotary)
+            return attend_unfused(self._attention, qkv, kv_cache, plan, spec, rotary)
         return self._attention.attend(qkv, kv_cache, plan, spec, rotary)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: Any,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        return self._attention.forward(query, key, value, kv_cache, plan, spec)

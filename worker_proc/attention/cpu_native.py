@@ -142,29 +142,6 @@ class NativeAttention:
         _check(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
         return self._attend(qkv[:, : spec.num_heads], kv_cache, plan, layer)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: NativePlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        layer = _layer(spec, kv_cache, query.dtype, plan)
-        if key is not None:
-            assert value is not None and key.dtype is value.dtype is query.dtype
-            tokens = Tokens(
-                key=_dense(key).data_ptr(),
-                value=_dense(value).data_ptr(),
-                token_stride=key.stride(0),
-                head_stride=key.stride(1),
-                value_token_stride=value.stride(0),
-                value_head_stride=value.stride(1),
-            )
-            _check(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
-        return self._attend(_dense(query), kv_cache, plan, layer)
-
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: Layer) -> torch.Tensor:
         """Compute attention of ``query``: ``[num_tokens, num_heads, head_dim]``, may be strided."""
         if len(query) != plan.step.num_tokens:

@@ -202,31 +202,18 @@ class FlashAttnBackend:
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: FlashAttnPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        query = self._writer.prologue(qkv, kv_cache, plan.slot_mapping, spec, rotary)
-        return self.forward(query, None, None, kv_cache, plan, spec)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: FlashAttnPlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Compute ``AttentionBackend.forward``.
+        """Compute ``AttentionBackend.attend``.
 
         Raises:
             ValueError: the cache does not fit the plan, or the layer needs a feature that the library lacks.
         """
         refuse_sinks(self.name, spec)
-        if kv_cache.shape[2] != plan.block_size or kv_cache.dtype is not query.dtype:
+        if kv_cache.shape[2] != plan.block_size or kv_cache.dtype is not qkv.dtype:
             raise ValueError(
                 f"kv_cache: {kv_cache.dtype}, blocks of {kv_cache.shape[2]} tokens; "
-                f"expected {query.dtype}, {plan.block_size}"
+                f"expected {qkv.dtype}, {plan.block_size}"
             )
-        if key is not None and value is not None:
-            self._writer.write(key, value, kv_cache, plan.slot_mapping, spec)
+        query = self._writer.prologue(qkv, kv_cache, plan.slot_mapping, spec, rotary)
         if len(query) == 0:
             return torch.empty_like(query)
         return self._library.attend(query, kv_cache[0], kv_cache[1], plan, spec)

@@ -231,19 +231,7 @@ class FlashInferBackend:
         spec: AttentionSpec,
         rotary: Rotary | None,
     ) -> torch.Tensor:
-        query = self._writer.prologue(qkv, kv_cache, plan.batch.slot_mapping, spec, rotary)
-        return self.forward(query, None, None, kv_cache, plan, spec)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: FlashInferPlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Compute ``AttentionBackend.forward``.
+        """Compute ``AttentionBackend.attend``.
 
         Raises:
             ValueError: the cache does not fit the plan, or the layer needs a feature that the library lacks.
@@ -252,8 +240,7 @@ class FlashInferBackend:
         refuse_sinks(self.name, spec)
         if kv_cache.shape[2] != batch.block_size:
             raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
-        if key is not None and value is not None:
-            self._writer.write(key, value, kv_cache, batch.slot_mapping, spec)
+        query = self._writer.prologue(qkv, kv_cache, batch.slot_mapping, spec, rotary)
         if len(query) == 0:
             return torch.empty_like(query)
         scales: dict[str, float] = {}

@@ -6,7 +6,6 @@ The libraries compute attention only; head norms, rotation and the cache write u
 
 import torch
 
-from quire.kernels.cache.cache_write import write_cache, write_cache_reference
 from quire.kernels.cache.fused_cache_write import fused_cache_write, fused_cache_write_reference
 from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
@@ -55,25 +54,6 @@ class CacheWriter:
             v_scale=self._scale(spec.v_scale, kv_cache) if has_keys else None,
         )
         return query.contiguous()
-
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        spec: AttentionSpec,
-    ) -> None:
-        """Write keys and values for ``AttentionBackend.forward``."""
-        launch = write_cache if key.is_cuda else write_cache_reference
-        launch(
-            key,
-            value,
-            kv_cache,
-            slot_mapping,
-            k_scale=self._scale(spec.k_scale, kv_cache),
-            v_scale=self._scale(spec.v_scale, kv_cache),
-        )
 
     def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:
         """Return the scale as a device tensor, made once: a captured graph must not copy from the host."""

@@ -1,14 +1,41 @@
 """Head norms and rotation between a layer's projection and attention, with torch operators."""
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, Rotary
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.rope import rotate
 
 
+class Attention(Protocol):
+    """Cache write and attention, without norms and rotation."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then compute attention.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_dim]``.
+            key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None if the layer reads the cache of an
+                earlier layer.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
+        """
+        ...
+
+
 def attend_unfused(
-    backend: AttentionBackend,
+    attention: Attention,
     qkv: torch.Tensor,
     kv_cache: torch.Tensor,
     plan: object,
@@ -22,7 +49,7 @@ def attend_unfused(
         qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     qk = normalise_and_rotate(qk, spec, rotary)
     key = None if value is None else qk[:, heads:]
-    return backend.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
+    return attention.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
 
 
 def normalise_and_rotate(qk: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None) -> torch.Tensor:

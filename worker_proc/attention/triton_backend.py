@@ -7,7 +7,6 @@ import torch
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import paged_attention
-from quire.kernels.cache.cache_write import write_cache
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.kernels.common.triton_runtime import require_launchable
@@ -131,26 +130,6 @@ class TritonBackend:
         if isinstance(plan, DecodePlan) or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
             return False
         return len(qkv) == int(batch.query_lens_cpu.sum()) and can_attend_fresh(batch, spec, qkv.dtype, kv_cache.dtype)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: AnyPlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Compute ``AttentionBackend.forward``.
-
-        Raises:
-            ValueError: a tensor does not fit the batch or the cache.
-        """
-        self._check_block_size(kv_cache, plan)
-        if key is not None and value is not None:
-            k_scale, v_scale = self._scale(spec.k_scale, kv_cache), self._scale(spec.v_scale, kv_cache)
-            write_cache(key, value, kv_cache, plan.batch.slot_mapping, k_scale=k_scale, v_scale=v_scale)
-        return self._read(query, kv_cache, plan, spec)
 
     @staticmethod
     def _check_block_size(kv_cache: torch.Tensor, plan: AnyPlan) -> None:

@@ -65,7 +65,7 @@ def _implementations(case: PagedCase, spec: AttentionSpec) -> dict[str, list[Cal
 def _backend(backend: CpuBackend, case: PagedCase, spec: AttentionSpec) -> list[Call]:
     """Return a layer's attention calls. The plan is built here once; in the engine once per step."""
     plans = [backend.plan(case.batch(table)) for table in case.tables]
-    return [partial(backend.forward, case.query, None, None, case.kv_cache, plan, spec) for plan in plans]
+    return [partial(backend.attend, case.query, case.kv_cache, plan, spec, None) for plan in plans]
 
 
 def gather_and_attend(case: PagedCase, table: torch.Tensor) -> torch.Tensor:

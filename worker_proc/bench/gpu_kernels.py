@@ -6,7 +6,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.cache.cache_write import write_cache
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
@@ -21,7 +20,7 @@ BLOCK_SIZE = 16
 
 
 def cache_write(bench: Bench) -> None:
-    """Measure writing a step's keys and values to their slots; the fused kernel also rotates queries and keys."""
+    """Measure rotating a step's queries and keys and writing keys and values to their slots; torch only writes."""
     heads = bench.pick(full=Heads(32, 8, 128), quick=Heads(32, 8, 128), dry=Heads(4, 2, 32))
     for num_tokens in bench.pick(full=(8192, 256, 1), quick=(8192,), dry=(9,)):
         _cache_writes(bench, num_tokens, heads)
@@ -39,10 +38,8 @@ def _cache_writes(bench: Bench, num_tokens: int, heads: Heads) -> None:
     qkv = torch.randn(num_tokens, num_projected, heads.head_dim, device=device).to(dtype)
     key, value = qkv[:, heads.num_heads :].chunk(2, 1)
     name = f"{num_tokens:,} tokens, {heads}"
-    writers: dict[str, Callable[..., None]] = {"quire": write_cache, "torch": _torch_write}
-    for implementation, write in writers.items():
-        calls = [partial(write, key, value, cache, slots) for cache in caches]
-        bench.measure(name, implementation, partial(list, calls), moved=2 * written)
+    calls = [partial(_torch_write, key, value, cache, slots) for cache in caches]
+    bench.measure(name, "torch", partial(list, calls), moved=2 * written)
     table = torch.randn(2, num_tokens, heads.head_dim, device=device).to(dtype)
     positions = torch.arange(num_tokens, device=device)
 

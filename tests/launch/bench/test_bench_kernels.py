@@ -132,7 +132,7 @@ def test_gather_loop_equals_the_cpu_backend() -> None:
     for table in case.tables:
         backend = CpuBackend(native=False)
         plan = backend.plan(case.batch(table))
-        expected = backend.forward(case.query, None, None, case.kv_cache, plan, spec_of(heads))
+        expected = backend.attend(case.query, case.kv_cache, plan, spec_of(heads), None)
         torch.testing.assert_close(gather_and_attend(case, table), expected)
 
 

@@ -164,6 +164,12 @@ def attend_naively(
 
 def run(backend: Any, case: Case) -> torch.Tensor:
     """Run one layer over a copy of the case's cache; the case can be run again."""
-    cache = case.cache.clone()
-    out: torch.Tensor = backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), case.spec)
+    return attend(backend, case, case.cache.clone())
+
+
+def attend(backend: Any, case: Case, cache: torch.Tensor, plan: Any = None) -> torch.Tensor:
+    """Run one layer without norms and rotation; ``plan``: by default the backend's plan of the case's batch."""
+    parts = [part for part in (case.query, case.key, case.value) if part is not None]
+    plan = backend.plan(case.batch) if plan is None else plan
+    out: torch.Tensor = backend.attend(torch.cat(parts, 1), cache, plan, case.spec, None)
     return out

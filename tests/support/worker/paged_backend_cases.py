@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, raw
+from cpu_attention_cases import OUTSIDE, Ask, Case, Rows, attend, raw
 from dense_attention import DenseBackend
 
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
@@ -35,8 +35,7 @@ def in_pages(case: Case) -> Case:
 
 
 def check(backend: Any, case: Case, plan: Any = None) -> None:
-    plan = plan or backend.plan(case.batch)
-    out = backend.forward(case.query, case.key, case.value, case.cache, plan, case.spec)
+    out = attend(backend, case, case.cache, plan)
     assert out.dtype is case.query.dtype and out.shape == case.query.shape
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out.double().cpu(), case.expected, atol=tolerance, rtol=tolerance)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from cpu_attention_cases import Ask, Case, Rows, make_case, raw, run
+from cpu_attention_cases import Ask, Case, Rows, attend, make_case, raw, run
 from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
@@ -116,7 +116,7 @@ def test_float16_activations(backend: CpuBackend) -> None:
 def test_writes_keys_and_values_only_to_their_slots(backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 4, torch.float32)
     before = case.cache.clone()
-    backend.forward(case.query, case.key, case.value, case.cache, backend.plan(case.batch), case.spec)
+    attend(backend, case, case.cache)
     assert case.key is not None and case.value is not None
     keys, values = by_slot(case.cache)
     assert torch.equal(keys[case.batch.slot_mapping], case.key)
@@ -134,7 +134,7 @@ def test_stored_values_are_rounded_as_in_torch_and_clamped(dtype: torch.dtype, b
     exponents = torch.linspace(-26, 20, 64)[:, None, None] if dtype is not torch.bfloat16 else torch.zeros(64, 1, 1)
     wanted = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(1)) * 2**exponents
     wanted[0, 0, :3] = torch.tensor([0.0, -0.0, float("nan")])
-    backend.forward(case.query, wanted, wanted, case.cache, backend.plan(case.batch), case.spec)
+    attend(backend, dataclasses.replace(case, key=wanted, value=wanted), case.cache)
     for stored in by_slot(raw(case.cache)):
         stored = stored[case.batch.slot_mapping].view(dtype).float()
         torch.testing.assert_close(stored, wanted.clamp(-most, most).to(dtype).float(), rtol=0, atol=0, equal_nan=True)
@@ -152,7 +152,7 @@ def test_padding_is_not_written_and_gives_zero(backend: CpuBackend) -> None:
     padded = [torch.cat([x, torch.full((3, *x.shape[1:]), float("nan"))]) for x in (case.query, case.key, case.value)]
     slots = torch.cat([case.batch.slot_mapping, torch.full((3,), -1)])
     batch = dataclasses.replace(case.batch, slot_mapping=slots)
-    out = backend.forward(*padded, case.cache, backend.plan(batch), case.spec)
+    out = backend.attend(torch.cat(padded, 1), case.cache, backend.plan(batch), case.spec, None)
     torch.testing.assert_close(out[:2].double(), case.expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(out[2:], torch.zeros(3, 4, 16))
     changed = ~torch.isclose(by_slot(before), by_slot(case.cache), equal_nan=True).flatten(2).all(2).all(0)
@@ -163,7 +163,7 @@ def test_several_layers_share_one_plan(backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float32)
     plan = backend.plan(case.batch)
     caches = [case.cache.clone(), case.cache.clone()]
-    outs = [backend.forward(case.query, case.key, case.value, cache, plan, case.spec) for cache in caches]
+    outs = [attend(backend, case, cache, plan) for cache in caches]
     assert torch.equal(outs[0], outs[1])
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=0, equal_nan=True)
 
@@ -191,7 +191,7 @@ def test_norms_and_rotation_before_attention(
     query, key = _prepared(case, spec, rotary)
     expected_cache, cache = case.cache.clone(), case.cache.clone()
     plan = backend.plan(case.batch)
-    expected = backend.forward(query, key, case.value, expected_cache, plan, spec)
+    expected = attend(backend, dataclasses.replace(case, query=query, key=key), expected_cache, plan)
     out = backend.attend(qkv, cache, plan, spec, rotary)
     tolerance = TOLERANCE[dtype] * 2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)

@@ -76,7 +76,7 @@ def test_padding_rows_of_a_decode_step_have_no_effect(backend: FlashAttnBackend,
     )
     assert case.key is not None and case.value is not None
     tensors = [torch.cat([x, torch.full_like(x[:2], float("nan"))]) for x in (case.query, case.key, case.value)]
-    out = backend.forward(*tensors, case.cache, backend.plan_decode(padded), case.spec)
+    out = backend.attend(torch.cat(tensors, 1), case.cache, backend.plan_decode(padded), case.spec, None)
     torch.testing.assert_close(out[:rows].double(), case.expected, atol=3e-3, rtol=3e-3)
 
 

@@ -219,6 +219,11 @@ def test_fixed_split_result_depends_on_the_row_alone(
         assert torch.equal(others[1], whole[token : token + 1])
 
 
+def projection(case: Any) -> torch.Tensor:
+    """A layer's projection with the case's queries, keys and values."""
+    return torch.cat([case.query, case.key, case.value], 1)
+
+
 @pytest.mark.parametrize("rows", [ROWS["mixed"], ROWS["empty row"]], ids=["mixed", "empty row"])
 def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_case: Any) -> None:
     backend: AttentionBackend = TritonBackend()
@@ -227,7 +232,7 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
     assert backend.kv_cache_shape(*case.kv_cache.shape[1:]) == case.kv_cache.shape
     plan = backend.plan(batch)
     spec = AttentionSpec(4, 2, 32, scale, **options_of(case, "soft_cap", "sinks"))
-    result = backend.forward(case.query, case.key, case.value, case.kv_cache, plan, spec)
+    result = backend.attend(projection(case), case.kv_cache, plan, spec, None)
     torch.testing.assert_close(case.kv_cache, case.filled_cache, rtol=0, atol=0, equal_nan=True)
     expected = paged_attention_reference(
         case.query,
@@ -241,7 +246,7 @@ def test_backend(rows: tuple[list[int], list[int]], dtype: torch.dtype, make_cas
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
     # A layer that reads another layer's cache writes nothing and gives the same result.
     before = case.kv_cache.clone()
-    again = backend.forward(case.query, None, None, case.kv_cache, plan, spec)
+    again = backend.attend(case.query, case.kv_cache, plan, spec, None)
     assert torch.equal(again, result)
     torch.testing.assert_close(case.kv_cache, before, rtol=0, atol=0, equal_nan=True)
 
@@ -254,7 +259,7 @@ def test_backend_with_scaled_cache(dtype: torch.dtype, make_case: Any) -> None:
     write_cache_reference(case.key, case.value, expected_cache, case.batch.slot_mapping, **scales)
     backend = TritonBackend()
     spec = AttentionSpec(4, 2, 32, 0.2, k_scale=0.5, v_scale=0.25)
-    result = backend.forward(case.query, case.key, case.value, case.kv_cache, backend.plan(case.batch), spec)
+    result = backend.attend(projection(case), case.kv_cache, backend.plan(case.batch), spec, None)
     assert torch.equal(as_bits(case.kv_cache), as_bits(expected_cache))
     expected = paged_attention_reference(case.query, expected_cache, *rows_of(case), 0.2, **scales)
     torch.testing.assert_close(result, expected, **TOLERANCES[dtype])
@@ -266,7 +271,7 @@ def test_backend_plans_decoding_on_the_device(make_case: Any) -> None:
     assert not backend.needs_host_lengths
     spec = AttentionSpec(4, 2, 32, 0.2)
     results = [
-        backend.forward(case.query, case.key, case.value, case.kv_cache, plan, spec)
+        backend.attend(projection(case), case.kv_cache, plan, spec, None)
         for plan in (backend.plan(case.batch), backend.plan_decode(case.batch))
     ]
     torch.testing.assert_close(*results)
@@ -287,4 +292,4 @@ def test_backend_rejects_another_block_size(make_case: Any) -> None:
     backend = TritonBackend()
     cache = torch.zeros(2, 2, 16, 2, 32, device=case.query.device)
     with pytest.raises(ValueError, match=r"kv_cache: dimension 2 \(block_size\) is 16, expected 8"):
-        backend.forward(case.query, case.key, case.value, cache, backend.plan(case.batch), AttentionSpec(4, 2, 32, 1.0))
+        backend.attend(projection(case), cache, backend.plan(case.batch), AttentionSpec(4, 2, 32, 1.0), None)

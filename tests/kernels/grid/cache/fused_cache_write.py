@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels.cache.cache_write import write_cache_reference
 from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
-from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
 
 NUM_TOKENS = 7
 MAX_POSITION = 50
@@ -144,6 +144,27 @@ def test_tokens_outside_the_table_or_the_cache_are_skipped(device: torch.device)
     query = fused_cache_write(qkv, 3, memory[:, :2], slots, **turn)
     assert torch.equal(query[:3], qkv[:3, :3])
     assert memory.count_nonzero() == 0
+
+
+def test_offsets_are_64_bits_wide(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs 6 GB of memory")
+    cache = torch.zeros(2, 3 * 2**16, 16, 8, 128, dtype=torch.float8_e4m3fn, device=device)
+    qkv, _ = make_step(8, 8, 128, 0, False, torch.float16, device)
+    slots = cache.shape[1] * 16 - 1 - torch.arange(NUM_TOKENS, device=device)
+    fused_cache_write(qkv, 8, cache, slots)
+    for part, tokens in enumerate((qkv[:, 8:16], qkv[:, 16:24])):
+        written = as_bits(cache[part]).flatten(0, 1)[slots]
+        assert torch.equal(written, as_bits(to_fp8_reference(tokens.float(), cache.dtype)))
+
+
+def test_cache_of_one_layer_among_many(dtype: torch.dtype, device: torch.device) -> None:
+    qkv = torch.ones(2, 3, 16, dtype=dtype, device=device)
+    qkv[:, 2] = 2
+    layers = torch.zeros(2, 5, 3, 4, 1, 16, dtype=dtype, device=device)
+    fused_cache_write(qkv, 1, layers[:, 2], torch.tensor([0, 11], device=device))
+    assert layers[:, [0, 1, 3, 4]].count_nonzero() == 0
+    assert layers[0, 2].sum() == 2 * 16 and layers[1, 2].sum() == 2 * 2 * 16
 
 
 def test_no_tokens(device: torch.device) -> None:
