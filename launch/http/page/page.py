@@ -9,7 +9,7 @@ from quire.launch.content_policy import source_of
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.serving.server import Server
 
-SCRIPTS = ("metrics.js", "figures.js", "chat.js")
+SCRIPTS = ("metrics.js", "figures.js", "admin.js", "chat.js")
 """In order: each script uses the previous ones."""
 
 

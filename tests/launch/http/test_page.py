@@ -8,7 +8,7 @@ from exported_metrics import exported_labels
 from fake_engine import FakeEngine
 
 from quire.launch.content_policy import source_of
-from quire.launch.http.app import ROUTES, make_app
+from quire.launch.http.app import ADMIN_ROUTES, ROUTES, make_app
 from quire.launch.http.page.page import PAGE
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
@@ -57,8 +57,8 @@ def test_the_policy_allows_the_pages_own_script_and_style_only(client: Any) -> N
 
 def test_the_script_uses_routes_metrics_and_elements_that_exist() -> None:
     paths = re.findall(r'fetch\("([^"]+)"', SCRIPT[0])
-    assert len(paths) == SCRIPT[0].count("fetch(") == 4
-    assert {f"/{path}" for path in paths} <= {path for _, path, _ in ROUTES}  # relative, for --root-path
+    assert len(paths) == SCRIPT[0].count("fetch(") == 5
+    assert {f"/{path}" for path in paths} <= {path for _, path, _ in ROUTES + ADMIN_ROUTES}  # relative, for --root-path
     exported = {name.removeprefix("quire:") for name in exported_labels("quire")}
     named = re.findall(r'"(\w+_(?:total|seconds|perc|running|waiting|blocks|by_reason))"', SCRIPT[0])
     assert len(set(named)) > 20
@@ -69,9 +69,9 @@ def test_the_script_uses_routes_metrics_and_elements_that_exist() -> None:
 
 
 def test_each_control_has_a_name() -> None:
-    controls = re.findall(r"<(?:input|select|textarea)[^>]*\bid=\"(\w+)\"", MARKUP)
-    assert controls == ["key", "models", "text"]
-    assert set(re.findall(r'<label for="(\w+)"', MARKUP)) == set(controls)
+    controls = re.findall(r"<(?:input|select|textarea)[^>]*\bid=\"([\w-]+)\"", MARKUP)
+    assert controls == ["key", "models", "text", "admin-key"]
+    assert set(re.findall(r'<label for="([\w-]+)"', MARKUP)) == set(controls)
     assert all(text.strip() for text in re.findall(r"<button[^>]*>(.*?)</button>", MARKUP))
     assert set(re.findall(r'aria-(?:labelledby|describedby)="([\w-]+)"', MARKUP)) <= set(
         re.findall(r'id="([\w-]+)"', MARKUP)

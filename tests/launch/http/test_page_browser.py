@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from browser import Browser, find_browser
 from served import Served
@@ -17,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    served = Served("--api-key", "k", "--served-model-name", "tiny", "<b>other</b>")
+    served = Served("--api-key", "k", "--admin-api-key", "a", "--served-model-name", "tiny", "<b>other</b>")
     yield served
     assert served.stop() == 0
 
@@ -94,6 +95,25 @@ def test_escape_stops_an_answer_and_a_new_chat_is_empty(browser: Browser, server
     assert server.wait_until_idle()
     browser.evaluate("document.querySelector('#clear').click()")
     assert browser.evaluate("document.querySelectorAll('article').length") == 0
+
+
+def test_tenants_and_requests_need_the_administrators_key(browser: Browser, server: Served) -> None:
+    browser.evaluate("document.querySelector('#admin summary').click()")
+    enter(browser, "#admin-key", "k")
+    until(browser, "!document.querySelector('#admin-error').hidden")
+    assert "missing or invalid administrator's key" in text(browser, "#admin-error")
+    enter(browser, "#admin-key", "a")
+    until(browser, "!document.querySelector('#admin-state').hidden")
+    httpx.post(f"{server.url}/admin/pause", headers={"authorization": "Bearer a"}).raise_for_status()
+    try:
+        log_in(browser)
+        enter(browser, "#text", "Hello")
+        until(browser, "document.querySelector('#requests').textContent.includes('waiting for paused')")
+        assert text(browser, "#tenants th") == "1"
+        until(browser, "document.querySelector('#state').textContent === 'paused'")
+    finally:
+        httpx.post(f"{server.url}/admin/resume", headers={"authorization": "Bearer a"}).raise_for_status()
+    until(browser, "document.querySelector('#send').hidden === false")
 
 
 def test_figures_are_those_of_the_server(browser: Browser, server: Served) -> None:

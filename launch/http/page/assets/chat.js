@@ -11,9 +11,8 @@ function showError(text) {
   byId("error").hidden = !text;
 }
 
-/** Return the message of a response that is not 200; ask for a key if one is missing. */
+/** Return the message of a response that is not 200. */
 async function refusal(response) {
-  if (response.status === 401) byId("login").hidden = false;
   try {
     return (await response.json()).error.message;
   } catch {
@@ -29,9 +28,11 @@ async function loadModels() {
     return showError("the server does not answer");
   }
   if (!response.ok) {
-    const text = await refusal(response);
-    if (response.status === 401) byId("key").focus();
-    return showError(response.status === 401 && !key ? "" : text);
+    if (response.status === 401) {
+      byId("login").hidden = false;
+      byId("key").focus();
+    }
+    return showError(response.status === 401 && !key ? "" : await refusal(response));
   }
   const names = (await response.json()).data.map((model) => model.id);
   byId("models").replaceChildren(...names.map((name) => new Option(name, name)));
@@ -86,6 +87,7 @@ async function stream(messages, shown, signal) {
   const response = await fetch("v1/chat/completions", {
     method: "POST", headers: headers(), body: JSON.stringify(body), signal,
   });
+  if (response.status === 401) byId("login").hidden = false;
   if (!response.ok) throw new Error(await refusal(response));
   let finish = "", usage = null, isWhole = false;
   for await (const data of events(response)) {
@@ -182,4 +184,6 @@ byId("login").addEventListener("submit", (event) => {
   key = byId("key").value.trim();
   loadModels();
 });
+
+follow();
 loadModels();

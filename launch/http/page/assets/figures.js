@@ -105,11 +105,9 @@ async function poll() {
 /** Poll while the page is visible. Figures of a server that does not answer stay, with its state. */
 async function follow() {
   try {
-    if (!document.hidden) await poll();
+    if (!document.hidden) await Promise.all([poll(), pollState()]);
   } catch {
     showState("unreachable");
   }
   setTimeout(follow, POLL_MS);
 }
-
-follow();
