@@ -21,15 +21,17 @@ pytestmark = pytest.mark.slow
 TASK = "Write two fruits into a file, read it, and count its lines."
 TEXT = "quinces\nmedlars\n"
 FINAL = "The file has two lines, quinces and medlars."
+THANKS = "Thank you."
+WELCOME = "You are welcome."
 TASK_S = 300
 """The prompts of both have 40,000 characters and more, each of which is a token of the script's model."""
 
 
 @contextmanager
 def scripted(folder: Path, write: str, read: str, count: str) -> Iterator[Served]:
-    """Serve a model that makes these three calls and then says ``FINAL``."""
+    """Serve a model that makes these three calls, says ``FINAL``, and then ``WELCOME``."""
     answers = {
-        "counted 2": ["", "", "", FINAL],
+        "counted 2": ["", "", "", FINAL, WELCOME],
         "quinces": ["", "", count],
         "notes.txt": ["", read],
         "two fruits": [f"<think>\nFirst the file.\n</think>\n\n{write}"],
@@ -90,8 +92,10 @@ def test_codex(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[st
         provider = f'{{ name = "Quire", base_url = "{server.url}/v1", wire_api = "responses" }}'
         settings = ("-c", "model_provider=quire", "-c", f"model_providers.quire={provider}")
         flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--model", "script")
-        done = run(folder, "codex", "exec", *settings, *flags, TASK, CODEX_HOME=str(tmp_path / "home"))
-    assert done.stdout.strip() == FINAL
+        home = str(tmp_path / "home")
+        done = run(folder, "codex", "exec", *settings, *flags, TASK, CODEX_HOME=home)
+        second = run(folder, "codex", "exec", "resume", "--last", *settings, *flags, THANKS, CODEX_HOME=home)
+    assert (done.stdout.strip(), second.stdout.strip()) == (FINAL, WELCOME)
     assert done.stderr.count("succeeded in") == len(shell), done.stderr
 
 
@@ -113,10 +117,11 @@ def test_claude_code(tmp_path: Path, run: Callable[..., subprocess.CompletedProc
         }
         flags = ("--output-format", "stream-json", "--verbose", "--allowedTools", "Write", "Read", "Bash")
         done = run(folder, "claude", "-p", TASK, *flags, **variables)
+        second = run(folder, "claude", "-p", THANKS, "--continue", **variables)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     answers = [line["message"] for line in lines if line["type"] == "assistant"]
     blocks = [block for answer in answers for block in answer["content"]]
     assert [block["name"] for block in blocks if block["type"] == "tool_use"] == ["Write", "Read", "Bash"]
-    assert lines[-1]["result"] == FINAL
+    assert (lines[-1]["result"], second.stdout.strip()) == (FINAL, WELCOME)
     usage = answers[-1]["usage"]
     assert usage["cache_read_input_tokens"] > 20 * usage["input_tokens"]

@@ -43,14 +43,20 @@ def node_environment(name: str, package: str) -> Path:
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         raise NotInstalled("node and npm are not installed")
-    _run([npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@latest"])
+    _run(
+        [npm, "install", "--loglevel", "error", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@latest"]
+    )
     return folder
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"not installed within {INSTALL_S} s") from None
     if done.returncode:
-        raise NotInstalled((done.stderr.strip().splitlines() or [f"{command[0]} failed"])[-1])
+        lines = (line for line in done.stderr.splitlines() if line.startswith(("ERROR", "npm error")))
+        raise NotInstalled(next(lines, f"{command[0]} failed"))
 
 
 def run_python(python: Path, program: str, server: str) -> Any:

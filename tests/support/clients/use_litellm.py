@@ -59,9 +59,8 @@ def chat_stream() -> None:
 
 def _results(answer: Any) -> list[Any]:
     return [
-        {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": look_up_json(arguments)}
+        {"role": "tool", "tool_call_id": call.id, "content": look_up_json(call.function.arguments)}
         for call in answer.tool_calls or []
-        if (arguments := call.function.arguments)
     ]
 
 
