@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from quire.launch.config.sizes import parse_size
 from quire.protocol.errors import ConfigError
+from quire.protocol.settings import Setting
 
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOTHING = ("", "~", "null", "none")
@@ -27,6 +29,9 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
         if text.lower() not in WORDS:
             raise ConfigError(f"--set {name} must be true or false (got {text!r})")
         return WORDS[text.lower()]
+    unit = _unit(hint)
+    if unit:
+        return _size(name, text, unit)
     if kind in (int, float):
         return _number(name, text, kind)
     return text if kind is str else _structure(name, text, kind)
@@ -36,6 +41,19 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _unit(hint: Any) -> str:
+    """Return what the setting counts, if it may be given as a size."""
+    more = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((each.unit for each in more if isinstance(each, Setting)), "")
+
+
+def _size(name: str, text: str, unit: str) -> int:
+    try:
+        return parse_size(text, unit)
+    except ConfigError as error:
+        raise ConfigError(f"--set {name} {error}") from None
 
 
 def _choice(name: str, text: str, choices: tuple[str, ...]) -> str:

@@ -114,7 +114,9 @@ def _policy_fields() -> list[str]:
 
 
 def _types() -> dict[str, Any]:
-    types = {name: hint for name, hint in get_type_hints(EngineOptions).items() if name not in INERT}
+    types = {
+        name: hint for name, hint in get_type_hints(EngineOptions, include_extras=True).items() if name not in INERT
+    }
     return types | get_type_hints(Policies) | {"like": str, "num_usable_blocks": int}
 
 

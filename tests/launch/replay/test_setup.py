@@ -71,6 +71,7 @@ def test_parses_settings_to_the_types_of_their_fields() -> None:
         ({"page_size": "16"}, "did you mean block_size?"),
         ({"zzzzz": "1"}, "known: "),
         ({"block_size": "sixteen"}, "block_size must be a whole number"),
+        ({"max_num_batched_tokens": "4kb"}, "--set max_num_batched_tokens must be a number of tokens such as"),
         ({"block_size": "0"}, "--block-size must be from 1 to 1024, not 0"),
         ({"watermark": "nan"}, "--watermark must be from 0 to 0.5"),
         ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority"),
@@ -123,6 +124,7 @@ def test_pool_size_follows_the_machine_memory() -> None:
     block_bytes = setup_of().layout.block_bytes
     assert setup_of(cost=MachineWithMemory(block_bytes * 101)).num_usable_blocks == 100
     assert setup_of(kv_cache_memory_bytes=f"{block_bytes * 51}").num_usable_blocks == 50
+    assert setup_of(kv_cache_memory_bytes="4GiB").num_usable_blocks == 2**32 // block_bytes - 1
     assert setup_of(cost=MachineWithMemory(block_bytes * 101), num_usable_blocks="7").num_usable_blocks == 7
     half = setup_of(cost=MachineWithMemory(block_bytes * 101), kv_cache_dtype="fp8")
     assert half.num_usable_blocks == 201
