@@ -3,7 +3,9 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -24,26 +26,35 @@ from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 HEARTBEAT_S = 1.0
 RELINK_S = 0.05
 """Delay before a broken link is opened again."""
+MAX_MERGED = 16
+"""Messages that may be applied before readers are called, if that many have arrived."""
+
+
+class Readers:
+    """Calls each reader once, in the next turn of the event loop, for all of its sequences that have an update."""
+
+    def __init__(self) -> None:
+        self._due: dict[Callable[[], None], None] = {}
+
+    def call_later(self, on_update: Callable[[], None]) -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._call)
+        self._due[on_update] = None
+
+    def _call(self) -> None:
+        due, self._due = self._due, {}
+        for on_update in due:
+            on_update()
 
 
 class ZmqSequence:
     """One answer in flight; see ``engine_client.Sequence``."""
 
-    def __init__(self, session: Session, stream: Stream, event: asyncio.Event) -> None:
+    def __init__(self, session: Session, stream: Stream) -> None:
         self.request_id = stream.request_id
+        self.take: Callable[[], Update | None] = stream.take
         self._session = session
         self._stream = stream
-        self._event = event
-
-    async def updates(self) -> AsyncIterator[Update]:
-        while True:
-            await self._event.wait()
-            self._event.clear()
-            update = self._stream.take()
-            if update is not None:
-                yield update
-                if update.ended is not None:
-                    return
 
     def stop_at(self, num_output_tokens: int) -> None:
         self._session.stop_at(self._stream, num_output_tokens)
@@ -55,8 +66,9 @@ class ZmqSequence:
 class ZmqEngineClient:
     """Implements ``engine_client.EngineClient``.
 
-    One task receives; a step's outputs wake each affected sequence once. Owns the socket and the session. A request
-    posted while there is no link is not lost: the session submits it on the next link.
+    One task receives, and applies all messages that have arrived before any reader is called: to a front end that falls
+    behind, several steps are one. Owns the socket and the session. A request posted while there is no link is not lost:
+    the session submits it on the next link.
     """
 
     def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
@@ -67,6 +79,7 @@ class ZmqEngineClient:
         self._channel: AsyncZmqChannel | None = None
         self._session = Session(self._post, os.getpid(), index)
         self._scheduler_incarnation = 0
+        self._readers = Readers()
         self._queries: dict[int, asyncio.Future[Statistics]] = {}
         self._next_query = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,10 +129,11 @@ class ZmqEngineClient:
         priority: int,
         cache_salt: str,
         tenant: int = 0,
+        *,
+        on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
             raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
-        event = asyncio.Event()
         request = AddRequest(
             request_id=request_id,
             prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
@@ -130,9 +144,9 @@ class ZmqEngineClient:
             arrival=time.monotonic(),
             tenant=tenant,
         )
-        stream = self._session.add(request, event.set)
+        stream = self._session.add(request, partial(self._readers.call_later, on_update))
         self._idle.clear()
-        return ZmqSequence(self._session, stream, event)
+        return ZmqSequence(self._session, stream)
 
     async def statistics(self) -> Statistics:
         self._session.require_alive()
@@ -204,7 +218,9 @@ class ZmqEngineClient:
         self._settle()
 
     async def _receive(self) -> None:
-        while True:
+        for num_received in count(1):
+            if num_received % MAX_MERGED == 0:
+                await asyncio.sleep(0)  # receiving does not wait while there are messages
             assert self._channel is not None
             try:
                 message = await self._channel.receive()

@@ -3,7 +3,7 @@
 HTTP is written against this interface. The real client uses ZeroMQ; tests have one that generates arbitrary tokens.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,10 +58,10 @@ class Stoppable(Protocol):
 
 
 class Sequence(Stoppable, Protocol):
-    """One sequence in flight whose updates are awaited."""
+    """One sequence in flight whose updates are taken."""
 
-    def updates(self) -> AsyncIterator[Update]:
-        """Yield updates up to the one with ``ended``; unread updates are merged.
+    def take(self) -> Update | None:
+        """Return the tokens since the last call, or None. The last update has ``ended``.
 
         Raises:
             InvalidRequest: the scheduler refused the request; only before the first update.
@@ -105,12 +105,16 @@ class EngineClient(Protocol):
         priority: int,
         cache_salt: str,
         tenant: int = 0,
+        *,
+        on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
 
         Args:
             priority: an int32; lower values are scheduled first with ``--scheduling-policy priority``.
             tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
+            on_update: called on the event loop when there is an update or an error to take: once per step for all
+                sequences that have the same callback. It must not raise.
 
         Raises:
             InvalidRequest: refused; ``Sequence.updates`` may raise it too.

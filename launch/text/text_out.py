@@ -4,7 +4,7 @@ The cost of a token does not grow with the text before it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -43,9 +43,11 @@ class Detokenizer:
         tail = [token for token in prompt_tail if token not in self._silent]
         self._stream = self._new_stream(_whole_tail(tokenizer, tail, self._skip_special_tokens))
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        new = [token for token in token_ids if token not in self._silent]
+        new = token_ids
+        if not self._silent.isdisjoint(token_ids):
+            new = [token for token in token_ids if token not in self._silent]
         return self._step(new) if new else ""
 
     def finish(self) -> str:
@@ -53,19 +55,20 @@ class Detokenizer:
         held, self._held = self._held, []
         return self._decode(held) if held else ""
 
-    def _step(self, new: list[int]) -> str:
-        self._held += new
+    def _step(self, new: Sequence[int]) -> str:
         try:
             text: str | None = self._stream.step(self._tokenizer, new)
         except Exception:
             # With byte-fallback decoders, a later byte can change the text of earlier ones, and DecodeStream raises.
             # Text that was sent stays; the held tokens are decoded without it.
             self._stream = self._new_stream([])
-            text = self._stream.step(self._tokenizer, self._held)
-        if text is not None:
+            text = self._stream.step(self._tokenizer, [*self._held, *new])
+        if text is None:
+            self._held += new
+            return self._give_up_on_held() if len(self._held) > MAX_HELD_TOKENS else ""
+        if self._held:
             self._held = []
-            return text
-        return self._give_up_on_held() if len(self._held) > MAX_HELD_TOKENS else ""
+        return text
 
     def _give_up_on_held(self) -> str:
         """Return the text of held tokens that cannot become a character; keep the last ones that still can."""

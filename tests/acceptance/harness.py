@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import front_end_cost
 import hostile
 import many_streams
 import soak
@@ -67,6 +68,12 @@ def _add_loads(under: Any) -> None:
     streams.add_argument("--side-len", type=int, default=1800, metavar="N", help=side)
     interval = "interval between long prompts (0.5)"
     streams.add_argument("--side-interval", type=float, default=0.5, metavar="SECONDS", help=interval)
+    cost = _command(under, "cost", "Measure the CPU time of the front end per streamed token.", front_end_cost.run)
+    counts = "numbers of concurrent streams (256,2048)"
+    cost.add_argument("--num-streams", type=_counts, default=(256, 2048), metavar="N,N", help=counts)
+    cost.add_argument("--output-len", type=int, default=400, metavar="N", help="output tokens per stream (400)")
+    cost.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds over all numbers of streams (3)")
+    cost.add_argument("--api", choices=front_end_cost.APIS, default="chat", help="what the streams are (chat)")
     long = _command(under, "soak", "Run very many short requests of all kinds; check memory growth.", soak.run)
     long.add_argument("--num-requests", type=int, default=100_000, metavar="N", help="number of requests (100000)")
     concurrency = "number of clients, each with one request at a time (64)"
@@ -78,8 +85,15 @@ def _add_loads(under: Any) -> None:
     attacked.add_argument("--attacks", metavar="A,B", help=f"attacks to run (all): {', '.join(hostile.ATTACKS)}")
     attacked.add_argument("--num-requests", type=int, default=96, metavar="N", help="number of honest requests (96)")
     attacked.add_argument("--concurrency", type=int, default=8, metavar="N", help="number of honest clients (8)")
-    for one in (streams, long, attacked):
+    for one in (streams, cost, long, attacked):
         one.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the load (0)")
         one.add_argument("--url", metavar="URL", help="running server to test (default: start one with the demo model)")
         one.add_argument("--api-key", metavar="KEY", help="API key of that server")
         one.add_argument("--serve-args", metavar="FLAGS", help="further flags of the started server, as one string")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = text.split(",")
+    if not all(each.isdecimal() and int(each) for each in counts):
+        raise argparse.ArgumentTypeError(f"must be numbers from 1, with commas between them (got {text})")
+    return tuple(map(int, counts))

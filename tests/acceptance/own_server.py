@@ -84,6 +84,10 @@ class Target:
             found[name] = found.get(name, 0.0) + times.user + times.system
         return found
 
+    def front_ends(self) -> list[psutil.Process]:
+        """Return the front-end processes, if the harness started the server."""
+        return [process for name, process in self._of_each(lambda process: process) if name == "http"]
+
     def _of_each(self, measure: Callable[[psutil.Process], T]) -> Iterator[tuple[str, T]]:
         """Yield (role, result of ``measure``) of each process, if the harness started the server."""
         if self.root is None:

@@ -1,5 +1,5 @@
-"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py faults|hostile|soak|streams``. See README.md
-here.
+"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py cost|faults|hostile|soak|streams``. See
+README.md here.
 """
 
 import sys

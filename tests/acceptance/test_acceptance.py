@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import front_end_cost
 import many_streams as streams
 import psutil
 import pytest
@@ -145,6 +146,33 @@ class TestStreams:
         assert read_answer(stream).error == "Connection refused"
 
 
+class TestCost:
+    """Two streams of a token per second; the front end takes 0.5 s for the requests and 0.1 s per second after them."""
+
+    @staticmethod
+    def figures(per_delivery: int = 1) -> dict[str, Any]:
+        streams = [TimedStream(b"", 0.0, closed=True) for _ in range(2)]
+        for offset, stream in enumerate(streams):
+            stream.reply.status = 200
+            stream.reply.pieces = [(float(second + offset), event("a")) for second in range(10)]
+            stream.reply.pieces.append((10.0 + offset, event("a", "length") + usage(11 * per_delivery) + DONE))
+        readings = [front_end_cost.Reading(at / 2, 0.5 + at / 20) for at in range(23)]
+        readings[0] = front_end_cost.Reading(0.0, 0.0)
+        return front_end_cost.figures_of(streams, readings, 11 * per_delivery)
+
+    def test_tokens_and_requests_are_measured_separately(self) -> None:
+        found = self.figures()
+        assert found["us_per_token"] == pytest.approx(0.1e6 / 2)
+        assert found["us_per_request"] == pytest.approx((0.5e6 + 11 * 0.1e6 - 22 * 0.05e6) / 2)
+        assert (found["p99_over_p50"], found["steady_s"], found["lost"]) == (1.0, 9.0, 0)
+
+    def test_merged_tokens_are_noted(self) -> None:
+        report = front_end_cost.make_report({}, {2: [self.figures(), self.figures(2)], 4: [self.figures(2)]})
+        assert report.results["streams"]["2"]["us_per_token"] == pytest.approx(0.1e6 / 4)
+        assert report.results["last_over_first"] == 1.0
+        assert len(report.notes) == 2
+
+
 class TestConnection:
     def fetch(self, address: tuple[str, int], count: int) -> list[tuple[int, bytes]]:
         async def run() -> list[tuple[int, bytes]]:
@@ -226,6 +254,7 @@ class TestSoak:
     [
         (["streams", "--num-streams", "0"], "--num-streams"),
         (["streams", "--output-len", "0"], "--output-len"),
+        (["cost", "--rounds", "0"], "--rounds"),
         (["streams", "--side-interval", "0"], "--side-interval"),
         (["streams", "--url", "http://127.0.0.1:1", "--serve-args=--x"], "--serve-args"),
         (["soak", "--num-requests", "5"], "--warm-up"),

@@ -114,7 +114,7 @@ def _take(event: dict[str, object], texts: list[str], answer: StreamedAnswer) ->
         return
     choices, usage = event.get("choices"), event.get("usage")
     if isinstance(choices, list) and choices:
-        texts.append(choices[0]["text"])
+        texts.append(choices[0]["text"] if "text" in choices[0] else choices[0]["delta"].get("content") or "")
         answer.finish_reason = choices[0]["finish_reason"] or answer.finish_reason
     if isinstance(usage, dict):
         answer.num_output_tokens = usage["completion_tokens"]

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
+from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
 from quire.launch.http.routes.generate import (
     Collected,
     Generation,
@@ -19,6 +19,7 @@ from quire.launch.http.routes.generate import (
     encode_choices,
     new_request_id,
 )
+from quire.launch.http.routes.text_template import TextTemplate
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.body import read_json
@@ -70,9 +71,9 @@ class Delta(msgspec.Struct, frozen=True):
 class ChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -150,30 +151,28 @@ class ChatFormatter:
         """Indices of the calls of each choice."""
         self._num_thought_tokens = [0] * request.params.n
         """Output tokens of each choice up to the end of its thoughts."""
-        self._not_started = set(range(request.params.n))
+        self._templates: dict[int, TextTemplate] = {}
+        """Chunks with nothing but content, of the choices that have started."""
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
-        role: str | UnsetType = "assistant" if index in self._not_started else UNSET
-        self._not_started.discard(index)
-        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
-        choice = ChunkChoice(
-            index,
-            self._message_delta(index, delta, role),
-            logprobs,
-            self._reason(index, delta.finish_reason),
-            delta.stop_reason,
-        )
-        unset = None if self._include_usage else UNSET
-        return self._chunk([choice], unset if usage is None else self._with_thoughts(usage))
-
-    def _message_delta(self, index: int, delta: OutputDelta, role: str | UnsetType) -> Delta:
-        reader = self._readers[index]
-        if isinstance(reader, PlainAnswer):
-            return Delta(delta.text, role)
-        events = reader.push(delta.text, last=delta.finish_reason is not None)
-        self._note_calls(index, events)
+        last = delta.finish_reason is not None
+        events = self._readers[index].push(delta.text, last=last)
+        template = self._templates.get(index)
+        if template is None:
+            self._templates[index] = TextTemplate(lambda text: self._chunk(ChunkChoice(index, Delta(text)), None))
+        elif len(events) == 1 and not last and delta.logprobs is None and usage is None:
+            (event,) = events
+            if isinstance(event, Content):
+                return template.fill(event.text)
         if any(isinstance(event, Thought) for event in events):
             self._num_thought_tokens[index] = delta.num_output_tokens
+        message = self._message_delta(index, events, UNSET if template else "assistant")
+        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
+        reason = self._reason(index, delta.finish_reason)
+        return self._chunk(ChunkChoice(index, message, logprobs, reason, delta.stop_reason), usage)
+
+    def _message_delta(self, index: int, events: Sequence[Event], role: str | UnsetType) -> Delta:
+        self._note_calls(index, events)
         calls = [_call_delta(event) for event in events if isinstance(event, CallDelta)]
         reasoning = _joined(events, Thought) or UNSET
         content: str | UnsetType | None = _joined(events, Content)
@@ -182,7 +181,7 @@ class ChatFormatter:
         return Delta(content, role, calls or UNSET, reasoning, reasoning)
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self._chunk([], self._with_thoughts(usage))
+        return self._encode([], self._with_thoughts(usage))
 
     def _with_thoughts(self, usage: Usage) -> Usage:
         count = ReasoningTokens(min(sum(self._num_thought_tokens), usage.completion_tokens))
@@ -232,7 +231,11 @@ class ChatFormatter:
         any_call = not self._calls_named and bool(self._called.get(index))
         return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
+    def _chunk(self, choice: ChunkChoice, usage: Usage | None) -> bytes:
+        unset = None if self._include_usage else UNSET
+        return self._encode([choice], unset if usage is None else self._with_thoughts(usage))
+
+    def _encode(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage)
         )

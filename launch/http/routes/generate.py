@@ -5,9 +5,9 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -23,7 +23,15 @@ from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
-from quire.launch.http.serving.sse import DATA_EVENTS, EventStream, EventStyle, SlowReader, run_until_disconnect
+from quire.launch.http.serving.socket_protocol import WRITER
+from quire.launch.http.serving.sse import (
+    DATA_EVENTS,
+    EventStream,
+    EventStyle,
+    SlowReader,
+    SlowWork,
+    run_until_disconnect,
+)
 from quire.launch.http.serving.tracing import RequestSpan
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -37,6 +45,10 @@ log = event_logger("http")
 MAX_COLLECTED_VALUES = 2**20
 # Part of a response that is written at once.
 WRITE_BYTES = 1024 * 1024
+
+
+# Deltas of one step, with the indices of their sequences.
+Batch = list[tuple[int, OutputDelta]]
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -122,10 +134,10 @@ class Generation:
         num_sequences = len(prompts) * request.params.n
         self._unfinished = set(range(num_sequences))
         self._tenant = 0
-        self._num_output_tokens = [0] * num_sequences
-        self._num_cached_tokens = [0] * num_sequences
         self._finish_reasons: set[str] = set()
+        self._answers: list[StreamedAnswer] = []
         self._clocks: list[SequenceClock] = []
+        self._turn: asyncio.Future[SlowWork | None] | None = None
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +146,9 @@ class Generation:
         streamed = self._request.stream
         self._begin()
         try:
-            await run_until_disconnect(receive, self._stream(send) if streamed else self._respond(scope, receive, send))
+            await run_until_disconnect(
+                receive, self._stream(scope, send) if streamed else self._respond(scope, receive, send)
+            )
         finally:
             self._record_span(scope)
             if (answered := scope["state"].get(ANSWERED)) is not None:
@@ -181,12 +195,15 @@ class Generation:
         collected = [Collected() for _ in self._unfinished]
         num_kept = 0
         self._check_num_values(self._num_prompt_values())  # known before the prompts are computed
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                for index, delta in batch:
-                    num_kept += _num_values(delta)
-                    collected[index].add(delta)
-                self._check_num_values(num_kept)
+
+        def collect(batch: Batch) -> None:
+            nonlocal num_kept
+            for index, delta in batch:
+                num_kept += _num_values(delta)
+                collected[index].add(delta)
+            self._check_num_values(num_kept)
+
+        await self._run(collect)
         # Formatting one value, or parsing one character, takes about as long as tokenizing one character.
         size = num_kept + sum(len(text) for each in collected for text in each.texts)
         body = await self._server.texts.run(size, lambda: self._formatter.response(collected, self._usage()))
@@ -210,63 +227,108 @@ class Generation:
             text = f"log probabilities of a response {limit}: request fewer, or stream"
             raise InvalidRequest(text, "logprobs" if self._request.params.logprobs else "prompt_logprobs")
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        stream = EventStream(send, self._formatter.request_id, scope["state"].get(WRITER), self._style)
         try:
-            async with EventStream(send, self._formatter.request_id, self._style) as stream:
-                try:
-                    await self._write_events(stream)
-                except SlowReader:
-                    raise
-                except Exception as error:
-                    if not stream.started:
-                        raise
-                    await stream.fail(as_api_error(error))
+            await self._run(partial(self._write_events, stream))
         except SlowReader:
             self._server.metrics.cut_slow_reader()
             raise ClientDisconnected from None
+        except Exception as error:
+            if not stream.started:
+                raise
+            await stream.fail(as_api_error(error))
 
-    async def _write_events(self, stream: EventStream) -> None:
-        options = self._request.stream_options
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                usage = self._usage() if options.continuous_usage_stats else None
-                events = await self._events(batch, usage)
-                if self._unfinished:
-                    await stream.write(events)
-                    continue
-                if options.include_usage:
-                    events.append(self._formatter.usage_event(self._usage()))
-                if self._style.end is not None:
-                    events.append(self._style.end)
-                await stream.write(events, last=True)
+    def _write_events(self, stream: EventStream, batch: Batch) -> SlowWork | None:
+        usage = self._usage() if self._request.stream_options.continuous_usage_stats else None
+        if self._request.params.prompt_logprobs is not None:
+            num_values = sum(d.prompt_logprobs.values.size for _, d in batch if d.prompt_logprobs is not None)
+            if num_values:
+                return partial(self._write_slowly, stream, batch, usage, num_values)
+        return self._write(stream, [self._formatter.event(index, delta, usage) for index, delta in batch])
 
-    async def _events(self, batch: list[tuple[int, OutputDelta]], usage: Usage | None) -> list[bytes]:
-        num_prompt_values = sum(d.prompt_logprobs.values.size for _, d in batch if d.prompt_logprobs is not None)
-
+    async def _write_slowly(self, stream: EventStream, batch: Batch, usage: Usage | None, num_values: int) -> None:
         def format_batch() -> list[bytes]:
             return [self._formatter.event(index, delta, usage) for index, delta in batch]
 
-        if not num_prompt_values:
-            return format_batch()
-        return await self._server.texts.run(num_prompt_values, format_batch)
+        work = self._write(stream, await self._server.texts.run(num_values, format_batch))
+        if work is not None:
+            await work()
 
-    async def _batches(self) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
-        """Yield the deltas of all sequences as they arrive. However this ends, no sequence is left running."""
+    def _write(self, stream: EventStream, events: list[bytes]) -> SlowWork | None:
+        if self._unfinished:
+            return stream.write(events)
+        if self._request.stream_options.include_usage:
+            events.append(self._formatter.usage_event(self._usage()))
+        if self._style.end is not None:
+            events.append(self._style.end)
+        return stream.write(events, last=True)
+
+    async def _run(self, consume: Callable[[Batch], SlowWork | None]) -> None:
+        """Submit the sequences, and pass their deltas to ``consume`` as they arrive, those of a step together.
+
+        ``consume`` is called by the engine client, because waking a task for each stream and step would cost more than
+        the rest of the step. It may return slow work, until whose end later deltas wait. However this ends, no sequence
+        is left running.
+        """
+        self._consume = consume
         try:
-            with self._server.key_queues.enter(self._tenant, len(self._unfinished)) as waiting:
-                answers = await self._start()
-                async with aclosing(self._follow(answers)) as batches:
-                    async for batch in batches:
-                        for index, _ in batch:
-                            waiting.remove(index)
-                        yield batch
+            with self._server.key_queues.enter(self._tenant, len(self._unfinished)) as self._waiting:
+                await self._start()
+                try:
+                    while (work := await self._next_slow_work()) is not None:
+                        await work()
+                finally:
+                    for index in self._unfinished:
+                        self._answers[index].abort()
+                        self._clocks[index].end("abort")
         except InvalidRequest as refused:
             self._server.metrics.rejected(refused.code)
             raise
 
-    async def _start(self) -> list[StreamedAnswer]:
+    async def _next_slow_work(self) -> SlowWork | None:
+        """Wait until ``consume`` has returned slow work, or (None) until all sequences have ended."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._advance()
+        return await self._turn
+
+    def _advance(self) -> None:
+        """Consume what is new. The engine client's callback, once per step."""
+        if self._turn is None or self._turn.done():
+            return
+        try:
+            batch = self._take()
+            work = self._consume(batch) if batch else None
+        except Exception as error:
+            self._turn.set_exception(error)
+            return
+        if work is not None or not self._unfinished:
+            self._turn.set_result(work)
+
+    def _take(self) -> Batch:
+        """Return the new delta of each sequence that has one."""
+        batch: Batch = []
+        for index in (*self._unfinished,):
+            delta = self._answers[index].take()
+            if delta is None:
+                continue
+            clock = self._clocks[index]
+            if not clock.num_tokens:
+                self._waiting.remove(index)
+            clock.record(delta)
+            if delta.finish_reason is not None:
+                self._unfinished.discard(index)
+                self._finish_reasons.add(delta.finish_reason)
+                if delta.finish_reason == "error":
+                    raise failed_request(delta.detail)
+                if delta.finish_reason == "abort":
+                    raise aborted_request()
+            batch.append((index, delta))
+        return batch
+
+    async def _start(self) -> None:
         request = self._request
-        return await start_answers(
+        self._answers = await start_answers(
             self._server.engine,
             self._server.text_in,
             self._formatter.request_id,
@@ -277,40 +339,17 @@ class Generation:
             cache_salt=request.cache_salt,
             prompt_only=request.prompt_only,
             tenant=self._tenant,
+            on_update=self._advance,
         )
-
-    async def _follow(self, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
         metrics = self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
-        clocks = self._clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
-        try:
-            async with aclosing(merge(answers)) as batches:
-                async for batch in batches:
-                    for index, delta in batch:
-                        self._count(index, delta)
-                        clocks[index].record(delta)
-                        if delta.finish_reason == "error":
-                            raise failed_request(delta.detail)
-                        if delta.finish_reason == "abort":
-                            raise aborted_request()
-                    yield batch
-        finally:
-            for index in self._unfinished:
-                answers[index].abort()
-                clocks[index].end("abort")
-
-    def _count(self, index: int, delta: OutputDelta) -> None:
-        self._num_output_tokens[index] = delta.num_output_tokens
-        self._num_cached_tokens[index] = delta.num_cached_tokens
-        if delta.finish_reason is not None:
-            self._unfinished.discard(index)
-            self._finish_reasons.add(delta.finish_reason)
+        self._clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
 
     def _usage(self) -> Usage:
         """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
-        num_output_tokens = sum(self._num_output_tokens)
-        cached = sum(self._num_cached_tokens[:: self._request.params.n])
+        num_output_tokens = sum(clock.num_tokens for clock in self._clocks)
+        cached = sum(clock.num_cached_tokens for clock in self._clocks[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
 
 
@@ -332,40 +371,3 @@ def _num_values(delta: OutputDelta) -> int:
     """Return the number of log probabilities in the delta."""
     of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
     return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())
-
-
-async def merge(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[list[tuple[int, OutputDelta]], None]:
-    """Yield the deltas of several sequences in batches of all that are available, so that a step makes one write."""
-    if len(answers) == 1:
-        async for delta in answers[0].deltas():
-            yield [(0, delta)]
-        return
-    # Bounded: for a slow reader, deltas stay in the sequences, which merge them.
-    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue(len(answers))
-
-    async def pump(index: int, answer: StreamedAnswer) -> None:
-        try:
-            async for delta in answer.deltas():
-                await queue.put((index, delta))
-        except Exception as error:
-            await queue.put(error)
-
-    pumps = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
-    try:
-        num_left = len(answers)
-        while num_left:
-            items = [await queue.get()]
-            with suppress(asyncio.QueueEmpty):
-                while True:
-                    items.append(queue.get_nowait())
-            batch: list[tuple[int, OutputDelta]] = []
-            for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                num_left -= item[1].finish_reason is not None
-                batch.append(item)
-            yield batch
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

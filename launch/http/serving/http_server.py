@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.launch.http.serving.connections import Connections
+from quire.launch.http.serving.outbox import Outbox
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 
 # A browser must not guess that a response is a page or a script.
@@ -43,6 +44,7 @@ class HttpServer(uvicorn.Server):
         self._tls = tls
         self._protocol = protocol
         self._connections = Connections(protocol.limits.max_connections(), protocol.limits.client_share)
+        self._outbox = Outbox()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,8 +58,16 @@ class HttpServer(uvicorn.Server):
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         loop, limits, tls = asyncio.get_running_loop(), self._protocol.limits, self._tls
         create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+        make = partial(
+            self._protocol,
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            counted=self._connections,
+            outbox=self._outbox,
+        )
         return await create(
-            partial(self._protocol, self.config, self.server_state, self.lifespan.state, counted=self._connections),
+            make,
             sock=listener,
             ssl=tls,
             backlog=BACKLOG,

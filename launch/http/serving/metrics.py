@@ -184,6 +184,7 @@ class SequenceClock:
 
     Attributes:
         admitted, first_token, last_token: when these were, in seconds of the metrics' clock; 0 before.
+        num_tokens, num_cached_tokens: output tokens so far, and prompt tokens found in the prefix cache.
     """
 
     def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
@@ -193,21 +194,21 @@ class SequenceClock:
         self.admitted = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
-        self._num_tokens = self._num_cached_tokens = 0
+        self.num_tokens = self.num_cached_tokens = 0
 
     def record(self, delta: OutputDelta) -> None:
         now = self._metrics.now()
-        new = delta.num_output_tokens - self._num_tokens
-        if new > 0 and not self._num_tokens:
+        new = delta.num_output_tokens - self.num_tokens
+        self.num_cached_tokens = delta.num_cached_tokens
+        if new > 0 and not self.num_tokens:
             self.first_token = now
-            self._num_cached_tokens = delta.num_cached_tokens
             self.admitted = min(max(delta.admitted, self._arrival), now)
             self._metrics.time_to_first_token.observe(now - self._arrival)
         elif new > 0:
             self._metrics.inter_token_latency.observe((now - self.last_token) / new)
         if new > 0:
             self.last_token = now
-            self._num_tokens = delta.num_output_tokens
+            self.num_tokens = delta.num_output_tokens
         if delta.finish_reason is not None:
             self.end(delta.finish_reason)
 
@@ -219,15 +220,15 @@ class SequenceClock:
             return
         metrics.e2e_latency.observe(metrics.now() - self._arrival)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
-        metrics.generation_tokens.observe(self._num_tokens)
-        metrics.computed_tokens.observe(max(self._num_prompt_tokens - self._num_cached_tokens, 0))
-        if self._num_tokens:
+        metrics.generation_tokens.observe(self.num_tokens)
+        metrics.computed_tokens.observe(max(self._num_prompt_tokens - self.num_cached_tokens, 0))
+        if self.num_tokens:
             metrics.queue_time.observe(self.admitted - self._arrival)
             metrics.prefill_time.observe(self.first_token - self.admitted)
             metrics.decode_time.observe(self.last_token - self.first_token)
             metrics.inference_time.observe(self.last_token - self.admitted)
-        if self._num_tokens > 1:
-            metrics.time_per_output_token.observe((self.last_token - self.first_token) / (self._num_tokens - 1))
+        if self.num_tokens > 1:
+            metrics.time_per_output_token.observe((self.last_token - self.first_token) / (self.num_tokens - 1))
 
 
 class _FrontEndCollector(Collector):

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.launch.http.schema.errors import ApiError, out_of_memory
 from quire.launch.http.serving.connections import Connections, client_of
+from quire.launch.http.serving.outbox import ChunkWriter, Outbox
 from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descriptors_for_clients
 
 # Keys of the request's state. The connection exceeds the limit on connections, so only open routes are served:
@@ -27,6 +28,8 @@ TOO_MANY_CONNECTIONS = "too_many_connections"
 CLIENT = "client"
 # The ``Upgrade`` of a request that asks for a web socket:
 UPGRADE = "upgrade"
+# The ``ChunkWriter`` of the response:
+WRITER = "writer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +112,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
-    def __init__(self, *args: Any, counted: Connections | None = None, **kwargs: Any) -> None:
-        """``counted``: the connections of this server; None: this connection is the only one."""
+    def __init__(
+        self, *args: Any, counted: Connections | None = None, outbox: Outbox | None = None, **kwargs: Any
+    ) -> None:
+        """``counted``, ``outbox``: of the connections of this server; None: this connection is the only one."""
         super().__init__(*args, **kwargs)
+        self._outbox = outbox or Outbox()
         self._counted = counted or Connections(self.limits.max_connections(), self.limits.client_share)
         self._is_counted = False
         self.client_id = ""
@@ -213,6 +219,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # a paused connection would not notice that its client closes it
         elif self.scope["method"] == "GET" and self._get_upgrade() == b"websocket":
             self.scope["state"][UPGRADE] = Upgrade(self, self.cycle)
+            return
+        self.scope["state"][WRITER] = ChunkWriter(self.transport, self._outbox)
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)

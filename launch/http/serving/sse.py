@@ -1,15 +1,16 @@
 """Server-sent events, and cancellation of work when its client disconnects."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from starlette.types import Receive, Send
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected
 
+SlowWork = Callable[[], Awaitable[None]]
 DONE = b"[DONE]"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -18,7 +19,7 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
-# Limits on what a slow reader leaves unsent, beyond the buffers of its connection. One step makes one write.
+# Limits on what a slow reader leaves unsent, beyond the buffers of the kernel. One step makes one write.
 MAX_UNSENT_WRITES = 256
 MAX_UNSENT_BYTES = 1024 * 1024
 # Allowed in any case, for large writes of requests with many sequences: a fast reader is behind by one or two.
@@ -48,82 +49,77 @@ class SlowReader(Exception):
     """The client reads too slowly: its request is aborted."""
 
 
+class BodyWriter(Protocol):
+    """What a server offers to write the body of a started response with, at a fraction of the cost of ASGI."""
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait because the reader is behind."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Write a part soon, without waiting for the reader."""
+        ...
+
+    def flush(self) -> None:
+        """Write all parts now, because the next one is a message of ASGI."""
+        ...
+
+
 class EventStream:
     """One streamed response. The status line is sent with the first event, so that a refusal before it has its own
     status.
 
-    A separate task sends the writes, so that a slow reader does not block the caller. Unsent data is limited here and
-    nowhere else. A context manager: a normal exit waits until everything is sent.
+    Nothing waits for a slow reader: unsent data is limited here and nowhere else.
     """
 
-    def __init__(self, send: Send, request_id: str, style: EventStyle = DATA_EVENTS) -> None:
+    def __init__(self, send: Send, request_id: str, writer: BodyWriter | None, style: EventStyle = DATA_EVENTS) -> None:
+        """``writer``: None on a server that has none; each write is then slow work."""
         self._send = send
         self._request_id = request_id
+        self._writer = writer
         self._style = style
         self.started = False
-        self._unsent: deque[bytes] = deque()
-        self._num_unsent_bytes = 0
-        self._ended = False
-        self._written = asyncio.Event()
-        self._sender: asyncio.Task[None] | None = None
+        self._num_unsent_writes = 0
+        """Writes since all was sent."""
 
-    async def __aenter__(self) -> "EventStream":
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._sender is None:
-            return
-        if kind is not None:
-            self._sender.cancel()
-        await asyncio.wait((self._sender,))
-        if kind is None:
-            await self._sender
-
-    async def write(self, events: Sequence[bytes], *, last: bool = False) -> None:
-        """Queue all events as one write.
+    def write(self, events: Sequence[bytes], *, last: bool = False) -> SlowWork | None:
+        """Write all events at once. Return what the caller must run before the next write, if anything.
 
         Raises:
             SlowReader: too much is unsent.
         """
         frame = self._style.frame
-        body = b"".join(frame % event for event in events)
+        body = frame % events[0] if len(events) == 1 else b"".join([frame % event for event in events])
         if not body and not last:
-            return
-        if self._is_behind(len(body)):
-            await asyncio.sleep(0)  # the sender may not have run yet
-            if self._is_behind(len(body)):
-                raise SlowReader
-        if not self.started:
-            self.started = True
-            self._sender = asyncio.ensure_future(self._send_all())
-        self._unsent.append(body)
-        self._num_unsent_bytes += len(body)
-        self._ended = last
-        self._written.set()
+            return None
+        if self._writer is None or not self.started or last:
+            return partial(self._send_part, body, last=last)
+        unsent = self._writer.num_unsent
+        if not unsent:
+            self._num_unsent_writes = 0
+        elif self._is_behind(unsent + len(body)):
+            raise SlowReader
+        self._num_unsent_writes += 1
+        self._writer.write(body)
+        return None
+
+    def _is_behind(self, num_bytes: int) -> bool:
+        num_writes = self._num_unsent_writes
+        return num_writes >= MAX_UNSENT_WRITES or (num_bytes > MAX_UNSENT_BYTES and num_writes >= MIN_UNSENT_WRITES)
 
     async def fail(self, error: ApiError) -> None:
         """End the started stream with an error as its last event."""
-        await self.write([self._style.error(error)], last=True)
+        await self._send_part(self._style.frame % self._style.error(error), last=True)
 
-    def _is_behind(self, num_bytes: int) -> bool:
-        num_writes = len(self._unsent)
-        too_large = self._num_unsent_bytes + num_bytes > MAX_UNSENT_BYTES and num_writes >= MIN_UNSENT_WRITES
-        return num_writes >= MAX_UNSENT_WRITES or too_large
-
-    async def _send_all(self) -> None:
-        headers = [*HEADERS, (b"x-request-id", self._request_id.encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        more = True
-        while more:
-            if not self._unsent:
-                self._written.clear()
-                await self._written.wait()
-            body = self._unsent[0]
-            more = len(self._unsent) > 1 or not self._ended
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
-            # After the send, because data that waits for the reader counts as unsent.
-            self._unsent.popleft()
-            self._num_unsent_bytes -= len(body)
+    async def _send_part(self, body: bytes, *, last: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = [*HEADERS, (b"x-request-id", self._request_id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        elif self._writer is not None:
+            self._writer.flush()
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pulled_sequence import PulledSequence
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 from tqdm import tqdm
 
 import quire
+from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
@@ -51,6 +53,7 @@ class ScheduledEngine(Driver):
         self.num_queue_full = 0
         self.arrivals: list[AddRequest] = []
         self.num_aborts = 0
+        self.readers = Readers()
         self.session = Session(self.send, 1)
         self.session.begin_link()
         self.session.take(EngineState("ready"))
@@ -84,12 +87,16 @@ class ScheduledEngine(Driver):
         priority: int,
         cache_salt: str,
         tenant: int,
+        *,
+        on_update: Callable[[], None],
     ) -> "ScheduledSequence":
         tokens = np.asarray(prompt_token_ids, np.int32)
         stream = self.session.add(
             AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt)
         )
-        return ScheduledSequence(self, stream)
+        sequence = ScheduledSequence(self, stream)
+        sequence.start(self.readers, on_update)
+        return sequence
 
     async def statistics(self) -> Any:
         return self.scheduler.statistics()
@@ -107,7 +114,7 @@ class ScheduledEngine(Driver):
         self.session.take(message)
 
 
-class ScheduledSequence:
+class ScheduledSequence(PulledSequence):
     """Implements ``quire.launch.frontend.engine_client.Sequence``; reading it runs the engine."""
 
     def __init__(self, engine: ScheduledEngine, stream: Stream) -> None:

@@ -31,13 +31,15 @@ class GuardedEngine(FakeEngine):
 
     guard: Guard
 
-    async def add(self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *more: Any) -> FakeSequence:
+    async def add(
+        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *more: Any, **named: Any
+    ) -> FakeSequence:
         if params.structured_outputs is not None:
             try:
                 self.guard.check(params.structured_outputs, COMPILE_SECONDS)
             except GrammarRefused as refused:
                 raise InvalidRequest(str(refused), "structured_outputs", "invalid_structured_outputs") from None
-        return await super().add(request_id, prompt_token_ids, params, *more)
+        return await super().add(request_id, prompt_token_ids, params, *more, **named)
 
 
 class AbusedApp(Door):

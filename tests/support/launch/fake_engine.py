@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pulled_sequence import PulledSequence
 from tokenizers import Tokenizer
 
+from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
@@ -16,7 +18,7 @@ from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 
 @dataclass
-class FakeSequence:
+class FakeSequence(PulledSequence):
     """Delivers tokens ``per_update`` at a time; stops for ever after ``hang_after`` tokens."""
 
     request_id: str
@@ -115,6 +117,7 @@ class FakeEngine:
     max_model_len: int = 256
     vocab_size: int = 420
     added: list[FakeSequence] = field(default_factory=list)
+    readers: Readers = field(default_factory=Readers)
     priorities: list[tuple[int, str]] = field(default_factory=list)
     controls: list[str] = field(default_factory=list)
     figures: Statistics = field(
@@ -132,6 +135,8 @@ class FakeEngine:
         priority: int,
         cache_salt: str,
         tenant: int,
+        *,
+        on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:
             raise self.refuse
@@ -153,6 +158,7 @@ class FakeEngine:
             self.on_abort,
             self.on_hang,
         )
+        sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.priorities.append((priority, cache_salt))
         return sequence

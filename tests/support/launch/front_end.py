@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+from pulled_sequence import PulledSequence
 
+from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.http_server import HttpServer
@@ -26,7 +28,7 @@ WAIT_S = 10.0
 
 
 @dataclass
-class EndlessSequence:
+class EndlessSequence(PulledSequence):
     """One token per pause of its engine, up to ``max_tokens``; each depends on the prompt's sum and its position."""
 
     request_id: str
@@ -88,6 +90,7 @@ class EndlessEngine:
     max_model_len: int = 10**6
     vocab_size: int = 200
     added: list[EndlessSequence] = field(default_factory=list)
+    readers: Readers = field(default_factory=Readers)
     live: set[EndlessSequence] = field(default_factory=set)
     tenants: list[int] = field(default_factory=list)
     num_queries: int = 0
@@ -101,9 +104,12 @@ class EndlessEngine:
         priority: int,
         cache_salt: str,
         tenant: int,
+        *,
+        on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)
         sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params)
+        sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.live.add(sequence)
         return sequence

@@ -1,0 +1,19 @@
+"""Events of which only one text changes, encoded once."""
+
+from collections.abc import Callable
+
+import msgspec
+
+_TEXT = "TEXT"
+_ENCODED_TEXT = msgspec.json.encode(_TEXT)
+
+
+class TextTemplate:
+    """JSON of one struct with any text. Costs a fifth of making and encoding the struct each time."""
+
+    def __init__(self, encode: Callable[[str], bytes]) -> None:
+        """``encode``: returns the JSON with a text, after which no member has a string."""
+        self._before, _, self._after = encode(_TEXT).rpartition(_ENCODED_TEXT)
+
+    def fill(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, msgspec.json.encode(text), self._after)
