@@ -71,39 +71,74 @@ def chat_structured() -> None:
         assert Weather.model_validate_json(answer.choices[0].message.content) == Weather(**OBJECT)
 
 
+def responses_second_turn() -> None:
+    first: Any = litellm.responses(input=GREETING, **_fields("openai"))
+    second: Any = litellm.responses(input=NEXT, previous_response_id=first.id, **_fields("openai"))
+    assert (first.output_text, second.output_text) == (HELLO, GOODBYE)
+
+
 def responses_tool_loop() -> None:
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     for _ in range(len(DEGREES) + 1):
-        response = litellm.responses(input=items, tools=RESPONSES_TOOLS, **_fields("openai"))
-        items += [item.model_dump(exclude_none=True) for item in response.output]
-        items += [
-            {"type": "function_call_output", "call_id": item.call_id, "output": look_up_json(item.arguments)}
-            for item in response.output
-            if item.type == "function_call"
-        ]
+        response: Any = litellm.responses(input=items, tools=RESPONSES_TOOLS, **_fields("openai"))
+        items += _items(response)
     all_called()
     assert response.output_text == FINAL
 
 
+def responses_stream() -> None:
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    for _ in range(len(DEGREES) + 1):
+        events: Any = litellm.responses(input=items, tools=RESPONSES_TOOLS, stream=True, **_fields("openai"))
+        response = [event for event in events if event.type == "response.completed"][-1].response
+        items += _items(response)
+    all_called()
+    assert response.output_text == FINAL
+
+
+def _items(response: Any) -> list[Any]:
+    """Return the output, as items of the next input, and the results of its calls."""
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": look_up_json(item.arguments)}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+    return [*(item.model_dump(exclude_none=True) for item in response.output), *results]
+
+
+async def _message(messages: list[Any], **fields: Any) -> Any:
+    server: Any = {"model": f"anthropic/{MODEL}", "api_base": SERVER, "api_key": KEY, "max_tokens": 300}
+    return await litellm.anthropic.messages.acreate(messages=messages, **server, **fields)
+
+
+async def messages_second_turn() -> None:
+    messages: list[Any] = [{"role": "user", "content": GREETING}]
+    first = await _message(messages)
+    messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": NEXT}]
+    second = await _message(messages)
+    assert [answer["content"][0]["text"] for answer in (first, second)] == [HELLO, GOODBYE]
+
+
 async def messages_tool_loop() -> None:
-    tools: Any = [{"name": "temperature", "input_schema": FUNCTION["parameters"]}]
+    tools = [{"name": "temperature", "input_schema": FUNCTION["parameters"]}]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     for _ in range(len(DEGREES) + 1):
-        answer: Any = await litellm.anthropic.messages.acreate(
-            model=f"anthropic/{MODEL}", api_base=SERVER, api_key=KEY, max_tokens=300, messages=messages, tools=tools
-        )
-        messages.append({"role": "assistant", "content": answer["content"]})
+        answer = await _message(messages, tools=tools)
         results = [
             {"type": "tool_result", "tool_use_id": block["id"], "content": look_up(**block["input"])}
             for block in answer["content"]
             if block["type"] == "tool_use"
         ]
-        messages.append({"role": "user", "content": results})
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": results}]
     all_called()
     assert answer["content"][-1]["text"] == FINAL
 
 
 report(
-    [chat_second_turn, chat_tool_loop, chat_stream, chat_structured, responses_tool_loop, messages_tool_loop],
+    [
+        *(chat_second_turn, chat_tool_loop, chat_stream, chat_structured),
+        *(responses_second_turn, responses_tool_loop, responses_stream),
+        *(messages_second_turn, messages_tool_loop),
+    ],
     "litellm",
 )

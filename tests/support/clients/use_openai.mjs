@@ -96,6 +96,12 @@ async function responses_stream() {
   assert.deepEqual(called, cities);
 }
 
+async function responses_structured() {
+  const format = { type: "json_schema", name: "w", schema: words.WEATHER, strict: true };
+  const response = await client.responses.parse({ model, input: words.AS_JSON, text: { format } });
+  assert.deepEqual(response.output_parsed, words.OBJECT);
+}
+
 function output(call) {
   return { type: "function_call_output", call_id: call.call_id, output: temperature(JSON.parse(call.arguments)) };
 }
@@ -103,7 +109,7 @@ function output(call) {
 const results = {};
 const checks = [
   ...[chat_second_turn, chat_tool_loop, chat_stream, chat_structured],
-  ...[responses_second_turn, responses_tool_loop, responses_stream],
+  ...[responses_second_turn, responses_tool_loop, responses_stream, responses_structured],
 ];
 for (const check of checks) {
   called.length = 0;
