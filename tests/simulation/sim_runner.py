@@ -44,6 +44,9 @@ class Oracle:
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (1,)
 
+    def attention_shape(self, layer: int) -> None:
+        return None  # no layer has queries
+
     def plan(self, batch: StepBatch) -> None:
         self._batches.append(batch)
 
