@@ -14,6 +14,8 @@ from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
+from quire.launch.http.serving.response_peers import ResponsePeers, peer_address, share_responses
+from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
@@ -42,6 +44,7 @@ class FrontEnd:
         self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=ServeOptions)
         self._child = child
         self._directory, self._index = directory, index
+        self._others = [other for other in range(self._settings.api_server_count) if other != index]
         config = self._config
         self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
         endpoint = self._settings.otlp_traces_endpoint
@@ -54,6 +57,8 @@ class FrontEnd:
         config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
         server = self._make_server(text_in)
+        if self._others and self._response_store.is_enabled:
+            self._sharing = await share_responses(self._response_store, peer_address(self._directory, self._index))
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
@@ -104,8 +109,10 @@ class FrontEnd:
                 unknown_fields=settings.unknown_fields,
                 address_salt=self._directory.name.encode(),
                 max_stored_response_bytes=settings.max_stored_response_bytes,
+                response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
         )
+        self._response_store: ResponseStore = app.state.response_store
         return HttpServer(app, tls_context(settings))
 
     def _take_commands(self) -> None:

@@ -144,6 +144,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )
+    app.state.response_store = server.response_store  # for the other front ends
     # A redirect would contain the client's Host header.
     app.router.redirect_slashes = False
     return app

@@ -14,12 +14,16 @@ from quire.launch.http.dialects.responses_events import SSE, ResponsesFormatter,
 from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
 from quire.launch.http.routes.generate import Generation
 from quire.launch.http.schema.errors import ApiError, shorten
-from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.body import parse_body, read_body
 from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.launch.http.serving.response_peers import ResponsePeers
 from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
 from quire.launch.http.serving.server import Server
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
+
+MAX_FETCHED = 64
+"""Responses of other front ends to which one request may refer; the body is parsed once more for each."""
 
 
 class InputTokens(msgspec.Struct, frozen=True):
@@ -61,32 +65,58 @@ async def count_input_tokens(server: Server, request: Request) -> Response:
 async def stored_response(server: Server, request: Request) -> Response:
     """Return a stored response, or delete it."""
     if request.method == "DELETE":
-        return _delete(server, request)
+        return await _delete(server, request)
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         text = "stream must be false: the events of a stored response are not kept"
         raise ApiError(400, text, "stream", "unsupported")
-    return _json(_stored(server, request).body)
+    return _json((await _stored(server, request)).body)
 
 
 async def list_input_items(server: Server, request: Request) -> Response:
     """Return all input items of a response, the newest first unless ``order`` is asc."""
-    items = [_with_id(item, i) for i, item in enumerate(_stored(server, request).input)]
+    items = [_with_id(item, i) for i, item in enumerate((await _stored(server, request)).input)]
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
     return _json(msgspec.json.encode({"object": "list", "data": items, "has_more": False, **ends}))
 
 
-def _delete(server: Server, request: Request) -> Response:
-    response_id = request.path_params["id"]
-    if not server.response_store.delete(request.scope["state"][TENANT], response_id):
-        raise _not_stored(server.response_store, response_id, None)
+async def _delete(server: Server, request: Request) -> Response:
+    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
+    found = server.response_store.delete(tenant, response_id)
+    if not found and not await server.response_peers.delete(tenant, response_id):
+        raise not_stored(server.response_store, response_id, None)
     return _json(msgspec.json.encode(Deleted(response_id)))
 
 
 async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
-    lookup = stored_items(server.response_store, request.scope["state"][TENANT])
-    return await read_json(request, server.texts, lambda raw: parse_responses(server.parser, raw, lookup))
+    body = await read_body(request)
+    parse = partial(parse_responses, server.parser)
+    return await read_with_stored(server, request.scope["state"][TENANT], body, parse), len(body)
+
+
+async def read_with_stored(
+    server: Server,
+    tenant: int,
+    body: bytes,
+    parse: Callable[[dict[str, Any], Lookup], ResponsesRequest],
+    connection: object | None = None,
+) -> ResponsesRequest:
+    """Return the request in a body. What it refers to may be stored by another front end, which is asked for it.
+
+    ``connection``: as in ``ResponseStore.get``.
+
+    Raises:
+        ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``ResponsePeers``.
+    """
+    stored = StoredItems(server.response_store, tenant, connection)
+    lookup = Lookup(stored.conversation, stored.item)
+    while True:
+        try:
+            return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
+        except NotStored as missing:
+            if not await stored.fetch(server.response_peers, missing):
+                raise
 
 
 async def encode_request(
@@ -98,33 +128,59 @@ async def encode_request(
         raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
 
 
-def stored_items(store: ResponseStore, tenant: int, connection: object | None = None) -> Lookup:
-    """Return access to what a client has stored. ``connection``: as in ``ResponseStore.get``."""
+class StoredItems:
+    """What one request refers to: the responses of this front end, and those fetched from others."""
 
-    def conversation(response_id: str) -> tuple[bytes, ...]:
-        found = store.get(tenant, response_id, connection)
+    def __init__(self, store: ResponseStore, tenant: int, connection: object | None) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._connection = connection
+        self._fetched: dict[str, StoredResponse] = {}
+
+    def conversation(self, response_id: str) -> tuple[bytes, ...]:
+        found = self._fetched.get(response_id) or self._store.get(self._tenant, response_id, self._connection)
         if found is None:
-            raise _not_stored(store, response_id, "previous_response_id")
+            raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id, is_item=False)
         return found.conversation
 
-    def item(item_id: str, where: str) -> bytes:
-        found = store.item(tenant, item_id)
+    def item(self, item_id: str, where: str) -> bytes:
+        fetched = (each for each in self._fetched.values() if item_id in each.output_ids)
+        found = next(fetched, None) or self._store.with_item(self._tenant, item_id)
         if found is None:
-            raise ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
-        return found
+            error = ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
+            raise NotStored(error, item_id, is_item=True)
+        return found.item(item_id)
 
-    return Lookup(conversation, item)
+    async def fetch(self, peers: ResponsePeers, missing: "NotStored") -> bool:
+        """Fetch what is missing; return False if no front end has it."""
+        if len(self._fetched) >= MAX_FETCHED:
+            return False
+        find = peers.with_item if missing.is_item else peers.get
+        found = await find(self._tenant, missing.id)
+        if found is None:
+            return False
+        self._fetched[missing.id] = found
+        return True
 
 
-def _stored(server: Server, request: Request) -> StoredResponse:
-    response_id = request.path_params["id"]
-    found = server.response_store.get(request.scope["state"][TENANT], response_id)
+class NotStored(ApiError):
+    """This front end does not have a response, or an item. ``error``: what the client gets if no other one has it."""
+
+    def __init__(self, error: ApiError, missing_id: str, *, is_item: bool) -> None:
+        super().__init__(error.status, error.message, error.param, error.code)
+        self.id = missing_id
+        self.is_item = is_item
+
+
+async def _stored(server: Server, request: Request) -> StoredResponse:
+    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
+    found = server.response_store.get(tenant, response_id) or await server.response_peers.get(tenant, response_id)
     if found is None:
-        raise _not_stored(server.response_store, response_id, None)
+        raise not_stored(server.response_store, response_id, None)
     return found
 
 
-def _not_stored(store: ResponseStore, response_id: str, param: str | None) -> ApiError:
+def not_stored(store: ResponseStore, response_id: str, param: str | None) -> ApiError:
     hint = "it may have been dropped: send the whole conversation as input"
     if not store.is_enabled:
         hint = "this server stores no responses: send the whole conversation as input"

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.dialects.parts import whole_parts
-from quire.launch.http.dialects.responses import encode_request, stored_items
+from quire.launch.http.dialects.responses import encode_request, read_with_stored
 from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.launch.http.dialects.responses_events import token_counts
 from quire.launch.http.dialects.responses_input import input_items, sealed_summary
@@ -20,7 +21,7 @@ from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.http.routes.generate import Collected, Generation, Usage
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
-from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.body import read_body
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.text.messages import MAX_MESSAGES
@@ -40,9 +41,9 @@ LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "to
 
 async def compact(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
-    lookup = stored_items(server.response_store, request.scope["state"][TENANT])
-    parsed, size = await read_json(request, server.texts, lambda raw: _parse(server.parser, raw, lookup))
-    prompt, new_reader = await encode_request(server, parsed, size)
+    body = await read_body(request)
+    parsed = await read_with_stored(server, request.scope["state"][TENANT], body, partial(_parse, server.parser))
+    prompt, new_reader = await encode_request(server, parsed, len(body))
     return Generation(server, parsed.chat, [prompt], _SummaryFormatter(len(prompt.token_ids), new_reader()))
 
 

@@ -9,12 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.launch.http.dialects.responses import create_response, generation, store_response, stored_items
-from quire.launch.http.dialects.responses_body import ResponsesRequest, parse_responses
+from quire.launch.http.dialects.responses import create_response, generation, read_with_stored, store_response
+from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.launch.http.dialects.responses_events import Store, Transport
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
 from quire.launch.http.serving.access_log import AccessLog
-from quire.launch.http.serving.body import parse_body
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.http.web_socket.connection import HANDSHAKE_HEADERS, WebSocket, check_handshake
@@ -79,7 +78,7 @@ class _Conversation:
         self._previous = None
         try:
             self._server.require_serving()
-            parsed = await self._server.texts.run(len(message), lambda: parse_body(message, self._parse))
+            parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
             transport = Transport(lambda kind, data: frame(Opcode.TEXT, data), error=self._failed)
             respond = await generation(self._server, parsed, len(message), self._store(parsed), transport)
             await respond(scope, receive, watched_send)
@@ -100,7 +99,7 @@ class _Conversation:
         fields["error"]["code"] = error.code or "server_error"
         return msgspec.json.encode({"type": "error", "status": error.status, "sequence_number": number, **fields})
 
-    def _parse(self, raw: Mapping[str, Any]) -> ResponsesRequest:
+    def _parse(self, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
         if raw.get("type") != CREATE:
             raise InvalidRequest(f"type must be {CREATE} (got {shorten(str(raw.get('type')))})", "type")
         for name, unset in UNSUPPORTED.items():
@@ -110,7 +109,6 @@ class _Conversation:
         if isinstance(raw.get("previous_response_id"), str):
             self._previous = raw["previous_response_id"]
         fields = {name: value for name, value in raw.items() if name not in ("type", *UNSUPPORTED)}
-        lookup = stored_items(self._server.response_store, self._tenant, self)
         return parse_responses(self._server.parser, {**fields, "stream": True}, lookup)
 
     def _store(self, parsed: ResponsesRequest) -> Store | None:

@@ -33,6 +33,10 @@ class StoredResponse:
     def output(self) -> tuple[bytes, ...]:
         return self.conversation[self.num_before + self.num_input :]
 
+    def item(self, item_id: str) -> bytes:
+        """Return the output item with this id, one of ``output_ids``, as JSON."""
+        return self.output[self.output_ids.index(item_id)]
+
     @property
     def num_bytes(self) -> int:
         """The size, with shared items counted in full, so that the sum is an upper bound."""
@@ -42,7 +46,8 @@ class StoredResponse:
 @dataclass(slots=True)
 class _OfTenant:
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    items: dict[str, bytes] = field(default_factory=dict)
+    items: dict[str, str] = field(default_factory=dict)
+    """Ids of responses, by those of their output items."""
     num_bytes: int = 0
 
 
@@ -71,7 +76,7 @@ class ResponseStore:
         with self._lock:
             mine = self._tenants.setdefault(tenant, _OfTenant())
             mine.responses[response_id] = response
-            mine.items.update(zip(response.output_ids, response.output, strict=False))
+            mine.items.update(dict.fromkeys(response.output_ids, response_id))
             mine.num_bytes += size
             self.num_bytes += size
             while self.num_bytes > self._max_bytes:
@@ -96,11 +101,11 @@ class ResponseStore:
         found = None if mine is None else mine.responses.get(response_id)
         return found if found is not None and found.only_for in (None, connection) else None
 
-    def item(self, tenant: int, item_id: str) -> bytes | None:
-        """Return the output item with this id as JSON, while the response that it belongs to is stored."""
+    def with_item(self, tenant: int, item_id: str) -> StoredResponse | None:
+        """Return the response that has the output item with this id."""
         with self._lock:
             mine = self._tenants.get(tenant)
-            return None if mine is None else mine.items.get(item_id)
+            return None if mine is None or item_id not in mine.items else mine.responses[mine.items[item_id]]
 
     def _drop(self, tenant: int, response_id: str) -> None:
         mine = self._tenants[tenant]

@@ -11,6 +11,7 @@ from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
+from quire.launch.http.serving.response_peers import ResponsePeers
 from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import Tracer
@@ -44,6 +45,7 @@ class ServerSettings:
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
+        response_peers: the front ends that have others.
     """
 
     text_in: TextIn
@@ -65,6 +67,7 @@ class ServerSettings:
     unknown_fields: Policy = "ignore"
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
+    response_peers: ResponsePeers = field(default_factory=ResponsePeers)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -98,6 +101,7 @@ class Server:
         )
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
+        self.response_peers = settings.response_peers
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 
     @property

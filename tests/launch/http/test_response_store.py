@@ -15,8 +15,9 @@ def test_memory_is_bounded_and_shared_among_tenants() -> None:
     assert store.get(1, "first") is not None  # another tenant's many responses have not evicted it
     kept = [i for i in range(100) if store.get(2, f"r{i}") is not None]
     assert kept == [97, 98, 99]
-    assert store.item(2, "i99") == b"item"
-    assert store.item(2, "i0") is None
+    newest = store.with_item(2, "i99")
+    assert newest is store.get(2, "r99") is not None
+    assert store.with_item(2, "i0") is None
     store.add(2, "large", response(10_000, "l"))
     assert store.get(2, "large") is None
     for tenant, name in ((1, "first"), *((2, f"r{i}") for i in kept)):
