@@ -14,11 +14,11 @@ from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
-from quire.launch.http.serving.response_peers import ResponsePeers, peer_address, share_responses
-from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
+from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
+from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.text.parsing.choose import choose_format
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig

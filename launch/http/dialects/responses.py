@@ -16,9 +16,9 @@ from quire.launch.http.routes.generate import Generation
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.body import parse_body, read_body
 from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
-from quire.launch.http.serving.response_peers import ResponsePeers
-from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
 from quire.launch.http.serving.server import Server
+from quire.launch.http.stored.response_peers import ResponsePeers
+from quire.launch.http.stored.response_store import ResponseStore, StoredResponse
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 

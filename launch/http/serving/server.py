@@ -11,10 +11,10 @@ from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
-from quire.launch.http.serving.response_peers import ResponsePeers
-from quire.launch.http.serving.response_store import ResponseStore
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import Tracer
+from quire.launch.http.stored.response_peers import ResponsePeers
+from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.text.parsing.choose import AnswerFormat
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts

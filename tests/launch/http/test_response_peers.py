@@ -12,9 +12,9 @@ import pytest
 from served import Served
 
 from quire.launch.http.app import make_app
-from quire.launch.http.serving import response_peers
-from quire.launch.http.serving.response_peers import ResponsePeers, peer_address, share_responses
 from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.stored import response_peers
+from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """The store of responses: bounded memory, shared fairly."""
 
-from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
+from quire.launch.http.stored.response_store import ResponseStore, StoredResponse
 
 
 def test_memory_is_bounded_and_shared_among_tenants() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from quire.launch.http.schema.errors import ApiError
-from quire.launch.http.serving.response_store import ResponseStore, StoredResponse
+from quire.launch.http.stored.response_store import ResponseStore, StoredResponse
 
 TIMEOUT_S = 5.0
 MAX_QUESTION_BYTES = 64 * 1024
