@@ -1,10 +1,13 @@
 """Mutation tests without simulation: the test of each recurring bug must fail when its guard is removed.
 
 ``tests/simulation/test_mutations.py`` has the mutations that need a simulation; ``tests/simulation/README.md`` lists
-both by number.
+both by number. Defences against hostile input are removed in the same way; ``support/abuse/without_defences.py`` lists
+them.
 """
 
+import gc
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -17,6 +20,7 @@ import torch
 import without_guards as without
 from kv_cases import full, layout_of
 from tiers import thinned
+from without_defences import DEFENCES, Defence
 
 from quire.scheduler_proc.core.in_flight import WorkerFault
 
@@ -148,9 +152,28 @@ def test_guarded_test_fails_without_its_guard(guard: Guard) -> None:
         guard.check()
 
 
+@pytest.mark.parametrize(
+    ("defence", "test"), thinned(DEFENCES, keep=3), ids=[f"without_{defence.__name__}" for defence, _ in DEFENCES]
+)
+def test_defended_test_fails_without_its_defence(
+    defence: Defence, test: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The test runs in a session of its own, which collects it with its fixtures."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:unraisableexception"]
+    with defence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the failed test may leave a socket open
+        status = pytest.main([*options, str(TESTS / test)])
+        gc.collect()
+    assert status == pytest.ExitCode.TESTS_FAILED, capfd.readouterr().out
+
+
 def test_guards_are_patched_by_public_names() -> None:
     """A search for a renamed public symbol also finds its name in these strings."""
-    for file in ("support/scheduler/without_guards.py", "simulation/mutations.py"):
+    for file in (
+        "support/scheduler/without_guards.py",
+        "support/abuse/without_defences.py",
+        "simulation/mutations.py",
+    ):
         assert not re.findall(r"patch(?:\.object)?\([^)\n]*?[\".]_[a-z]\w*\"", (TESTS / file).read_text()), file
 
 

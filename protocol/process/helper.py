@@ -198,11 +198,11 @@ def _await(process: subprocess.Popen[bytes], fd: int, event: int, deadline: floa
     while not poller.poll(1000 * min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             raise TimeoutError
-        if _is_stopped(process.pid):
+        if is_stopped(process.pid):
             raise HelperDied(signal.SIGSTOP)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether the helper or its child is stopped by a signal. Always False on systems without these files."""
     try:
         tasks = Path(f"/proc/{pid}/task").iterdir()

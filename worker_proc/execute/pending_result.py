@@ -120,11 +120,11 @@ class SampledResult:
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
-            logprobs=self._sent_logprobs(kept, rest),
+            logprobs=self.sent_logprobs(kept, rest),
             prompt_logprobs=_prompt_logprobs(self.prompt_rows, rest),
         )
 
-    def _sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
+    def sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
         """Return the log probabilities of the tokens in ``kept``, each with its token's index in the result message."""
         sampled = self.sampled.logprobs
         if sampled is None:

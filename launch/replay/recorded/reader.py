@@ -176,11 +176,11 @@ def read_header(file: Path) -> Header:
     except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # by its kind
-    _check_header(file, header)
+    check_header(file, header)
     return header
 
 
-def _check_header(file: Path, header: Header) -> None:
+def check_header(file: Path, header: Header) -> None:
     """Raise ConfigError for a number with which arithmetic on the lines would fail. Other numbers cannot do harm."""
     sizes = [("config.block_size", header.config.block_size)]
     sizes += [

@@ -104,8 +104,8 @@ def logprobs_follow_accepted_positions() -> Iterator[None]:
     """Log probabilities are assigned to tokens in the order of positions, including rejected ones."""
     real = pending_result.SampledResult.sent_logprobs
 
-    def fields(self: Any, kept: Any) -> Any:
-        return real(self, np.arange(len(self.sampled.tokens)))
+    def fields(self: Any, kept: Any, arrays: Any) -> Any:
+        return real(self, np.arange(len(self.sampled.tokens)), arrays)
 
     with mock.patch.object(pending_result.SampledResult, "sent_logprobs", fields):
         yield
