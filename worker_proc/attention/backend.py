@@ -126,8 +126,10 @@ class AttentionBackend(Protocol):
         """Return the plan that all layers of a group share in this step."""
         ...
 
-    def plan_decode(self, batch: StepBatch) -> Any:
-        """Return a plan for rows of at most one token, from lengths on the device; allowed inside a captured graph.
+    def plan_decode(self, batch: StepBatch, max_query_len: int = 1) -> Any:
+        """Return a plan for rows of at most ``max_query_len`` tokens, from lengths on the device.
+
+        Allowed inside a captured graph.
 
         Raises:
             NotImplementedError: this backend needs the lengths on the host.

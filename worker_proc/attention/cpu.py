@@ -52,7 +52,7 @@ class CpuBackend:
     def plan(self, batch: StepBatch) -> Any:
         return self._attention.plan(batch)
 
-    def plan_decode(self, batch: StepBatch) -> Any:
+    def plan_decode(self, batch: StepBatch, max_query_len: int = 1) -> Any:
         raise NotImplementedError("the CPU backend needs lengths on the host")
 
     def attend(

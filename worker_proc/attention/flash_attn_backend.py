@@ -192,12 +192,13 @@ class FlashAttnBackend:
         visible = batch.seq_lens_cpu - batch.first_visible // batch.block_size * batch.block_size
         return self._plan(batch, int(batch.query_lens_cpu.max(initial=0)), int(visible.max(initial=0)))
 
-    def plan_decode(self, batch: StepBatch) -> FlashAttnPlan:
+    def plan_decode(self, batch: StepBatch, max_query_len: int = 1) -> FlashAttnPlan:
         """Plan with an upper bound for the longest row: the table's width, or the blocks that a window can overlap."""
         most = batch.block_table.shape[1] * batch.block_size
         if batch.window:
-            most = min(most, (batch.window + 2 * batch.block_size - 2) // batch.block_size * batch.block_size)
-        return self._plan(batch, 1, most)
+            seen = batch.window + max_query_len - 1
+            most = min(most, (seen + 2 * batch.block_size - 2) // batch.block_size * batch.block_size)
+        return self._plan(batch, max_query_len, most)
 
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: FlashAttnPlan, spec: AttentionSpec, rotary: Rotary | None

@@ -220,7 +220,7 @@ class FlashInferBackend:
     def plan(self, batch: StepBatch) -> FlashInferPlan:
         return FlashInferPlan(batch, self._pool)
 
-    def plan_decode(self, batch: StepBatch) -> FlashInferPlan:
+    def plan_decode(self, batch: StepBatch, max_query_len: int = 1) -> FlashInferPlan:
         raise NotImplementedError("FlashInfer needs lengths on the host")
 
     def attend(

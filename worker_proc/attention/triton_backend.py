@@ -91,10 +91,10 @@ class TritonBackend:
             plan.of_layer(shape, int(batch.query_lens_cpu.sum()))
         return plan
 
-    def plan_decode(self, batch: StepBatch) -> DecodePlan:
+    def plan_decode(self, batch: StepBatch, max_query_len: int = 1) -> DecodePlan:
         if self._pool is None:
             raise NotImplementedError("plan_decode needs max_rows > 0 and no deterministic mode")
-        return DecodePlan(batch, self._pool)
+        return DecodePlan(batch, self._pool, max_query_len)
 
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None

@@ -76,7 +76,7 @@ class StepDriver:
             block_size=BLOCK_SIZE,
         )
         self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(max_rows), device)
-        for cache in self.runner._kv_caches:
+        for cache in self.runner.forward.kv_caches:
             cache.normal_()  # Not computed by a step; zeros would need less power than real keys, and be faster.
 
     @property

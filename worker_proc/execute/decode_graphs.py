@@ -1,16 +1,20 @@
-"""CUDA graphs of steady decode steps: captured for several batch sizes when the worker starts, then replayed.
+"""CUDA graphs: steps that are captured for several batch sizes when the worker starts, then replayed.
 
 A kernel launch costs the host 5 to 10 µs, and a step has hundreds of them; a replay is a single launch. Without a GPU,
-or with ``--enforce-eager``, the same step is launched kernel by kernel.
+or with ``--enforce-eager``, the same steps are launched kernel by kernel.
 """
 
 import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from quire.protocol.process.log import event_logger
+from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.decode_step import DecodeStep
+from quire.worker_proc.execute.verify_step import VerifyStep
 
 log = event_logger("worker")
 
@@ -18,10 +22,14 @@ _STEP_OF_SIZES = 8
 _WARM_UPS = 2
 """Runs before a capture, because kernels are compiled and libraries allocate their workspaces at their first use."""
 
+Key = TypeVar("Key", bound=Hashable)
+Launch = Callable[[Key], torch.Tensor | None]
+"""Launches the step of a key; returns its logits, or None."""
+
 
 @dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A captured graph. ``logits`` is the tensor that a replay writes; None for a graph with sampling."""
+class Captured:
+    """A captured graph, and the tensor that a replay writes, if any."""
 
     graph: "torch.cuda.CUDAGraph"
     logits: torch.Tensor | None
@@ -34,37 +42,70 @@ def capture_sizes(max_rows: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_rows)
 
 
-class DecodeGraphs:
-    """Runs a ``DecodeStep`` for any number of rows, by replay if a graph was captured.
+class Graphs(Generic[Key]):
+    """Runs the steps of some keys, by replay if they were captured.
 
     All graphs share one memory pool: only one runs at a time, and its logits are read before the next one is launched.
     """
 
-    def __init__(self, step: DecodeStep, *, eager: bool) -> None:
-        self.step = step
+    def __init__(self, launch: "Launch[Key]") -> None:
+        self._launch = launch
+        self._captured: dict[Key, Captured] = {}
+
+    def capture(self, keys: Iterable[Key], pool: Any) -> None:
+        """Capture the steps, largest first: smaller graphs reuse the memory in the pool. The batch must be empty, so
+        that all rows are padding and no slot is read or written.
+        """
+        for key in keys:
+            for _ in range(_WARM_UPS):
+                self._launch(key)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._launch(key)
+            self._captured[key] = Captured(graph, logits)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Key) -> torch.Tensor | None:
+        """Run the step. The returned tensor is valid until the next step."""
+        captured = self._captured.get(key)
+        if captured is None:
+            return self._launch(key)
+        captured.graph.replay()
+        return captured.logits
+
+
+class DecodeGraphs:
+    """Runs a ``DecodeStep`` for any number of rows, and, with draft tokens, a ``VerifyStep``."""
+
+    def __init__(self, step: DecodeStep, verify: VerifyStep | None, *, eager: bool) -> None:
+        """
+        Args:
+            verify: None without speculative decoding.
+        """
+        self.step, self.verify = step, verify
         self.eager = eager
         self._sizes = capture_sizes(step.max_rows)
-        self._graphs: dict[tuple[int, bool], CapturedStep] = {}
+        self._decode: Graphs[tuple[int, bool]] = Graphs(self._launch)
+        self._verify: Graphs[int] = Graphs(self._launch_verify)
 
     def capture(self) -> None:
-        """Capture all graphs. The batch must be empty, so that all rows are padding and no slot is read or written."""
+        """Capture all graphs. The batch must be empty."""
         if self.eager:
             log.info("no CUDA graphs: --enforce-eager or no GPU")
             return
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # largest first: the smaller graphs then reuse the memory in its pool
-            for sampling in (True, False):
-                for _ in range(_WARM_UPS):
-                    self._launch(size, sampling)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    logits = self._launch(size, sampling)
-                self._graphs[size, sampling] = CapturedStep(graph, logits)
+        sizes = self._sizes[::-1]
+        if self.verify is not None:
+            self._verify.capture(sizes, pool)
+        self._decode.capture([(size, sampling) for size in sizes for sampling in (True, False)], pool)
         taken = (torch.cuda.memory_allocated() - before) / 2**20
         seconds = time.monotonic() - begun
-        log.info("captured CUDA graphs", graphs=len(self._graphs), max_rows=self._sizes[-1], mib=taken, seconds=seconds)
+        num_graphs = len(self._decode) + len(self._verify)
+        log.info("captured CUDA graphs", graphs=num_graphs, max_rows=self._sizes[-1], mib=taken, seconds=seconds)
 
     def run(self, num_rows: int, sampling: bool) -> torch.Tensor | None:
         """Run one step of the batch's ``num_rows`` rows.
@@ -75,21 +116,36 @@ class DecodeGraphs:
         Returns:
             Logits ``[num_rows, vocab_size]``, valid until the next step; None with sampling.
         """
-        size = self._size_for(num_rows)
-        captured = self._graphs.get((size, sampling))
-        if captured is None:
-            logits = self._launch(size, sampling)
-        else:
-            captured.graph.replay()
-            logits = captured.logits
+        logits = self._decode.run((self.size_for(num_rows), sampling))
         return None if logits is None else logits[:num_rows]
 
-    def _launch(self, size: int, sampling: bool) -> torch.Tensor | None:
+    def takes(self, inputs: StepInputs) -> bool:
+        """Return whether ``run_verify`` can run a step with these inputs."""
+        return self.verify is not None and self.verify.takes(inputs)
+
+    def store(self, inputs: StepInputs) -> None:
+        """Send the inputs of ``run_verify`` with the step's one copy; raises StepRefused as ``VerifyStep.store``."""
+        assert self.verify is not None
+        self.verify.store(inputs, self.size_for(len(inputs.rows)))
+
+    def run_verify(self, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """Run one step with draft tokens, whose inputs were stored; returns logits ``[num_tokens, vocab_size]``."""
+        logits = self._verify.run(self.size_for(num_rows))
+        assert logits is not None
+        return logits[:num_tokens]
+
+    def size_for(self, num_rows: int) -> int:
+        """Return the size of the smallest graph for ``num_rows`` rows."""
+        return next(size for size in self._sizes if size >= num_rows)
+
+    def _launch(self, key: tuple[int, bool]) -> torch.Tensor | None:
+        size, sampling = key
         logits = self.step.forward(size)
         if not sampling:
             return logits
         self.step.sample(logits)
         return None
 
-    def _size_for(self, num_rows: int) -> int:
-        return next(size for size in self._sizes if size >= num_rows)
+    def _launch_verify(self, size: int) -> torch.Tensor:
+        assert self.verify is not None
+        return self.verify.forward(size)

@@ -4,7 +4,6 @@ Every row of the batch computes one token, its last sampled one. State that only
 sampling parameters) is in ``RowColumns`` and is sent when it changes. ``decode_graphs`` captures and replays this step.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,9 @@ from quire.kernels.cache.prepare_decode import DecodeInputs, advance_decode, pre
 from quire.kernels.sampling.sampling import sample
 from quire.kernels.sampling.sampling_noise import uniform
 from quire.kernels.sampling.sampling_stats import row_statistics
-from quire.protocol.model.kv_layout import KVGroup
-from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
-from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.models.decoder import Decoder
-
-_NO_LENGTHS = np.zeros(0, np.int32)
-"""Host lengths of a ``StepBatch`` whose lengths are only on the device."""
+from quire.worker_proc.execute.forward import Forward
 
 
 class RowColumns:
@@ -79,20 +72,8 @@ class DecodeStep:
         bad: bool ``[max_rows]``: whether the logits of each row were not finite.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        backend: AttentionBackend,
-        tables: MultiGroupBlockTable,
-        groups: Sequence[KVGroup],
-        kv_caches: Sequence[torch.Tensor],
-        group_of_layer: Sequence[int],
-        last_sampled: torch.Tensor,
-        transfer: Transfer,
-    ) -> None:
-        self._model, self._backend = model, backend
-        self._tables, self._groups = tables, groups
-        self._kv_caches, self._group_of_layer = kv_caches, group_of_layer
+    def __init__(self, forward: Forward, last_sampled: torch.Tensor, transfer: Transfer) -> None:
+        self._forward = forward
         self._last_sampled = last_sampled
         device, max_rows = last_sampled.device, len(last_sampled)
         self.max_rows = max_rows
@@ -100,7 +81,7 @@ class DecodeStep:
         self.output = torch.zeros(9 * max_rows, dtype=torch.uint8, device=device)
         self.sampled = self.output[: 8 * max_rows].view(torch.int64)
         self.bad = self.output[8 * max_rows :].view(torch.bool)
-        self._inputs = DecodeInputs.empty(max_rows, len(groups), device)
+        self._inputs = DecodeInputs.empty(max_rows, len(forward.groups), device)
 
     def forward(self, size: int) -> torch.Tensor:
         """Compute one token of each of the first ``size`` rows; rows past the batch are padding.
@@ -108,28 +89,11 @@ class DecodeStep:
         Returns:
             Logits, float32 ``[size, vocab_size]``.
         """
-        inputs = self._prepared(size)
-        prepare_decode(
-            self.columns.row_of[:size], self._last_sampled, self.columns.num_computed, self._tables.table_set, inputs
+        inputs, tables = self._prepared(size), self._forward.tables.table_set
+        prepare_decode(self.columns.row_of[:size], self._last_sampled, self.columns.num_computed, tables, inputs)
+        return self._forward.logits_of_decode(
+            inputs.input_ids, inputs.positions, inputs.query_start_loc, inputs.seq_lens, inputs.slot_mapping
         )
-        plans = [
-            self._backend.plan_decode(
-                StepBatch(
-                    query_start_loc=inputs.query_start_loc,
-                    seq_lens=inputs.seq_lens,
-                    block_table=table.device_copy[:size],
-                    slot_mapping=inputs.slot_mapping[index],
-                    query_lens_cpu=_NO_LENGTHS,
-                    seq_lens_cpu=_NO_LENGTHS,
-                    block_size=table.block_size,
-                    window=group.sliding_window,
-                )
-            )
-            for index, (table, group) in enumerate(zip(self._tables.tables, self._groups, strict=True))
-        ]
-        layer_plans = [plans[group] for group in self._group_of_layer]
-        hidden = self._model(inputs.input_ids, inputs.positions, self._kv_caches, layer_plans, self._backend)
-        return self._model.logits(hidden)
 
     def sample(self, logits: torch.Tensor) -> None:
         """Sample (greedily, or with temperature and min-p) and advance; ``Sampler`` handles all other parameters."""

@@ -18,13 +18,14 @@ from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
 from quire.worker_proc.batch.positions import Ints, SampledPositions
-from quire.worker_proc.batch.step_inputs import prepare_inputs
+from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
 from quire.worker_proc.execute.decode_graphs import DecodeGraphs
 from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.device_inputs import InputSender
+from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.pending_result import (
     HostCopies,
@@ -37,6 +38,7 @@ from quire.worker_proc.execute.pending_result import (
 )
 from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.token_history import TokenHistory
+from quire.worker_proc.execute.verify_step import VerifyStep
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
@@ -71,7 +73,6 @@ class ModelRunner:
         self._device = device
         self._transfer = Transfer(device)
         self._model = model
-        self._backend = backend
         self.batch = InputBatch(
             config.max_num_seqs, config.max_model_len, lambda params: self.sampler.reads_output(params)
         )
@@ -90,14 +91,19 @@ class ModelRunner:
         self._clock = StepClock()
         self._step = 0
         self._sampling_handles = HANDLES_UNSENT
-        self._groups = layout.groups
         self._copies = HostCopies(device)
         self._dropped: set[int] = set()
         group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
-        self._group_of_layer = [group_of[source] for source in sources]
         caches = allocate_kv_caches(layout, num_blocks, layout.num_kv_heads, backend, device)
-        self._kv_caches = [caches[source] for source in sources]
+        self.forward = Forward(
+            model,
+            backend,
+            self.tables,
+            layout.groups,
+            [caches[source] for source in sources],
+            [group_of[source] for source in sources],
+        )
         shapes = [
             tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
         ]
@@ -106,19 +112,13 @@ class ModelRunner:
 
     def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
         """Make the runner of steady decode steps, or return None if attention needs lengths on the host."""
-        if self._backend.needs_host_lengths:
+        if self.forward.backend.needs_host_lengths:
             return None
-        step = DecodeStep(
-            self._model,
-            self._backend,
-            self.tables,
-            self._groups,
-            self._kv_caches,
-            self._group_of_layer,
-            self.last_sampled,
-            self._transfer,
-        )
-        graphs = DecodeGraphs(step, eager=config.enforce_eager or self._device.type != "cuda")
+        step = DecodeStep(self.forward, self.last_sampled, self._transfer)
+        verify = None
+        if config.num_speculative_tokens:
+            verify = VerifyStep(self.forward, self.batch, self._transfer, 1 + config.num_speculative_tokens)
+        graphs = DecodeGraphs(step, verify, eager=config.enforce_eager or self._device.type != "cuda")
         return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
 
     @torch.inference_mode()
@@ -210,13 +210,14 @@ class ModelRunner:
             wanted = {self.batch.row(handle): count for handle, count in step.drafts}
             proposals = self._proposer.propose(wanted)
         inputs = prepare_inputs(self.batch, step, proposals)
+        if self.steady is not None and self.steady.graphs.takes(inputs):
+            return self._launch_verify(step, began, inputs)
         sent, positions = self._inputs.of(inputs), inputs.sampled
-        plans = [self._backend.plan(batch) for batch in sent.batches]
+        plans = [self.forward.backend.plan(batch) for batch in sent.batches]
         self._prepare_sampling(positions)
         prompt = PromptTargets.of(inputs, self.batch, self._transfer)
         self._transfer.send()
-        layer_plans = [plans[group] for group in self._group_of_layer]
-        hidden = self._model(sent.token_ids, sent.positions, self._kv_caches, layer_plans, self._backend)
+        hidden = self.forward.hidden(sent.token_ids, sent.positions, plans)
         logits = None
         if len(positions):
             logits = self._model.logits(hidden if sent.sampled_tokens is None else hidden[sent.sampled_tokens])
@@ -233,6 +234,16 @@ class ModelRunner:
         output = self.steady.launch(sampling=sampling)
         sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
         return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True)
+
+    def _launch_verify(self, step: SchedulerOutput, began: float, inputs: StepInputs) -> LaunchedStep:
+        """Launch a step in which every row decodes, with draft tokens."""
+        assert self.steady is not None
+        graphs, positions = self.steady.graphs, inputs.sampled
+        graphs.store(inputs)
+        self._prepare_sampling(positions)
+        self._transfer.send()
+        logits = graphs.run_verify(len(inputs.rows), len(positions))
+        return LaunchedStep(step.step, began, positions, inputs, None, logits)
 
     def _prepare_sampling(self, positions: SampledPositions) -> None:
         """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""

@@ -116,7 +116,7 @@ def test_result_has_logprobs_of_the_requesting_rows() -> None:
 def test_result_marks_non_finite_row_as_bad() -> None:
     runner = Runner()
     runner.step(**adding((4, PROMPT, [1, 2]), (9, [8], [4, 5])))
-    for cache in runner.runner._kv_caches:
+    for cache in runner.runner.forward.kv_caches:
         cache[:, 1] = float("nan")
     result = runner.result()
     assert result.bad == [4]

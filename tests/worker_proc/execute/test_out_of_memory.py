@@ -1,5 +1,6 @@
 """Out of memory in a step: the result reports it, steps get smaller, and all requests finish with the same tokens."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_steps_get_smaller_and_tokens_stay_the_same(asynchronous: bool, tmp_path
     want = {name: answer.tokens for name, answer in _engine(folder).run().items()}
     engine = _engine(folder, async_scheduling=asynchronous)
     backend = ShortOfMemory(max_tokens=18, failing_plans={6, 9})
-    engine.runner._backend = backend
+    engine.runner.forward = dataclasses.replace(engine.runner.forward, backend=backend)
     answers = engine.run()
     assert {name: answer.tokens for name, answer in answers.items()} == want
     assert backend.failed >= 3

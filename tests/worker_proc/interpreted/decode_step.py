@@ -5,11 +5,12 @@ Both runners receive the same diffs. Without a GPU there are no graphs: the step
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from quire.protocol.config import EngineConfig
+from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
@@ -56,23 +57,39 @@ CONFIG = EngineConfig(
 )
 
 
-def _runner(backend: AttentionBackend, ops: Ops) -> ModelRunner:
+class Scripted:
+    """A proposer whose drafts are given: per call, row → drafts."""
+
+    def __init__(self, *drafts: dict[int, list[int]]) -> None:
+        self._drafts = list(drafts)
+
+    def propose(self, wanted: Any) -> dict[int, list[int]]:
+        return {row: own[: wanted[row]] for row, own in self._drafts.pop(0).items()}
+
+
+def _runner(backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[int]], ...]) -> ModelRunner:
+    config = CONFIG
+    if drafts:
+        speculative = SpeculativeConfig(method="ngram")
+        config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
     model = build_model(MODEL, torch.float32, CPU, CONFIG.max_model_len, ops=ops)
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
             slot.target.mul_(12)  # with the usual 0.02 all logits are nearly equal
-    return ModelRunner(CONFIG, LAYOUT, NUM_BLOCKS, model, backend, CPU)
+    runner = ModelRunner(config, LAYOUT, NUM_BLOCKS, model, backend, CPU)
+    if drafts:
+        runner._proposer = Scripted(*drafts)
+    return runner
 
 
 class Both:
     """Two runners that receive the same steps and must return the same tokens."""
 
-    def __init__(self, fresh_from: int = 0) -> None:
-        self.host = _runner(CpuBackend(native=False), TorchOps())
-        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps())
-        self.steps = 0
-        self.steady_steps = 0
+    def __init__(self, *drafts: dict[int, list[int]], fresh_from: int = 0) -> None:
+        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts)
+        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps(), drafts)
+        self.steps = self.steady_steps = self.verify_steps = 0
         assert self.device.steady is not None
         launch = self.device.steady.launch
 
@@ -81,6 +98,13 @@ class Both:
             return launch(sampling=sampling)
 
         self.device.steady.launch = counted  # type: ignore[method-assign]
+        verify = self.device.steady.graphs.run_verify
+
+        def verified(num_rows: int, num_tokens: int) -> Any:
+            self.verify_steps += 1
+            return verify(num_rows, num_tokens)
+
+        self.device.steady.graphs.run_verify = verified  # type: ignore[method-assign]
 
     def step(self, **fields: Any) -> list[int]:
         self.steps += 1
@@ -176,6 +200,26 @@ def test_fresh_attention_leaves_the_same_cache() -> None:
     both.step()
     both.step(**adding((2, [3, 1, 4, 1], [7, 8])))  # together with decoding rows, the prompt uses the cache
     both.step()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}], ids=["greedy", "random"])
+def test_drafts_of_several_lengths(sampling: dict[str, Any]) -> None:
+    """The drafts are right, partly right and wrong; a row without drafts is between rows with some."""
+    rows = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3, 4]), (1, [8, 8], [5, 6, 7]), (2, [3, 1, 4], [8, 9, 10])
+    plain = Both()
+    plain.step(**adding(*rows, **sampling))
+    follow = list(zip(*(plain.step() for _ in range(4)), strict=True))
+    right = list(follow[0][:2])
+    both = Both({0: [*right, 60], 2: [60]}, {0: [60], 1: list(follow[1][1:3])})
+    both.step(**adding(*rows, **sampling))
+    drafting = {"drafts": [(0, 3), (1, 3), (2, 3)], "counts": [(0, 4), (1, 4), (2, 4)]}
+    first = both.step(**drafting)
+    assert first[:3] == list(follow[0][:3]) and len(first) == 5
+    both.step(**drafting)
+    assert both.verify_steps == 2
+    both.step()  # steady decode after drafts: the newest tokens are on the host
+    assert both.steady_steps == 1
+    both.step(**adding((3, [4, 4], [11, 12]), **sampling))
 
 
 def test_capture_sizes_cover_every_batch() -> None:

@@ -1,0 +1,72 @@
+"""The forward pass that all kinds of steps share: the model, its attention backend, and its KV caches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.protocol.model.kv_layout import KVGroup
+from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
+from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.models.decoder import Decoder
+
+_NO_LENGTHS = np.zeros(0, np.int32)
+"""Host lengths of a ``StepBatch`` whose lengths are only on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """All memory belongs to the runner.
+
+    Attributes:
+        kv_caches: one per layer; layers that share a cache have the same.
+        group_of_layer: index into ``groups`` of each layer.
+    """
+
+    model: Decoder
+    backend: AttentionBackend
+    tables: MultiGroupBlockTable
+    groups: Sequence[KVGroup]
+    kv_caches: Sequence[torch.Tensor]
+    group_of_layer: Sequence[int]
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
+        """Run the model; ``plans``: one per group. Returns ``[num_tokens, hidden_size]``."""
+        layer_plans = [plans[group] for group in self.group_of_layer]
+        hidden: torch.Tensor = self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
+        return hidden
+
+    def logits_of_decode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        max_query_len: int = 1,
+    ) -> torch.Tensor:
+        """Run rows ``0 .. len(seq_lens) - 1`` with few tokens each, from inputs on the device alone.
+
+        Args:
+            slot_mapping: int64 ``[num_groups, num_tokens]``.
+
+        Returns:
+            Logits of all tokens, float32 ``[num_tokens, vocab_size]``.
+        """
+        batches = [
+            StepBatch(
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=table.device_copy[: len(seq_lens)],
+                slot_mapping=slots,
+                query_lens_cpu=_NO_LENGTHS,
+                seq_lens_cpu=_NO_LENGTHS,
+                block_size=table.block_size,
+                window=group.sliding_window,
+            )
+            for table, group, slots in zip(self.tables.tables, self.groups, slot_mapping, strict=True)
+        ]
+        plans = [self.backend.plan_decode(batch, max_query_len) for batch in batches]
+        return self.model.logits(self.hidden(token_ids, positions, plans))
