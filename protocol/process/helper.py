@@ -224,14 +224,19 @@ def serve(make: Callable[[bytes], tuple[bytes, Answer | None]], extra_bytes: int
             function ends the helper, and the message says why.
         extra_bytes: memory that a child may allocate beyond its memory at start; allocations above it fail or abort.
     """
+    begin_helper()
+    answers = os.dup(1)
+    os.dup2(2, 1)  # a library's prints must not mix with answers
+    start_large_stack_thread(lambda: _serve(make, extra_bytes, answers), "helper").join()
+
+
+def begin_helper() -> None:
+    """Set the signals of a helper process, which inherits the mask and handlers of its starter."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the caller's signal mask and handlers are inherited
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGABRT):
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *IGNORED_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # a library's prints must not mix with answers
-    start_large_stack_thread(lambda: _serve(make, extra_bytes, answers), "helper").join()
 
 
 def start_large_stack_thread(work: Callable[[], None], name: str) -> threading.Thread:

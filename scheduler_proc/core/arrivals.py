@@ -12,7 +12,7 @@ from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, WaitReason
+from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 
@@ -36,6 +36,7 @@ class Arrivals:
         self.admission = Admission(config, kv)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
         self._max_waiting = config.max_num_queued_reqs
+        self._kv = kv
         self._table = table
         self._results = results
         self._stats = stats
@@ -73,15 +74,26 @@ class Arrivals:
         return make()
 
     def hold_or_release(self, event: Hold | Release, request: Request) -> None:
+        """Hold a request, which is preempted first if it runs; or release it."""
         table = self._table
         if isinstance(event, Release) and request.handle in table.skipped_waiting:
             table.release(request)
-        elif isinstance(event, Hold) and request in table.waiting and event.reason in HOLD_REASONS:
-            table.hold(request, WaitReason(event.reason))
+        elif isinstance(event, Hold) and request.handle not in table.skipped_waiting and event.reason in HOLD_REASONS:
             step = table.steady_decode.clock.sent + 1
+            if request not in table.waiting:
+                self._preempt(request, step)
+            request.ignore_results_until = step - 1  # the steps in flight sample without what it waits for
+            table.hold(request, WaitReason(event.reason))
             self._decisions.note(Decision(step, "wait", request.request_id, request.wait_reason))
         else:
             self._stats.num_stray_messages += 1
+
+    def _preempt(self, request: Request, step: int) -> None:
+        """Return a request that runs to the queue."""
+        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.HELD))
+        self._table.preempt(request)
+        self._kv.free(request)
+        self._stats.num_preemptions += 1
 
     def refuse(self, event: Refuse, request: Request) -> None:
         """Reject a held request that can never run: for its client, it was not accepted at all.

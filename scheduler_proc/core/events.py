@@ -12,7 +12,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
 class Hold(Message, frozen=True, tag=15):
-    """Hold a waiting request, which cannot start yet. ``reason``: grammar, remote_kv or streaming."""
+    """Hold a request, which cannot start or continue yet. ``reason``: grammar, remote_kv or streaming."""
 
     request_id: str
     reason: str

@@ -8,6 +8,7 @@ from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.structured.drafts import has_drafts
@@ -26,14 +27,16 @@ class Grammars:
         self._journal = journal
         self._codec: Codec[Any] = Codec(Consumed)
         self._drafts: Proposed | None = None
+        self._asked: InFlightStep | None = None
+        """The step whose bitmasks are asked for."""
 
     def fileno(self) -> int:
-        """File descriptor that is readable when ``release`` has outcomes."""
+        """File descriptor that is readable when ``release`` or ``send_inputs`` has something to do."""
         return self._manager.fileno()
 
     @property
     def has_waiting_requests(self) -> bool:
-        """Whether requests wait for a grammar: ``release`` must then be called periodically."""
+        """Whether requests wait for a grammar or its bitmasks: ``release`` must then be called periodically."""
         return self._manager.has_waiting_requests
 
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
@@ -56,28 +59,46 @@ class Grammars:
         self._drafts = drafts
 
     def send_inputs(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
-        """Send the bitmasks that the oldest step awaits, once its drafts are known. Later steps wait for this message.
+        """Send the bitmasks that the oldest step awaits. Later steps wait for this message.
+
+        They are asked for when the step's drafts are known, and sent when they are there, in this call or a later one.
 
         Raises:
             WorkerFault: the draft tokens do not match the step.
         """
         record = scheduler.step_awaiting_inputs
-        if record is None:
+        if record is None or (self._asked is not record and not self._ask(record)):
             return
+        found = self._manager.result()
+        if found is None:
+            return
+        self._asked = None
+        inputs, events = found
+        workers.send(inputs)
+        record.awaits_inputs = False
+        for client, event in events:
+            self._consume(scheduler, event, client)
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``send_inputs`` must be called next although nothing arrived, or None."""
+        return None if self._asked is None else self._manager.deadline()
+
+    def _ask(self, record: InFlightStep) -> bool:
+        """Return whether the bitmasks of a step could be asked for."""
         proposed = None
         if has_drafts(record):
             proposed = self._drafts
             if proposed is None or proposed.step != record.step:
-                return
-        inputs, failures = self._manager.sample_inputs(record, proposed)
-        workers.send(inputs)
-        record.awaits_inputs = False
-        for client, fail in failures:
-            self._consume(scheduler, fail, client)
+                return False
+        self._manager.ask(record, proposed)
+        self._asked = record
+        return True
 
-    def forget_drafts(self) -> None:
-        """Drop the stored drafts: no result of the steps in flight will arrive."""
-        self._drafts = None
+    def forget_step(self) -> None:
+        """Drop the step that awaits bitmasks, and the stored drafts: no result of the steps in flight will arrive."""
+        self._drafts = self._asked = None
+        self._manager.abandon()
 
     def close(self) -> None:
         self._manager.close()

@@ -131,6 +131,8 @@ class SchedulerLoop:
         self._receive_from_front_ends()
         if self._scheduler is not None:
             self._grammars.release(self._scheduler)
+            if self._workers is not None:
+                self._grammars.send_inputs(self._scheduler, self._workers)
         self._send_steps()
         if self._workers is not None and self._workers.is_broken:
             self._lose_group("a worker no longer reads messages")
@@ -146,7 +148,10 @@ class SchedulerLoop:
         remaining = self._deadline.remaining(now)
         if remaining is not None:
             timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
-        if not self._transport.wait(timeout_ms):
+        masks_due = self._grammars.deadline
+        if masks_due is not None and (due_ms := max(0, int((masks_due - now) * 1000) + 1)) < timeout_ms:
+            self._transport.wait(due_ms)
+        elif not self._transport.wait(timeout_ms):
             self.on_idle()
 
     def on_idle(self) -> None:
@@ -300,7 +305,7 @@ class SchedulerLoop:
 
         Returns whether a suspect was found to be the cause and has failed.
         """
-        self._grammars.forget_drafts()
+        self._grammars.forget_step()
         if self._scheduler is None:
             return False
         found = self._scheduler.begin_worker_epoch(new_workers=new_workers)

@@ -42,6 +42,8 @@ class PreemptReason(enum.StrEnum):
     """It read blocks written by a request whose logits are not finite."""
     SUSPECT = "suspect"
     """Another request must run alone."""
+    HELD = "held"
+    """Something outside of the scheduler that it needs for its next token is not ready."""
     NEW_EPOCH = "new_epoch"
     """The workers lost their state."""
 

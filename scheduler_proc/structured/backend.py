@@ -43,17 +43,22 @@ class Matcher(Protocol):
         """Whether only the end of the text may follow."""
         ...
 
+    @property
+    def error(self) -> str:
+        """Why the library gave up on this output, in words for its client; empty if it did not."""
+        ...
+
 
 class CompiledGrammar(Protocol):
     """A compiled grammar, shared by any number of outputs."""
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the start of an output. Cheap: called between two steps."""
+        """Return a matcher at the start of an output."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """One library. ``compile`` runs in threads beside the loop; everything else in the loop's thread."""
+    """One library. Used by one thread of a process at a time."""
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
         """Compile a grammar that allows some text.

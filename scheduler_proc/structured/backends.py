@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from quire.protocol.config import EngineConfig
@@ -14,20 +13,13 @@ from quire.version import install_command
 BACKENDS = ("llguidance", "xgrammar")
 
 
-def backend_maker(config: EngineConfig) -> Callable[[], GrammarBackend]:
-    """Return a function that makes the backend; it is slow, so it is called in a thread at the first request.
-
-    The function raises GrammarRefused when no grammar can be matched with this model.
-
-    Raises:
-        ConfigError: the library is unknown or not installed.
-    """
+def check_backend(config: EngineConfig) -> None:
+    """Raise ConfigError if the configured library is unknown or not installed."""
     name = config.structured_outputs_backend
     if name not in BACKENDS:
         raise ConfigError(f"structured_outputs_backend must be {' or '.join(BACKENDS)} (got {name!r})")
     if importlib.util.find_spec(name) is None:
         raise ConfigError(f"structured_outputs_backend={name} needs the package {name}: {install_command(name)}")
-    return lambda: make_backend(config)
 
 
 def make_backend(config: EngineConfig) -> GrammarBackend:

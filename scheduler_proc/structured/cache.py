@@ -1,12 +1,28 @@
-"""Compiled grammars and refusals by source, for reuse by later requests."""
+"""Accepted grammars and refusals by source, for reuse by later requests."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from quire.protocol.request.grammar_checks import GrammarRefused
-from quire.scheduler_proc.structured.backend import CompiledGrammar
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.limits import EXPENSIVE_BYTES
 
-Outcome = CompiledGrammar | GrammarRefused
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accepted:
+    """A grammar that compiles. ``number``: its name in the lanes; ``num_bytes``: memory of the compiled grammar."""
+
+    number: int
+    wanted: StructuredOutputs
+    num_bytes: int
+
+    @property
+    def is_expensive(self) -> bool:
+        """Whether it needs a lane of its own."""
+        return self.num_bytes > EXPENSIVE_BYTES
+
+
+Outcome = Accepted | GrammarRefused
 Source = tuple[str, str]
 """The kind of a constraint, and its text."""
 
@@ -15,7 +31,7 @@ Source = tuple[str, str]
 class GrammarCache:
     """LRU cache of compilation outcomes by source, refusals included; bounded by count and by bytes of source.
 
-    Bytes of source approximate the memory of a compiled grammar, which libraries do not report.
+    The lane that compiled a grammar keeps it as long as the cache does.
     """
 
     max_count: int = 256
@@ -29,23 +45,24 @@ class GrammarCache:
             self._outcomes.move_to_end(source)
         return outcome
 
-    def put(self, source: Source, outcome: Outcome) -> None:
-        self.discard(source)
+    def put(self, source: Source, outcome: Outcome) -> list[Outcome]:
+        """Add an outcome. Returns the outcomes that are dropped."""
+        dropped = self.discard(source)
         self._outcomes[source] = outcome
         self.num_bytes += len(source[1])
         while len(self._outcomes) > self.max_count or (self.num_bytes > self.max_bytes and len(self._outcomes) > 1):
-            oldest, _ = self._outcomes.popitem(last=False)
+            oldest, outcome = self._outcomes.popitem(last=False)
             self.num_bytes -= len(oldest[1])
+            dropped.append(outcome)
+        return dropped
 
-    def discard(self, source: Source) -> None:
-        """Remove a source whose grammar has reached a limit: the next request compiles it again."""
-        if self._outcomes.pop(source, None) is not None:
-            self.num_bytes -= len(source[1])
-
-    def forget_grammars(self) -> None:
-        """Remove all compiled grammars; running outputs still hold them. Refusals stay: they are small."""
-        for source in [source for source, found in self._outcomes.items() if not isinstance(found, GrammarRefused)]:
-            self.discard(source)
+    def discard(self, source: Source) -> list[Outcome]:
+        """Remove a source: the next request compiles it again. Returns what was removed."""
+        outcome = self._outcomes.pop(source, None)
+        if outcome is None:
+            return []
+        self.num_bytes -= len(source[1])
+        return [outcome]
 
     def __len__(self) -> int:
         return len(self._outcomes)

@@ -1,10 +1,11 @@
-"""Threads that compile grammars, so that the scheduler's loop never waits for one.
+"""Threads that have grammars checked, so that the scheduler's loop never waits for one.
 
 One thread tries every grammar for a short time; the other takes those that need longer, up to a limit. A flood of hard
 grammars therefore does not delay ordinary ones. Within each queue, owners take turns.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 from collections import deque
@@ -15,8 +16,8 @@ from typing import Protocol
 from quire.protocol.process.helper import start_large_stack_thread
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
-from quire.scheduler_proc.structured.cache import Outcome, Source
+from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarTooSlow
+from quire.scheduler_proc.structured.cache import Accepted, Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
@@ -29,11 +30,13 @@ MAX_QUEUED_SLOW = 16
 
 
 class Check(Protocol):
-    """A check that a grammar must pass before it is compiled in this process; one per thread."""
+    """Compiles a grammar to check it; one per thread."""
 
     def start(self) -> None: ...
 
-    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None: ...
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
+        """Return the memory of the compiled grammar. Raises GrammarRefused."""
+        ...
 
     def close(self) -> None: ...
 
@@ -57,24 +60,16 @@ class _Lane:
 class CompilePool:
     """Owns the compile threads, their jobs, and a pipe that is readable while there are outcomes.
 
-    The backend and the threads are made at the first job, because a large vocabulary takes a second and some memory.
+    The threads are made at the first job, because a large vocabulary takes a second and some memory.
 
     Attributes:
         ready_at: when a thread was last able to start a job; None before the first time.
     """
 
-    def __init__(
-        self,
-        make_backend: Callable[[], GrammarBackend],
-        make_check: Callable[[], Check],
-        clock: Callable[[], float],
-    ) -> None:
-        """``make_backend`` may raise GrammarRefused; every grammar is then refused with it."""
-        self._make_backend = make_backend
+    def __init__(self, make_check: Callable[[], Check], clock: Callable[[], float]) -> None:
         self._make_check = make_check
         self._clock = clock
-        self._made: GrammarBackend | GrammarRefused | None = None
-        self._making = threading.Lock()
+        self._numbers = itertools.count(1)
         self._quick = _Lane(QUICK_SECONDS, MAX_QUEUED)
         self._slow = _Lane(COMPILE_SECONDS, MAX_QUEUED_SLOW)
         self._queued: dict[Source, _Job] = {}
@@ -108,18 +103,6 @@ class CompilePool:
         while self._outcomes:
             taken.append(self._outcomes.popleft())
         return taken
-
-    def backend(self) -> GrammarBackend:
-        """Return the backend, making it if needed. Raises GrammarRefused."""
-        with self._making:
-            if self._made is None:
-                try:
-                    self._made = self._make_backend()
-                except GrammarRefused as refused:
-                    self._made = refused
-        if isinstance(self._made, GrammarRefused):
-            raise self._made
-        return self._made
 
     def close(self) -> None:
         """Stop the threads, which takes at most one compilation."""
@@ -169,12 +152,10 @@ class CompilePool:
 
     def _outcome(self, check: Check, wanted: StructuredOutputs, cpu_seconds: float) -> Outcome:
         try:
-            backend = self.backend()
             check.start()
             self.ready_at = self._clock()
-            check.check(wanted, cpu_seconds)
-            return backend.compile(wanted)
+            return Accepted(next(self._numbers), wanted, check.check(wanted, cpu_seconds))
         except GrammarRefused as refused:
             return refused
-        except BaseException:  # includes a library's panic: only this grammar's requests fail
+        except BaseException:  # of the check: only this grammar's requests fail
             return GrammarRefused(CRASHED)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.thinking import Marker, ThinkingState
-from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Matcher
 
 
@@ -52,25 +51,21 @@ class GrammarReader:
 
 
 class ConstrainedOutput:
-    """The grammar state of one request's output.
+    """The grammar state of one request's output: a function of its tokens."""
 
-    It is a function of the request's tokens and remembers only how many it has read, so that preemption, resubmission
-    and a new worker epoch need no code here.
-    """
-
-    def __init__(self, matcher: Matcher, request: Request, config: EngineConfig) -> None:
-        self._num_read = request.num_prompt_tokens
+    def __init__(self, matcher: Matcher, prompt: list[int], config: EngineConfig, *, expects_thought: bool) -> None:
+        """
+        Args:
+            prompt: token ids; used only if the model has thinking markers.
+            expects_thought: a first thought is expected, unless the prompt contains its end.
+        """
         thinking, awaits_thought = None, False
         start, end = config.thinking_start_token_ids, config.thinking_end_token_ids
         if start and end:
-            prompt = request.tokens.array()[: request.num_prompt_tokens].tolist()
             thinking = ThinkingState(start, end, prompt)
-            has_budget = request.sampling.thinking_token_budget is not None
-            awaits_thought = has_budget and Marker(end).last_in(prompt) < 0
+            awaits_thought = expects_thought and Marker(end).last_in(prompt) < 0
         self.reader = GrammarReader(matcher, thinking, awaits_thought)
 
-    def catch_up(self, request: Request) -> bool:
-        """Read the new tokens. Returns False when the grammar does not allow one of them."""
-        tokens = request.tokens.tail(self._num_read)
-        self._num_read += len(tokens)
+    def read(self, tokens: list[int]) -> bool:
+        """Read the next tokens. Returns False when the grammar does not allow one of them."""
         return all(map(self.reader.read, tokens))

@@ -1,6 +1,7 @@
 """A helper process that compiles every grammar first: where a library hangs or crashes, only the helper ends.
 
-It returns only whether the grammar is accepted, because a compiled grammar cannot be sent between processes. The
+It returns whether the grammar is accepted and how much memory it takes; a lane then compiles it again, because a
+compiled grammar cannot be sent between processes. The
 compile pool starts it as ``python -P -m quire.scheduler_proc.structured.guard``.
 """
 
@@ -14,6 +15,7 @@ from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
 from quire.scheduler_proc.structured.backends import make_backend
+from quire.scheduler_proc.structured.limits import resident_bytes
 
 COMPILE_SECONDS = 1.0
 """CPU time limit of one compilation."""
@@ -25,6 +27,13 @@ MAX_ADDRESS_BYTES = 1024 * 2**20
 
 CRASHED = "structured_outputs cannot be used: compilation failed"
 _TOO_LARGE = "structured_outputs cannot be used: they are too complex"
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    """Why a grammar is refused, or the memory that it takes."""
+
+    reason: str
+    num_bytes: int = 0
 
 
 class Guard:
@@ -44,28 +53,34 @@ class Guard:
             self._helper.close()
             raise GrammarRefused(self._start_refusal)
 
-    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
-        """Raise GrammarRefused unless the grammar compiles in time, in bounded memory and without a crash."""
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
+        """Return the memory of the compiled grammar in bytes.
+
+        Raises:
+            GrammarRefused: it does not compile in time, in bounded memory and without a crash.
+        """
         try:
-            self._check(wanted, cpu_seconds)
+            return self._check(wanted, cpu_seconds)
         except HelperDied as died:
             if not died.was_killed:
                 raise _refusal(died, cpu_seconds) from None
-            self._check_again(wanted, cpu_seconds)
+            return self._check_again(wanted, cpu_seconds)
 
     def close(self) -> None:
         self._helper.close()
 
-    def _check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
+    def _check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
         self.start()
-        reason = self._helper.ask(msgspec.msgpack.encode(wanted), cpu_seconds, WALL_SECONDS)
-        if reason:
-            raise GrammarRefused(reason.decode())
+        answer = self._helper.ask(msgspec.msgpack.encode(wanted), cpu_seconds, WALL_SECONDS)
+        checked = msgspec.msgpack.decode(answer, type=_Checked)
+        if checked.reason:
+            raise GrammarRefused(checked.reason)
+        return checked.num_bytes
 
-    def _check_again(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
+    def _check_again(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
         """Retry once after the helper was killed from outside, which need not be the grammar's fault."""
         try:
-            self._check(wanted, cpu_seconds)
+            return self._check(wanted, cpu_seconds)
         except HelperDied as died:
             raise _refusal(died, cpu_seconds) from None
 
@@ -85,20 +100,26 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
         backend = make_backend(msgspec.msgpack.decode(hello, type=EngineConfig))
     except GrammarRefused as refused:
         return str(refused).encode(), None
-    return b"", lambda question: _reason(backend, msgspec.msgpack.decode(question, type=StructuredOutputs)).encode()
+    return b"", lambda question: msgspec.msgpack.encode(
+        _compile(backend, msgspec.msgpack.decode(question, type=StructuredOutputs))
+    )
 
 
-def _reason(backend: GrammarBackend, wanted: StructuredOutputs) -> str:
-    """Return why the grammar is refused, or an empty string."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _compile(backend: GrammarBackend, wanted: StructuredOutputs) -> _Checked:
+    before, peak_before = resident_bytes(), _peak_bytes()
     try:
-        backend.compile(wanted)
+        compiled = backend.compile(wanted)
     except GrammarRefused as refused:
-        return str(refused)
+        return _Checked(str(refused))
     except BaseException:  # includes a library's panic
-        return CRASHED
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return _TOO_LARGE if grown > MAX_COMPILE_BYTES else ""
+        return _Checked(CRASHED)
+    num_bytes = resident_bytes() - before
+    del compiled
+    return _Checked(_TOO_LARGE if _peak_bytes() - peak_before > MAX_COMPILE_BYTES else "", max(0, num_bytes))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -1,28 +1,57 @@
-"""Limits on what matching grammars may use of the scheduler process: time of its loop, and memory.
+"""Limits on what matching grammars may use: time of a step, CPU time and memory.
 
-Both grow while outputs are matched, and libraries bound neither. With an ambiguous grammar one token can take tens of
-milliseconds, during which no request is scheduled; lazily built automata can take a hundred megabytes.
+All grow while outputs are matched, and libraries bound none of them. With an ambiguous grammar one token can take tens
+of milliseconds; lazily built automata can take a hundred megabytes.
 """
 
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 OUTPUT_SECONDS = 0.25
-"""CPU time of the loop's thread that matching one output may take, plus TOKEN_SECONDS per token."""
+"""CPU time that matching one output may take, plus TOKEN_SECONDS per token; the request fails above it."""
 TOKEN_SECONDS = 0.001
 """A schema's token takes 0.02 to 0.1 ms."""
+EXPENSIVE_SHARE = 0.2
+"""Share of this time above which an output gets a lane of its own."""
 SLOW_SECONDS = 0.01
-"""Filling the bitmasks of a step is slow above this; rows are then timed one by one."""
+"""Filling the bitmasks of a step is slow above this; rows are then computed one by one."""
 NUM_WATCHED = 32
-MAX_GROWN_BYTES = 128 * 2**20
-CHECK_EVERY = 64
+
+PATIENCE_SECONDS = 0.1
+"""Time for which a step waits for masks: they should be ready before its forward pass ends."""
+ALONE_SECONDS = 0.02
+"""The same for an output that its lane is computing alone at that time."""
+PRIVATE_PATIENCE_SECONDS = 0.002
+"""The same for an output with a lane of its own."""
+
+EXPENSIVE_BYTES = 8 * 2**20
+"""Memory of a compiled grammar above which it gets a lane of its own."""
+MAX_PRIVATE_BYTES = 256 * 2**20
+"""Growth of a private lane, above which its requests fail."""
+MAX_SHARED_BYTES = 256 * 2**20
+"""Growth of the shared lane, above which it is replaced."""
+MAX_PRIVATE_LANES = 8
+MAX_PRIVATE_LANES_OF_TENANT = 4
+MAX_STRIKES = 4
+"""Lanes that may die while they compute one output, before its request fails: a lane may be killed from outside."""
+
+STALLED_SECONDS = 3.0
+"""Time without an answer after which a lane is replaced; a private one gets more."""
+STARTING_SECONDS = 60.0
+"""The same until a lane has started."""
+RETRY_SECONDS = 0.5
+"""Pause after a lane could not be opened or died at its start."""
 
 
 def exceeds_limit(seconds: float, num_tokens: int) -> bool:
-    """Return whether an output of ``num_tokens`` tokens has used more than its share."""
+    """Return whether an output of ``num_tokens`` tokens has used more than its share of CPU time."""
     return seconds > OUTPUT_SECONDS + num_tokens * TOKEN_SECONDS
+
+
+def is_expensive(seconds: float, num_tokens: int) -> bool:
+    """Return whether an output of ``num_tokens`` tokens needs a lane of its own."""
+    return exceeds_limit(seconds / EXPENSIVE_SHARE, num_tokens)
 
 
 class SlowSteps:
@@ -40,30 +69,6 @@ class SlowSteps:
 
     def record(self, seconds: float) -> None:
         self._num_watched = NUM_WATCHED if seconds > SLOW_SECONDS else max(0, self._num_watched - 1)
-
-
-class MemoryWatch:
-    """Detects growth of the process memory, after which compiled grammars should be dropped."""
-
-    def __init__(self, resident_bytes: Callable[[], int]) -> None:
-        self._resident_bytes = resident_bytes
-        self._num_calls = 0
-        self._base: int | None = None
-
-    def has_grown(self) -> bool:
-        """Return whether the process has grown too much; only every CHECK_EVERY-th call checks.
-
-        Freed memory is reused by later grammars and not returned to the system, so the current size becomes the new
-        base.
-        """
-        self._num_calls += 1
-        if self._num_calls % CHECK_EVERY:
-            return False
-        now = self._resident_bytes()
-        if self._base is not None and now - self._base <= MAX_GROWN_BYTES:
-            return False
-        grown, self._base = self._base is not None, now
-        return grown
 
 
 def resident_bytes() -> int:

@@ -69,6 +69,11 @@ class LLGuidanceMatcher:
         return self._has_ended or (self._ids.is_stopped() and not self._ids.is_error())
 
     @property
+    def error(self) -> str:
+        limit = self._ids.is_error() and _TOO_COMPLEX.search(self._ids.get_error())
+        return "the grammar is too complex to match" if limit else ""
+
+    @property
     def ids(self) -> "llguidance.LLMatcher":
         return self._ids
 
@@ -103,7 +108,7 @@ class LLGuidanceBackend:
         self._eos = frozenset(eos_token_ids)
         self._closes_objects = closes_objects
         self._num_words = (vocab_size + 31) // 32
-        self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+        self._threads: llguidance.LLExecutor | None = None
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=MAX_LEXER_STATES,
             max_items_in_row=MAX_ROW_ITEMS,
@@ -128,6 +133,8 @@ class LLGuidanceBackend:
             for ids, index in rows:
                 fill_next_token_bitmask(ids, masks, index)
         else:
+            if self._threads is None:  # made at the first use, because threads do not survive the fork of a lane
+                self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
             fill_next_token_bitmask_par(self._threads, rows, masks)
         for ids, index in rows:
             if ids.is_error():

@@ -39,6 +39,10 @@ class XGrammarMatcher:
         """Whether the end of the text was accepted; the library does not report it earlier."""
         return bool(self.inner.is_terminated())
 
+    @property
+    def error(self) -> str:
+        return ""
+
 
 class XGrammarGrammar:
     def __init__(self, compiled: Any, eos: list[int]) -> None:

@@ -1,11 +1,15 @@
 """Grammars that compile at once, in the loop's own thread, and allow even tokens."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from inline_lanes import InlineLanes
+
+from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
-from quire.scheduler_proc.structured.cache import Outcome, Source
+from quire.scheduler_proc.structured.cache import Accepted, Outcome, Source
 
 EVEN_TOKENS = 0x55555555
 """A bitmask word that allows even tokens."""
@@ -15,6 +19,7 @@ class EvenMatcher:
     """Implements ``backend.Matcher``."""
 
     is_done = False
+    error = ""
 
     def accept(self, token: int) -> bool:
         return token % 2 == 0
@@ -44,16 +49,16 @@ class EvenBackend:
 class InlinePool:
     """Implements the part of ``CompilePool`` that the GrammarManager needs."""
 
-    def __init__(self, make_backend: Any, make_check: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, make_check: Any, clock: Callable[[], float]) -> None:
         self._outcomes: list[tuple[Source, Outcome]] = []
-        self._backend = EvenBackend()
+        self._numbers = itertools.count(1)
         self.ready_at: float | None = clock()
 
     def fileno(self) -> int:
         return -1
 
     def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
-        self._outcomes.append((source, self._backend.compile(wanted)))
+        self._outcomes.append((source, Accepted(next(self._numbers), wanted, 0)))
         return True
 
     def withdraw(self, source: Source) -> bool:
@@ -63,8 +68,9 @@ class InlinePool:
         taken, self._outcomes = self._outcomes, []
         return taken
 
-    def backend(self) -> EvenBackend:
-        return self._backend
-
     def close(self) -> None:
         pass
+
+
+def even_lanes(config: EngineConfig) -> InlineLanes:
+    return InlineLanes(config, EvenBackend)

@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from grammar_cases import demo_backend, demo_config, tokens_of
+from inline_lanes import InlineLanes
 from scheduler_driver import make_request
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -22,18 +24,10 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.tokens import Tokens
-from quire.scheduler_proc.structured.backends import backend_maker
+from quire.scheduler_proc.structured.backends import check_backend
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
-from quire.scheduler_proc.structured.limits import (
-    CHECK_EVERY,
-    MAX_GROWN_BYTES,
-    NUM_WATCHED,
-    SLOW_SECONDS,
-    MemoryWatch,
-    SlowSteps,
-    resident_bytes,
-)
+from quire.scheduler_proc.structured.limits import NUM_WATCHED, SLOW_SECONDS, SlowSteps
 from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
 
 PROMPT = [3, 4, 5]
@@ -45,15 +39,18 @@ class Gate:
     def __init__(self, *, opened: bool) -> None:
         self.waiting = threading.Semaphore(1000 if opened else 0)
         self.checked: list[StructuredOutputs] = []
+        self.num_bytes: dict[str, int] = {}
+        """Memory of the compiled regular expressions that take some."""
         self.starts = threading.Event()
         self.starts.set()
 
     def start(self) -> None:
         self.starts.wait()
 
-    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> None:
+    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
         self.waiting.acquire()
         self.checked.append(wanted)
+        return self.num_bytes.get(str(wanted.regex), 0)
 
     def close(self) -> None:
         pass
@@ -89,13 +86,15 @@ class Case:
     def __init__(self, *, opened: bool = True, **settings: Any) -> None:
         self.now = 0.0
         self.gate = Gate(opened=opened)
-        self.manager = GrammarManager(
-            demo_config(**settings),
-            lambda: self.now,
-            lambda: SlowBackend(self),
-            lambda: self.gate,
-            cpu_clock=lambda: self.now,
-        )
+        self.lanes: InlineLanes
+        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, self._make_lanes, lambda: self.gate)
+
+    def _make_lanes(self, config: EngineConfig) -> InlineLanes:
+        def clock() -> float:
+            return self.now
+
+        self.lanes = InlineLanes(config, lambda: SlowBackend(self), clock, clock)
+        return self.lanes
 
     def outcomes(self) -> list[tuple[int, Any]]:
         """Wait for the pipe, and return the outcomes of ``poll``."""
@@ -264,15 +263,15 @@ class TestCompiling:
         for index in range(400):
             ready(case, constrained(str(index), regex=f"a{{{index + 1}}}"))
             case.manager.prune({(0, str(index))})
-        assert len(case.manager._cache) == 256 and len(case.manager._constrained) < 130
+        assert len(case.manager._cache) == 256 and len(case.manager._masking._outputs) < 130
         assert not case.manager._waiting and not case.manager._compiling
 
     def test_a_missing_library_is_a_configuration_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"needs the package xgrammar: pip install 'quire-serve\[xgrammar\]'"):
-            backend_maker(demo_config(structured_outputs_backend="xgrammar"))
+            check_backend(demo_config(structured_outputs_backend="xgrammar"))
         with pytest.raises(ConfigError, match="must be llguidance or xgrammar"):
-            backend_maker(demo_config(structured_outputs_backend="outlines"))
+            check_backend(demo_config(structured_outputs_backend="outlines"))
 
 
 class TestMasks:
@@ -391,20 +390,6 @@ class TestLimits:
             assert steps.are_watched
             steps.record(0.0)
         assert not steps.are_watched
-
-    def test_memory_is_checked_periodically(self) -> None:
-        sizes = iter([100, 100 + MAX_GROWN_BYTES, 101 + MAX_GROWN_BYTES, 102 + MAX_GROWN_BYTES])
-        watch = MemoryWatch(lambda: next(sizes))
-        grown = [watch.has_grown() for _ in range(4 * CHECK_EVERY)]
-        assert [i for i, has_grown in enumerate(grown) if has_grown] == [3 * CHECK_EVERY - 1]
-        assert resident_bytes() > 2**20
-
-    def test_memory_growth_drops_grammars_and_keeps_refusals(self) -> None:
-        cache = GrammarCache()
-        cache.put(("regex", "a"), demo_backend().compile(StructuredOutputs(regex="a")))
-        cache.put(("regex", "["), GrammarRefused("x"))
-        cache.forget_grammars()
-        assert len(cache) == 1 == cache.num_bytes and cache.get(("regex", "[")) is not None
 
 
 class TestCache:

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 from engine_processes import engine_processes
-from grammar_cases import demo_backend, demo_config
+from grammar_cases import demo_config
 from tiers import thinned
 
 from quire.protocol.errors import InvalidRequest
@@ -142,7 +142,7 @@ WORKING: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
     """Yield a compile pool with a guard, because a library may crash or hang."""
-    pool = CompilePool(demo_backend, lambda: Guard(demo_config()), time.monotonic)
+    pool = CompilePool(lambda: Guard(demo_config()), time.monotonic)
     outcome(pool, StructuredOutputs(regex="warm"))
     yield pool
     pool.close()

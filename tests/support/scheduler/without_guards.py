@@ -17,8 +17,7 @@ from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import constrained_output
-from quire.scheduler_proc.structured import manager as grammars
+from quire.scheduler_proc.structured import constrained_output, mask_maker
 from quire.worker_proc.attention import cpu_plan
 from quire.worker_proc.execute import pending_result
 from quire.worker_proc.sampling.builtin import base
@@ -129,15 +128,15 @@ def prompt_logprobs_skip_the_prefix_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def the_grammar_checks_each_draft() -> Iterator[None]:
     """The grammar is checked once per step, before the drafts."""
-    real = grammars.GrammarManager.fill_masks
+    real = mask_maker.MaskMaker.fill_masks
 
-    def fill(self: Any, found: Any, masks: Any) -> None:
+    def fill(self: Any, found: Any) -> None:
         free = [positions for positions in found if positions.reader.is_unconstrained]
-        real(self, found, masks)
+        real(self, found)
         for positions in free:
-            masks[positions.first : positions.first + 1 + len(positions.drafts)] = self._thinking_mask
+            self._masks[positions.row.places] = self._thinking_mask
 
-    with mock.patch.object(grammars.GrammarManager, "fill_masks", fill):
+    with mock.patch.object(mask_maker.MaskMaker, "fill_masks", fill):
         yield
 
 

@@ -1,0 +1,96 @@
+"""Messages between the scheduler process and the processes that compute bitmasks (lanes)."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from quire.protocol.request.structured_outputs import StructuredOutputs
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=1):
+    """Compile a grammar and keep it under a number. Answered by Prepared."""
+
+    grammar: int
+    wanted: StructuredOutputs
+
+
+class Begin(msgspec.Struct, frozen=True, tag=2):
+    """Begin an output of a prepared grammar.
+
+    Attributes:
+        prompt: int32 token ids, if the model has thinking markers; otherwise empty.
+        expects_thought: the request has a thinking budget.
+    """
+
+    output: int
+    grammar: int
+    prompt: bytes
+    expects_thought: bool
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Compute the masks of one output.
+
+    Attributes:
+        ask: number that the answer repeats.
+        tokens: output tokens that were not sent before.
+        drafts: draft tokens after them.
+        places: the rows of the shared memory for the masks: one, and one more for each draft.
+    """
+
+    ask: int
+    output: int
+    tokens: list[int]
+    drafts: list[int]
+    places: list[int]
+
+
+class Fill(msgspec.Struct, frozen=True, tag=3):
+    """Compute the masks of a step. Each row is answered by Filled."""
+
+    rows: list[Row]
+
+
+class Forget(msgspec.Struct, frozen=True, tag=4):
+    """Drop the state of outputs and grammars. Outputs keep their grammar."""
+
+    outputs: list[int] = []
+    grammars: list[int] = []
+
+
+ToLane: TypeAlias = Prepare | Begin | Fill | Forget
+
+
+class Started(msgspec.Struct, frozen=True, tag=11):
+    """The lane reads messages. ``pid``: its process."""
+
+    pid: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=12):
+    """A grammar was compiled, or was refused for ``reason``."""
+
+    grammar: int
+    reason: str
+
+
+class Filled(msgspec.Struct, frozen=True, tag=13):
+    """The masks of an output are in the shared memory, or its request fails for ``reason``.
+
+    Attributes:
+        seconds: CPU time that was spent on this output, as far as it was measured.
+    """
+
+    ask: int
+    output: int
+    seconds: float
+    reason: str
+
+
+class Grown(msgspec.Struct, frozen=True, tag=14):
+    """The lane's memory has grown by ``num_bytes`` since it started."""
+
+    num_bytes: int
+
+
+FromLane: TypeAlias = Started | Prepared | Filled | Grown

@@ -1,0 +1,213 @@
+"""The open lanes: one shared by most grammars, and private ones for those that are expensive."""
+
+import select
+from collections.abc import Collection
+
+from quire.scheduler_proc.structured.cache import Accepted
+from quire.scheduler_proc.structured.lane import Lane, LaneMaker
+from quire.scheduler_proc.structured.lane_messages import Forget, FromLane, Prepare, Prepared, Started, ToLane
+from quire.scheduler_proc.structured.limits import (
+    MAX_PRIVATE_BYTES,
+    MAX_PRIVATE_LANES,
+    MAX_PRIVATE_LANES_OF_TENANT,
+    MAX_SHARED_BYTES,
+    RETRY_SECONDS,
+    STALLED_SECONDS,
+    STARTING_SECONDS,
+)
+
+
+class LaneState:
+    """A lane, and what it was asked.
+
+    Attributes:
+        grammars: grammars that it was told to compile, by number.
+        preparing: those of them that it has not answered.
+        heard: when its oldest outstanding work began, or it answered last.
+    """
+
+    def __init__(self, lane: Lane, tenant: int, now: float, *, is_private: bool) -> None:
+        self.lane = lane
+        self.tenant = tenant
+        self.is_private = is_private
+        self.grammars: dict[int, Accepted] = {}
+        self.preparing: set[int] = set()
+        self.started_at: float | None = None
+        self.heard = now
+        self.waits_to_send = False
+        self._places = list(range(len(lane.masks)))
+        self._asked: dict[int, list[int]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._asked or self.preparing)
+
+    def send(self, message: ToLane) -> None:
+        self.lane.send(message)
+
+    def prepare(self, grammar: Accepted) -> None:
+        """Have it compile a grammar, unless it has done so."""
+        if grammar.number not in self.grammars:
+            self.grammars[grammar.number] = grammar
+            self.preparing.add(grammar.number)
+            self.send(Prepare(grammar.number, grammar.wanted))
+
+    def take_places(self, ask: int, count: int) -> list[int] | None:
+        """Take rows of the shared memory for the masks of an ask, or None if they are in use."""
+        if len(self._places) < count:
+            return None
+        taken = self._asked[ask] = self._places[-count:]
+        del self._places[-count:]
+        return taken
+
+    def give_places(self, ask: int) -> list[int]:
+        """Return the rows of an answered ask, which are free from now on."""
+        places = self._asked.pop(ask)
+        self._places += places
+        return places
+
+    def receive(self, now: float) -> list[FromLane]:
+        if not self.is_busy:
+            self.heard = now
+        messages = self.lane.receive()
+        for message in messages:
+            self.heard = now
+            match message:
+                case Started():
+                    self.started_at = now
+                case Prepared():
+                    self.preparing.discard(message.grammar)
+                case _:
+                    pass
+        return messages
+
+    def is_stalled(self, now: float) -> bool:
+        """Whether it has not answered for so long that it must have been stopped."""
+        limit = STARTING_SECONDS if self.started_at is None else STALLED_SECONDS
+        return self.is_busy and now - self.heard > limit * (1 + 4 * self.is_private)
+
+
+class Lanes:
+    """Owns the lanes, and the file descriptor that is readable when one has answered.
+
+    When the shared lane has grown too much, later outputs get a new one; the old one is closed when the last of its
+    outputs has ended, or when the new one has grown as well. Ending a lane is what returns its memory.
+    """
+
+    def __init__(self, maker: LaneMaker) -> None:
+        self._maker = maker
+        self._shared: LaneState | None = None
+        self._old: LaneState | None = None
+        self._private: dict[int, LaneState] = {}
+        self._poller = select.epoll()
+        self._retry_at = 0.0
+        self._to_end: list[LaneState] = []
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def watch(self, descriptor: int) -> None:
+        """Make ``fileno`` readable with another descriptor too; negative ones are ignored."""
+        if descriptor >= 0:
+            self._poller.register(descriptor, select.EPOLLIN)
+
+    def close(self) -> None:
+        for lane in self._all():
+            lane.lane.close()
+        self._maker.close()
+        self._poller.close()
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the shared lane was ready; None while it starts."""
+        return 0.0 if self._shared is None else self._shared.started_at
+
+    @property
+    def has_temporary(self) -> bool:
+        """Whether there are lanes that ``close_unused`` may close."""
+        return bool(self._private or self._old)
+
+    def has_room(self, grammar: Accepted, tenant: int) -> bool:
+        """Whether a grammar has, or can have, a lane of its own."""
+        if grammar.number in self._private:
+            return True
+        of_tenant = sum(lane.tenant == tenant for lane in self._private.values())
+        return len(self._private) < MAX_PRIVATE_LANES and of_tenant < MAX_PRIVATE_LANES_OF_TENANT
+
+    def lane_for(self, grammar: Accepted, tenant: int, now: float, *, private: bool) -> LaneState | None:
+        """Return the lane for an output of a grammar, opening it if needed; None if it cannot be opened now."""
+        lane = self._private.get(grammar.number) if private else self._shared
+        if lane is not None or now < self._retry_at:
+            return lane
+        try:
+            lane = LaneState(self._maker.open(private=private), tenant, now, is_private=private)
+        except OSError:
+            self._retry_at = now + RETRY_SECONDS
+            return None
+        if private:
+            self._private[grammar.number] = lane
+        else:
+            self._shared = lane
+        self.watch(lane.lane.fileno())
+        return lane
+
+    def forget_grammar(self, number: int) -> None:
+        """Drop a compiled grammar that the cache has dropped; outputs that run keep it."""
+        shared = self._shared
+        if shared is not None and number in shared.grammars and number not in shared.preparing:
+            del shared.grammars[number]
+            shared.send(Forget(grammars=[number]))
+
+    def receive(self, now: float) -> list[tuple[LaneState, FromLane]]:
+        """Return the messages of all lanes, without waiting."""
+        received: list[tuple[LaneState, FromLane]] = []
+        for lane in self._all():
+            received += [(lane, message) for message in lane.receive(now)]
+            if lane.lane.has_unsent != lane.waits_to_send and not lane.lane.is_dead:
+                lane.waits_to_send = lane.lane.has_unsent
+                out = select.EPOLLOUT if lane.waits_to_send else 0
+                self._poller.modify(lane.lane.fileno(), select.EPOLLIN | out)
+        return received
+
+    def take_dead(self, now: float) -> list[LaneState]:
+        """Close and return the lanes that died, do not answer, or hold too much memory."""
+        dead = [x for x in self._all() if x.lane.is_dead or x.is_stalled(now) or x in self._to_end]
+        for lane in dead:
+            if lane.started_at is None:
+                self._retry_at = now + RETRY_SECONDS
+            self._remove(lane)
+        self._to_end = []
+        return dead
+
+    def has_outgrown(self, lane: LaneState, num_bytes: int) -> bool:
+        """Return whether a private lane holds too much memory. A shared lane that does is replaced."""
+        if lane.is_private:
+            return num_bytes > MAX_PRIVATE_BYTES
+        if lane is self._shared and num_bytes > MAX_SHARED_BYTES:
+            if self._old is not None:
+                self._to_end.append(self._old)
+            self._old, self._shared = lane, None
+        elif lane is self._old and num_bytes > 2 * MAX_SHARED_BYTES:
+            self._to_end.append(lane)
+        return False
+
+    def close_unused(self, used: Collection[LaneState | None], grammars: Collection[int]) -> None:
+        """Close private lanes whose grammars are not among ``grammars``, and the old shared lane if not in ``used``."""
+        for number, lane in list(self._private.items()):
+            if number not in grammars and lane not in used and not lane.preparing:
+                self._remove(lane)
+        if self._old is not None and self._old not in used and self._old not in self._to_end:
+            self._remove(self._old)
+
+    def _all(self) -> list[LaneState]:
+        shared = [lane for lane in (self._shared, self._old) if lane is not None]
+        return [*shared, *self._private.values()]
+
+    def _remove(self, lane: LaneState) -> None:
+        lane.lane.close()
+        if lane is self._shared:
+            self._shared = None
+        elif lane is self._old:
+            self._old = None
+        else:
+            self._private = {number: other for number, other in self._private.items() if other is not lane}

@@ -1,0 +1,352 @@
+"""The bitmasks of steps: what is asked of which lane, what a step waits for, and which requests fail."""
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.wire.worker_messages import SampleInputs
+from quire.scheduler_proc.core.events import Fail, Hold, Release
+from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.structured.backend import Masks
+from quire.scheduler_proc.structured.cache import Accepted
+from quire.scheduler_proc.structured.lane_messages import Begin, Fill, Filled, Forget, FromLane, Grown, Prepared, Row
+from quire.scheduler_proc.structured.lanes import Lanes, LaneState
+from quire.scheduler_proc.structured.limits import (
+    ALONE_SECONDS,
+    MAX_STRIKES,
+    PATIENCE_SECONDS,
+    PRIVATE_PATIENCE_SECONDS,
+    exceeds_limit,
+    is_expensive,
+)
+
+Key = tuple[int, str]
+"""Client number and request id."""
+Events = list[tuple[int, Hold | Release | Fail]]
+"""(client, event) for the Scheduler."""
+
+BUSY = "busy"
+TOO_SLOW = "the grammar takes too long to match"
+TOO_LARGE = "the grammar takes too much memory to match"
+CROWDED = "the grammar is expensive to match, and too many such grammars are in use"
+_NO_MASKS: Masks = np.zeros((0, 0), np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """One output with a grammar, and what is asked about it.
+
+    Attributes:
+        lane: the lane that knows it; None before the first masks, and after the death of a lane.
+        num_sent: its tokens (prompt included) that the lane has; -1 before Begin.
+        ask: number of the outstanding ask, or 0.
+        filled: the masks of the newest answer, at ``num_known`` known tokens.
+        reason: why the request fails, by the newest answer.
+        seconds: CPU time spent on it.
+        strikes: lanes that died while they computed it.
+        is_expensive: it needs a lane of its own, although its grammar seemed cheap.
+    """
+
+    key: Key
+    number: int
+    grammar: Accepted
+    tenant: int
+    lane: LaneState | None = None
+    num_sent: int = -1
+    request: Request | None = None
+    drafts: list[int] = field(default_factory=list)
+    ask: int = 0
+    filled: Masks = field(default_factory=lambda: _NO_MASKS)
+    num_known: int = -1
+    reason: str = ""
+    seconds: float = 0.0
+    strikes: int = 0
+    is_expensive: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that awaits masks. ``has_others``: some of its rows need no mask of a lane of their own."""
+
+    record: InFlightStep
+    outputs: list[tuple[Request, Output]]
+    since: float
+    has_others: bool
+
+
+class Masking:
+    """Owns the outputs with a grammar, and asks the lanes for their masks.
+
+    A step waits for late masks only as long as ``limits.py`` allows. The requests of masks that are later are held:
+    they leave the step, and continue when the masks are there. So an expensive grammar delays its own request only.
+    """
+
+    def __init__(self, config: EngineConfig, lanes: Lanes) -> None:
+        self._config = config
+        self._lanes = lanes
+        self._outputs: dict[Key, Output] = {}
+        self._by_number: dict[int, Output] = {}
+        self._numbers = itertools.count(1)
+        self._step: _Step | None = None
+        self._unsent: dict[int, Output] = {}
+        """Outputs whose ask no lane has yet."""
+        self._held: set[int] = set()
+        """Outputs whose masks were late, so that their requests are held until they are there."""
+        self._events: Events = []
+        self.refused: list[tuple[Accepted, str]] = []
+        """Grammars that reached a limit, and why later requests are refused."""
+        self.prepared: list[tuple[Accepted, str]] = []
+        """Grammars that a lane compiled, or why it did not."""
+        self._prune_from = 64
+
+    # ---- outputs
+
+    @property
+    def has_held_requests(self) -> bool:
+        return bool(self._held)
+
+    def add(self, key: Key, grammar: Accepted, tenant: int) -> None:
+        """Add a request whose grammar was accepted."""
+        self.discard(key)
+        output = Output(key, next(self._numbers), grammar, tenant)
+        self._outputs[key] = self._by_number[output.number] = output
+
+    def discard(self, key: Key) -> None:
+        output = self._outputs.pop(key, None)
+        if output is not None:
+            del self._by_number[output.number]
+            self._unsent.pop(output.number, None)
+            self._held.discard(output.number)
+            if output.lane is not None:
+                output.lane.send(Forget([output.number]))
+
+    def prune(self, live: Collection[Key]) -> None:
+        """Forget requests that are not among ``live``. Does nothing while there are few and none has its own lane."""
+        if len(self._outputs) >= self._prune_from or self._lanes.has_temporary:
+            for key in [key for key in self._outputs if key not in live]:
+                self.discard(key)
+            self._prune_from = max(64, 2 * len(self._outputs))
+            outputs = self._outputs.values()
+            expensive = {output.grammar.number for output in outputs if self._is_expensive(output)}
+            self._lanes.close_unused({output.lane for output in outputs}, expensive)
+
+    # ---- steps
+
+    def ask(self, record: InFlightStep, drafts: dict[int, list[int]], now: float) -> None:
+        """Ask for the masks of a step. All tokens before it must be known."""
+        requests = [row.request for row in record.constrained if not row.request.status.is_finished]
+        outputs = [(request, self._outputs[request.client, request.request_id]) for request in requests]
+        num_private = sum(self._is_expensive(output) for _, output in outputs)
+        num_rows = len(record.steady) + sum(row.samples for row in record.rows.values())
+        self._step = _Step(record, outputs, now, num_rows > num_private)
+        wanted = []
+        for request, output in outputs:
+            output.request, output.drafts = request, drafts.get(request.handle, [])
+            if not output.drafts and output.num_known == len(request.tokens) and not output.ask:
+                continue  # they were late for an earlier step
+            output.reason = ""
+            output.ask = next(self._numbers)
+            wanted.append(output)
+        self._send(wanted, now)
+
+    def abandon(self) -> None:
+        """Forget the step that awaits masks: its workers were lost."""
+        self._step = None
+
+    def result(self, now: float) -> tuple[SampleInputs, Events] | None:
+        """Return the masks of the step and events of its requests, or None while masks are worth waiting for."""
+        self.poll(now)
+        step = self._step
+        assert step is not None
+        live = [(request, output) for request, output in step.outputs if not request.status.is_finished]
+        if any(output.ask and now < self._deadline(step, output) for _, output in live):
+            return None
+        self._step = None
+        events: Events = []
+        active = []
+        for request, output in live:
+            if output.ask:
+                self._held.add(output.number)
+                events.append((request.client, Hold(request.request_id, "grammar")))
+            elif fail := self._failure(output):
+                events.append((request.client, fail))
+            else:
+                active.append((request, output.filled[: 1 + len(output.drafts)]))
+                output.num_known = -1  # the token that follows is sampled with them
+        return _message(step.record.step, active), events
+
+    def deadline(self, now: float) -> float | None:
+        """Return when ``result`` must be called next, or None."""
+        step = self._step
+        if step is None:
+            return None
+        times = (PRIVATE_PATIENCE_SECONDS, ALONE_SECONDS, PATIENCE_SECONDS)
+        return next((step.since + seconds for seconds in times if step.since + seconds > now), now)
+
+    def poll(self, now: float) -> None:
+        """Read the lanes' answers."""
+        for lane, message in self._lanes.receive(now):
+            self._on_message(lane, message)
+        for lane in self._lanes.take_dead(now):
+            self._on_death(lane, now)
+        if self._unsent:
+            self._send(list(self._unsent.values()), now)
+
+    def take_events(self) -> Events:
+        """Return the events of held requests since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _is_expensive(self, output: Output) -> bool:
+        return output.is_expensive or output.grammar.is_expensive
+
+    def _deadline(self, step: _Step, output: Output) -> float:
+        """Return until when a step waits for an output's masks."""
+        if not step.has_others:
+            return step.since + PATIENCE_SECONDS
+        if self._is_expensive(output):
+            return step.since + PRIVATE_PATIENCE_SECONDS
+        alone = output.lane is not None and output.lane.lane.works_on == output.number
+        return step.since + (ALONE_SECONDS if alone else PATIENCE_SECONDS)
+
+    def _failure(self, output: Output) -> Fail | None:
+        """Return the failure of a request whose answer arrived, if it fails."""
+        request = output.request
+        assert request is not None
+        reason = output.reason
+        if not reason and exceeds_limit(output.seconds, request.num_output_tokens):
+            reason = TOO_SLOW
+        if not reason:
+            return None
+        if reason in (TOO_SLOW, TOO_LARGE):
+            self.refused.append((output.grammar, reason))
+        self.discard(output.key)
+        return Fail(output.key[1], f"request_failed: {reason}")
+
+    # ---- lanes
+
+    def _send(self, outputs: list[Output], now: float) -> None:
+        """Send the outstanding asks of outputs to their lanes; those that no lane can take now are kept."""
+        rows: dict[LaneState, list[Row]] = {}
+        for output in outputs:
+            lane, request = self._lane_of(output, now), output.request
+            if not output.ask or request is None or request.status.is_finished:
+                self._unsent.pop(output.number, None)
+                continue
+            places = None if lane is None else lane.take_places(output.ask, 1 + len(output.drafts))
+            if lane is None or places is None:
+                self._unsent[output.number] = output
+                continue
+            self._unsent.pop(output.number, None)
+            if output.num_sent < 0:
+                self._begin(output, request, lane)
+            tokens = request.tokens.tail(output.num_sent)
+            output.num_sent += len(tokens)
+            rows.setdefault(lane, []).append(Row(output.ask, output.number, tokens, output.drafts, places))
+        for lane, asked in rows.items():
+            lane.send(Fill(asked))
+
+    def _lane_of(self, output: Output, now: float) -> LaneState | None:
+        """Return the lane of an output, moving it if needed; None while there is none, or when its request fails."""
+        request = output.request
+        assert request is not None
+        if output.lane is not None and output.lane.is_private < self._is_expensive(output):
+            output.lane.send(Forget([output.number]))
+            output.lane, output.num_sent = None, -1
+        if output.lane is None:
+            private = self._is_expensive(output)
+            if private and not self._lanes.has_room(output.grammar, output.tenant):
+                output.ask, output.reason = 0, CROWDED
+                self._answered(output)
+                return None
+            output.lane = self._lanes.lane_for(output.grammar, output.tenant, now, private=private)
+        return output.lane
+
+    def _begin(self, output: Output, request: Request, lane: LaneState) -> None:
+        lane.prepare(output.grammar)
+        prompt = b""
+        if self._config.thinking_start_token_ids and self._config.thinking_end_token_ids:
+            prompt = request.tokens.array()[: request.num_prompt_tokens].tobytes()
+        expects_thought = request.sampling.thinking_token_budget is not None
+        lane.send(Begin(output.number, output.grammar.number, prompt, expects_thought))
+        output.num_sent = request.num_prompt_tokens
+
+    def _on_message(self, lane: LaneState, message: FromLane) -> None:
+        match message:
+            case Prepared():
+                accepted = lane.grammars.get(message.grammar)
+                if accepted is not None:
+                    self.prepared.append((accepted, message.reason))
+            case Filled():
+                places = lane.give_places(message.ask)
+                output = self._by_number.get(message.output)
+                if output is not None and output.ask == message.ask:
+                    output.filled = lane.lane.masks[places]
+                    output.ask, output.reason = 0, message.reason
+                    output.seconds += message.seconds
+                    self._answered(output)
+            case Grown():
+                if self._lanes.has_outgrown(lane, message.num_bytes):
+                    for output in [o for o in self._outputs.values() if o.lane is lane]:
+                        output.ask, output.reason = 0, TOO_LARGE
+                        self._answered(output)
+            case _:
+                pass
+
+    def _answered(self, output: Output) -> None:
+        """Handle an answer: the end of a held request's wait, or a grammar that needs a lane of its own."""
+        request = output.request
+        if request is None:
+            return
+        output.num_known = len(request.tokens)
+        if is_expensive(output.seconds, request.num_output_tokens):
+            output.is_expensive = True
+        is_held = output.number in self._held
+        if not is_held and output.reason != TOO_LARGE:
+            return  # the step that awaits it takes the answer
+        client, request_id = output.key
+        self._held.discard(output.number)
+        if fail := self._failure(output):
+            self._events.append((client, fail))
+        else:
+            self._events.append((client, Release(request_id)))
+
+    def prepare(self, grammar: Accepted, tenant: int, now: float) -> bool:
+        """Have a lane compile a grammar, as ``prepared`` reports. Returns False when no lane can take it."""
+        if grammar.is_expensive and not self._lanes.has_room(grammar, tenant):
+            return False
+        lane = self._lanes.lane_for(grammar, tenant, now, private=grammar.is_expensive)
+        if lane is None:
+            return False
+        if grammar.number in lane.grammars and grammar.number not in lane.preparing:
+            self.prepared.append((grammar, ""))
+        lane.prepare(grammar)
+        return True
+
+    def _on_death(self, lane: LaneState, now: float) -> None:
+        """Ask other lanes for everything that a dead lane knew. Only the output that it computed alone is suspected."""
+        for number in lane.preparing:
+            if not self.prepare(lane.grammars[number], lane.tenant, now):
+                self.prepared.append((lane.grammars[number], BUSY))
+        for output in [o for o in self._outputs.values() if o.lane is lane]:
+            output.lane, output.num_sent = None, -1
+            if lane.lane.works_on == output.number:
+                output.strikes += 1
+                output.is_expensive |= output.strikes >= MAX_STRIKES // 2
+            if output.strikes >= MAX_STRIKES:
+                output.ask, output.reason = 0, TOO_SLOW
+                self._answered(output)
+            elif output.ask:
+                self._unsent[output.number] = output
+
+
+def _message(step: int, active: list[tuple[Request, Masks]]) -> SampleInputs:
+    if not active:
+        return SampleInputs(step, [], [])
+    handles = [request.handle for request, _ in active]
+    masks = np.concatenate([masks for _, masks in active])
+    return SampleInputs(step, handles, [len(masks) for _, masks in active], masks.reshape(-1))

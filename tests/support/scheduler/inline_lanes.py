@@ -1,0 +1,77 @@
+"""Lanes that compute masks in the test's own process, when the test allows it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.structured.backend import GrammarBackend, Masks
+from quire.scheduler_proc.structured.lane_messages import FromLane, Grown, Started, ToLane
+from quire.scheduler_proc.structured.mask_maker import MaskMaker
+
+
+class InlineLane:
+    """Implements ``lane.Lane``. Messages wait while it is ``stopped``."""
+
+    has_unsent = False
+
+    def __init__(self, maker: "InlineLanes", *, private: bool) -> None:
+        config = maker.config
+        self.private = private
+        self.stopped = False
+        self.is_dead = False
+        self.works_on = 0
+        self.messages: list[ToLane] = []
+        self.masks: Masks = np.zeros((config.max_num_seqs * 4, (config.model.vocab_size + 31) // 32), np.int32)
+        self._maker = MaskMaker(maker.backend(), config, self.masks, clock=maker.clock, cpu_clock=maker.cpu_clock)
+        self._answers: list[FromLane] = [Started(0)]
+
+    def fileno(self) -> int:
+        return -1
+
+    def send(self, message: ToLane) -> None:
+        self.messages.append(message)
+        self._answer()
+
+    def receive(self) -> list[FromLane]:
+        self._answer()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def grow(self, num_bytes: int) -> None:
+        self._answers.append(Grown(num_bytes))
+
+    def close(self) -> None:
+        self.is_dead = True
+
+    def _answer(self) -> None:
+        while self.messages and not self.stopped and not self.is_dead:
+            for answers in self._maker.handle(self.messages.pop(0)):
+                self._answers += answers
+
+
+class InlineLanes:
+    """Implements ``lane.LaneMaker``.
+
+    Attributes:
+        opened: every lane that was opened.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Callable[[], GrammarBackend],
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.config, self.backend, self.clock, self.cpu_clock = config, backend, clock, cpu_clock
+        self.opened: list[InlineLane] = []
+
+    def open(self, *, private: bool) -> Any:
+        self.opened.append(InlineLane(self, private=private))
+        return self.opened[-1]
+
+    def close(self) -> None:
+        pass
