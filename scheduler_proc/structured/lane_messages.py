@@ -28,27 +28,24 @@ class Begin(msgspec.Struct, frozen=True, tag=2):
     expects_thought: bool
 
 
-class Row(msgspec.Struct, frozen=True):
-    """Compute the masks of one output.
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One output: its tokens that were not sent before, and the draft tokens after them."""
 
-    Attributes:
-        ask: number that the answer repeats.
-        tokens: output tokens that were not sent before.
-        drafts: draft tokens after them.
-        places: the rows of the shared memory for the masks: one, and one more for each draft.
-    """
-
-    ask: int
     output: int
     tokens: list[int]
     drafts: list[int]
-    places: list[int]
 
 
 class Fill(msgspec.Struct, frozen=True, tag=3):
-    """Compute the masks of a step. Each row is answered by Filled."""
+    """Compute the masks of outputs. Answered by one or more Filled with the same number.
 
+    Attributes:
+        places: rows of the shared memory for the masks, in order: one for each output, and one for each of its drafts.
+    """
+
+    ask: int
     rows: list[Row]
+    places: list[int]
 
 
 class Forget(msgspec.Struct, frozen=True, tag=4):
@@ -75,16 +72,17 @@ class Prepared(msgspec.Struct, frozen=True, tag=12):
 
 
 class Filled(msgspec.Struct, frozen=True, tag=13):
-    """The masks of an output are in the shared memory, or its request fails for ``reason``.
+    """The masks of some outputs are in the shared memory.
 
     Attributes:
-        seconds: CPU time that was spent on this output, as far as it was measured.
+        seconds: CPU time that was spent on a single output; 0 for several.
+        reasons: why the requests of some of these outputs fail instead.
     """
 
     ask: int
-    output: int
-    seconds: float
-    reason: str
+    outputs: list[int]
+    seconds: float = 0.0
+    reasons: dict[int, str] = {}
 
 
 class Grown(msgspec.Struct, frozen=True, tag=14):

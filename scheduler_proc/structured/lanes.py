@@ -36,7 +36,8 @@ class LaneState:
         self.heard = now
         self.waits_to_send = False
         self._places = list(range(len(lane.masks)))
-        self._asked: dict[int, list[int]] = {}
+        self._asked: dict[int, dict[int, list[int]]] = {}
+        """Rows of the shared memory by ask and output."""
 
     @property
     def is_busy(self) -> bool:
@@ -52,19 +53,24 @@ class LaneState:
             self.preparing.add(grammar.number)
             self.send(Prepare(grammar.number, grammar.wanted))
 
-    def take_places(self, ask: int, count: int) -> list[int] | None:
-        """Take rows of the shared memory for the masks of an ask, or None if they are in use."""
+    def take_places(self, ask: int, output: int, count: int) -> list[int] | None:
+        """Take rows of the shared memory for the masks of an output, or None if they are in use."""
         if len(self._places) < count:
             return None
-        taken = self._asked[ask] = self._places[-count:]
+        taken = self._places[-count:]
         del self._places[-count:]
+        self._asked.setdefault(ask, {})[output] = taken
         return taken
 
-    def give_places(self, ask: int) -> list[int]:
-        """Return the rows of an answered ask, which are free from now on."""
-        places = self._asked.pop(ask)
-        self._places += places
-        return places
+    def give_places(self, ask: int, outputs: list[int]) -> list[list[int]]:
+        """Return the rows of outputs that were answered, which are free from now on."""
+        asked = self._asked[ask]
+        given = [asked.pop(output) for output in outputs]
+        if not asked:
+            del self._asked[ask]
+        for places in given:
+            self._places += places
+        return given
 
     def receive(self, now: float) -> list[FromLane]:
         if not self.is_busy:
@@ -171,12 +177,13 @@ class Lanes:
 
     def take_dead(self, now: float) -> list[LaneState]:
         """Close and return the lanes that died, do not answer, or hold too much memory."""
-        dead = [x for x in self._all() if x.lane.is_dead or x.is_stalled(now) or x in self._to_end]
+        ended, self._to_end = self._to_end, []
+        failed = [lane for lane in self._all() if lane.lane.is_dead or lane.is_stalled(now)]
+        dead = ended + [lane for lane in failed if lane not in ended]
         for lane in dead:
             if lane.started_at is None:
                 self._retry_at = now + RETRY_SECONDS
             self._remove(lane)
-        self._to_end = []
         return dead
 
     def has_outgrown(self, lane: LaneState, num_bytes: int) -> bool:

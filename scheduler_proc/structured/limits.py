@@ -31,8 +31,8 @@ MAX_PRIVATE_BYTES = 256 * 2**20
 """Growth of a private lane, above which its requests fail."""
 MAX_SHARED_BYTES = 256 * 2**20
 """Growth of the shared lane, above which it is replaced."""
-MAX_PRIVATE_LANES = 8
-MAX_PRIVATE_LANES_OF_TENANT = 4
+MAX_PRIVATE_LANES = 16
+MAX_PRIVATE_LANES_OF_TENANT = 8
 MAX_STRIKES = 4
 """Lanes that may die while they compute one output, before its request fails: a lane may be killed from outside."""
 

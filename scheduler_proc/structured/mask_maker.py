@@ -1,5 +1,6 @@
 """Reads the tokens of outputs and fills their bitmasks: the work of a lane, without its process."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,12 +33,13 @@ DEAD_END = "the grammar allows no token of the model's vocabulary here"
 class _Positions:
     """One output's rows of the bitmasks: one, and one more for each draft."""
 
-    row: Row
+    drafts: list[int]
+    places: list[int]
     output: GrammarReader
     reader: GrammarReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader = self.output.fork() if self.row.drafts else self.output
+        self.reader = self.output.fork() if self.drafts else self.output
 
 
 class MaskMaker:
@@ -68,6 +70,8 @@ class MaskMaker:
         self._slow_steps = SlowSteps()
         self._grammars: dict[int, CompiledGrammar] = {}
         self._outputs: dict[int, ConstrainedOutput] = {}
+        self._new: set[int] = set()
+        """Outputs without masks so far."""
         self._seconds: dict[int, float] = {}
         """CPU time of the newest masks of each output that were computed alone."""
 
@@ -79,11 +83,12 @@ class MaskMaker:
             case Begin():
                 self._begin(message)
             case Fill():
-                yield from self._fill(message.rows)
+                yield from self._fill(message)
             case Forget():
                 for output in message.outputs:
                     self._outputs.pop(output, None)
                     self._seconds.pop(output, None)
+                    self._new.discard(output)
                 for grammar in message.grammars:
                     self._grammars.pop(grammar, None)
 
@@ -98,47 +103,65 @@ class MaskMaker:
     def _begin(self, message: Begin) -> None:
         grammar = self._grammars.get(message.grammar)
         if grammar is not None:
+            self._new.add(message.output)
             prompt = np.frombuffer(message.prompt, "<i4").tolist()
             self._outputs[message.output] = ConstrainedOutput(
                 grammar.matcher(), prompt, self._config, expects_thought=message.expects_thought
             )
 
-    def _fill(self, rows: list[Row]) -> Iterator[Sequence[Filled]]:
+    def _fill(self, message: Fill) -> Iterator[Sequence[Filled]]:
         """Fill rows together, which is faster; one by one, cheap ones first, for a while after a slow step."""
         start = self._clock()
+        places = iter(message.places)
+        rows = [(row, list(itertools.islice(places, 1 + len(row.drafts)))) for row in message.rows]
         if self._slow_steps.are_watched or len(rows) == 1:
-            for row in sorted(rows, key=lambda row: self._seconds.get(row.output, 0.0)):
-                self._works_on(row.output)
-                answers = self._fill_together([row])
+            for row in sorted(rows, key=lambda row: self._seconds.get(row[0].output, 0.0)):
+                output = row[0].output
+                self._works_on(output)
+                before = self._cpu_clock()
+                reasons = self._fill_together([row])
+                self._seconds[output] = self._cpu_clock() - before
                 self._works_on(0)
-                self._seconds[row.output] = answers[0].seconds
-                yield answers
+                yield [Filled(message.ask, [output], self._seconds[output], reasons)]
         else:
-            yield self._fill_together(rows)
+            reasons = self._fill_together(rows)
+            yield [Filled(message.ask, [row.output for row in message.rows], 0.0, reasons)]
         self._slow_steps.record(self._clock() - start)
 
-    def _fill_together(self, rows: list[Row]) -> list[Filled]:
-        """Return the answers of rows. CPU time of filling is measured for a single row only."""
+    def _fill_together(self, rows: list[tuple[Row, list[int]]]) -> dict[int, str]:
+        """Fill rows, each with its places. Returns why outputs fail."""
         found: list[_Positions] = []
-        seconds: dict[int, float] = {}
         reasons: dict[int, str] = {}
-        start = self._cpu_clock()
-        for row in rows:
+        for row, places in rows:
             output = self._outputs.get(row.output)
-            if output is None or not output.read(row.tokens):
+            if output is None or not self._read(output, row, places[0]):
                 reasons[row.output] = NOT_ALLOWED if output is None else output.reader.matcher.error or NOT_ALLOWED
             else:
-                found.append(_Positions(row, output.reader))
-                self._masks[row.places[1:]] = -1
-            now = self._cpu_clock()
-            seconds[row.output], start = now - start, now
+                found.append(_Positions(row.drafts, places, output.reader))
+                if row.drafts:
+                    self._masks[places[1:]] = -1
         self.fill_masks(found)
-        if len(rows) == 1:
-            seconds[rows[0].output] += self._cpu_clock() - start
-        for positions in found:
-            if not self._masks[positions.row.places[0]].any():
-                reasons[positions.row.output] = positions.output.matcher.error or DEAD_END
-        return [Filled(row.ask, row.output, seconds[row.output], reasons.get(row.output, "")) for row in rows]
+        firsts = self._masks[[places[0] for _, places in rows]].any(axis=1)
+        for (row, _), allows in zip(rows, firsts.tolist(), strict=True):
+            if not allows and row.output not in reasons:
+                reasons[row.output] = self._outputs[row.output].reader.matcher.error or DEAD_END
+        return reasons
+
+    def _read(self, output: ConstrainedOutput, row: Row, place: int) -> bool:
+        """Read the tokens of a row. Returns False when the grammar does not allow one of them.
+
+        If they are the first ones, another lane has read them one by one. Masks are filled between them as it did,
+        because the library's limits count from one mask to the next.
+        """
+        if row.output not in self._new:
+            return output.read(row.tokens)
+        self._new.discard(row.output)
+        for token in row.tokens[:-1]:
+            if not output.read([token]):
+                return False
+            if not output.reader.is_unconstrained:
+                self._backend.fill([(output.reader.matcher, place)], self._masks)
+        return output.read(row.tokens[-1:])
 
     def fill_masks(self, found: list[_Positions]) -> None:
         """Fill the bitmasks position by position for all rows, so that each round is filled in parallel.
@@ -149,14 +172,14 @@ class MaskMaker:
         while active:
             batch = [p for p in active if not p.reader.is_unconstrained]
             if batch:
-                self._backend.fill([(p.reader.matcher, p.row.places[offset]) for p in batch], self._masks)
+                self._backend.fill([(p.reader.matcher, p.places[offset]) for p in batch], self._masks)
             for positions in active:
                 if positions.reader.is_unconstrained:  # the thinking part may be anything but the end of the text
-                    self._masks[positions.row.places[offset]] = self._thinking_mask
-            active = [p for p in active if offset < len(p.row.drafts) and p.reader.read(p.row.drafts[offset])]
+                    self._masks[positions.places[offset]] = self._thinking_mask
+            active = [p for p in active if offset < len(p.drafts) and p.reader.read(p.drafts[offset])]
             offset += 1
         for positions in found:
-            if positions.row.drafts:
+            if positions.drafts:
                 positions.reader.undo()
 
 

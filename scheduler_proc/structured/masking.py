@@ -43,7 +43,7 @@ class Output:
     Attributes:
         lane: the lane that knows it; None before the first masks, and after the death of a lane.
         num_sent: its tokens (prompt included) that the lane has; -1 before Begin.
-        ask: number of the outstanding ask, or 0.
+        awaits: whether an answer is outstanding; ``ask`` is the number of its message.
         filled: the masks of the newest answer, at ``num_known`` known tokens.
         reason: why the request fails, by the newest answer.
         seconds: CPU time spent on it.
@@ -59,6 +59,7 @@ class Output:
     num_sent: int = -1
     request: Request | None = None
     drafts: list[int] = field(default_factory=list)
+    awaits: bool = False
     ask: int = 0
     filled: Masks = field(default_factory=lambda: _NO_MASKS)
     num_known: int = -1
@@ -66,6 +67,10 @@ class Output:
     seconds: float = 0.0
     strikes: int = 0
     is_expensive: bool = False
+
+    def leave(self) -> None:
+        """Forget the lane. The next one reads all tokens again, which costs as much as it did here."""
+        self.lane, self.num_sent, self.seconds = None, -1, 0.0
 
 
 @dataclass(slots=True)
@@ -146,10 +151,9 @@ class Masking:
         wanted = []
         for request, output in outputs:
             output.request, output.drafts = request, drafts.get(request.handle, [])
-            if not output.drafts and output.num_known == len(request.tokens) and not output.ask:
+            if not output.drafts and output.num_known == len(request.tokens) and not output.awaits:
                 continue  # they were late for an earlier step
-            output.reason = ""
-            output.ask = next(self._numbers)
+            output.awaits, output.reason = True, ""
             wanted.append(output)
         self._send(wanted, now)
 
@@ -163,13 +167,13 @@ class Masking:
         step = self._step
         assert step is not None
         live = [(request, output) for request, output in step.outputs if not request.status.is_finished]
-        if any(output.ask and now < self._deadline(step, output) for _, output in live):
+        if any(output.awaits and now < self._deadline(step, output) for _, output in live):
             return None
         self._step = None
         events: Events = []
         active = []
         for request, output in live:
-            if output.ask:
+            if output.awaits:
                 self._held.add(output.number)
                 events.append((request.client, Hold(request.request_id, "grammar")))
             elif fail := self._failure(output):
@@ -231,24 +235,32 @@ class Masking:
 
     def _send(self, outputs: list[Output], now: float) -> None:
         """Send the outstanding asks of outputs to their lanes; those that no lane can take now are kept."""
-        rows: dict[LaneState, list[Row]] = {}
+        fills: dict[LaneState, Fill] = {}
         for output in outputs:
+            self._unsent.pop(output.number, None)
             lane, request = self._lane_of(output, now), output.request
-            if not output.ask or request is None or request.status.is_finished:
-                self._unsent.pop(output.number, None)
+            if not output.awaits or request is None or request.status.is_finished:
                 continue
-            places = None if lane is None else lane.take_places(output.ask, 1 + len(output.drafts))
-            if lane is None or places is None:
+            if lane is None:
                 self._unsent[output.number] = output
                 continue
-            self._unsent.pop(output.number, None)
+            fill = fills.get(lane)
+            if fill is None:
+                fill = fills[lane] = Fill(next(self._numbers), [], [])
+            places = lane.take_places(fill.ask, output.number, 1 + len(output.drafts))
+            if places is None:
+                self._unsent[output.number] = output
+                continue
             if output.num_sent < 0:
                 self._begin(output, request, lane)
             tokens = request.tokens.tail(output.num_sent)
             output.num_sent += len(tokens)
-            rows.setdefault(lane, []).append(Row(output.ask, output.number, tokens, output.drafts, places))
-        for lane, asked in rows.items():
-            lane.send(Fill(asked))
+            output.ask = fill.ask
+            fill.rows.append(Row(output.number, tokens, output.drafts))
+            fill.places.extend(places)
+        for lane, fill in fills.items():
+            if fill.rows:
+                lane.send(fill)
 
     def _lane_of(self, output: Output, now: float) -> LaneState | None:
         """Return the lane of an output, moving it if needed; None while there is none, or when its request fails."""
@@ -256,11 +268,11 @@ class Masking:
         assert request is not None
         if output.lane is not None and output.lane.is_private < self._is_expensive(output):
             output.lane.send(Forget([output.number]))
-            output.lane, output.num_sent = None, -1
+            output.leave()
         if output.lane is None:
             private = self._is_expensive(output)
             if private and not self._lanes.has_room(output.grammar, output.tenant):
-                output.ask, output.reason = 0, CROWDED
+                output.awaits, output.reason = False, CROWDED
                 self._answered(output)
                 return None
             output.lane = self._lanes.lane_for(output.grammar, output.tenant, now, private=private)
@@ -282,20 +294,27 @@ class Masking:
                 if accepted is not None:
                     self.prepared.append((accepted, message.reason))
             case Filled():
-                places = lane.give_places(message.ask)
-                output = self._by_number.get(message.output)
-                if output is not None and output.ask == message.ask:
-                    output.filled = lane.lane.masks[places]
-                    output.ask, output.reason = 0, message.reason
-                    output.seconds += message.seconds
-                    self._answered(output)
+                self._on_filled(lane, message)
             case Grown():
                 if self._lanes.has_outgrown(lane, message.num_bytes):
                     for output in [o for o in self._outputs.values() if o.lane is lane]:
-                        output.ask, output.reason = 0, TOO_LARGE
+                        output.awaits, output.reason = False, TOO_LARGE
                         self._answered(output)
             case _:
                 pass
+
+    def _on_filled(self, lane: LaneState, message: Filled) -> None:
+        given = lane.give_places(message.ask, message.outputs)
+        masks = lane.lane.masks[list(itertools.chain.from_iterable(given))]
+        end = 0
+        for number, places in zip(message.outputs, given, strict=True):
+            start, end = end, end + len(places)
+            output = self._by_number.get(number)
+            if output is not None and output.awaits and output.ask == message.ask:
+                output.filled = masks[start:end]
+                output.awaits, output.reason = False, message.reasons.get(number, "")
+                output.seconds += message.seconds
+                self._answered(output)
 
     def _answered(self, output: Output) -> None:
         """Handle an answer: the end of a held request's wait, or a grammar that needs a lane of its own."""
@@ -333,14 +352,14 @@ class Masking:
             if not self.prepare(lane.grammars[number], lane.tenant, now):
                 self.prepared.append((lane.grammars[number], BUSY))
         for output in [o for o in self._outputs.values() if o.lane is lane]:
-            output.lane, output.num_sent = None, -1
+            output.leave()
             if lane.lane.works_on == output.number:
                 output.strikes += 1
                 output.is_expensive |= output.strikes >= MAX_STRIKES // 2
             if output.strikes >= MAX_STRIKES:
-                output.ask, output.reason = 0, TOO_SLOW
+                output.awaits, output.reason = False, TOO_SLOW
                 self._answered(output)
-            elif output.ask:
+            elif output.awaits:
                 self._unsent[output.number] = output
 
 

@@ -59,7 +59,6 @@ def test_invalid_holds_and_releases_are_counted_and_ignored() -> None:
     driver = three()
     driver.step()
     before = strays(driver)
-    driver.hold("a")  # running
     driver.hold("unknown")
     driver.hold("b", "boredom")  # unknown reason
     driver.release("b")  # not held
@@ -67,10 +66,36 @@ def test_invalid_holds_and_releases_are_counted_and_ignored() -> None:
     driver.hold("c", client=1)  # request of another front end
     driver.hold("b")
     driver.hold("b", "streaming")  # already held
-    assert strays(driver) == before + 7
+    assert strays(driver) == before + 6
     assert waiting(driver) == ["c"]
     driver.release("b")
     driver.finish()
+
+
+@pytest.mark.parametrize("steady_decode", [True, False])
+@pytest.mark.parametrize("num_known", [0, 1, 3])
+def test_a_running_request_is_preempted_and_its_samples_in_flight_do_not_count(
+    num_known: int, steady_decode: bool
+) -> None:
+    """The steps in flight sample without what the request waits for, so their tokens are wrong."""
+    driver = Driver(async_scheduling=True, steady_decode=steady_decode)
+    driver.add("a", [1, 9], max_tokens=6)
+    driver.add("b", [2, 9], max_tokens=6)
+    while driver.request("a").num_output_tokens < num_known:
+        driver.step()
+    driver.fill()
+    known = driver.request("a").num_output_tokens
+    driver.worker.forced |= {("a", index): 77 for index in range(known, 9)}
+    driver.hold("a")
+    assert "a" not in running(driver) and driver.scheduler.statistics().num_preemptions == 1
+    driver.settle()
+    assert driver.request("a").num_output_tokens == known
+    driver.worker.forced.clear()
+    driver.release("a")
+    driver.finish()
+    assert driver.answers["a"].tokens == expected_tokens([1, 9], 6)
+    assert driver.answers["b"].tokens == expected_tokens([2, 9], 6)
+    assert driver.replay_lines() is None
 
 
 def test_held_request_can_be_aborted_stopped_and_dropped() -> None:

@@ -220,6 +220,14 @@ def over_share() -> Driver:
     return driver
 
 
+def held() -> Driver:
+    driver = pair()
+    driver.step()
+    driver.hold("first")
+    driver.release("first")
+    return driver
+
+
 PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.YOUNGEST: (lambda: preempt("fcfs", 5), "young", "old"),
     PreemptReason.LOWEST_PRIORITY: (lambda: preempt("priority", 5), "old", "young"),
@@ -227,6 +235,7 @@ PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
     PreemptReason.SUSPECT: (suspect_after_suspect, "first", "second"),
+    PreemptReason.HELD: (held, "first", ""),
     PreemptReason.OVER_SHARE: (over_share, "many2", "other"),
 }
 

@@ -1,110 +1,27 @@
 """GrammarManager without an engine: compiling once, caching, refusing in time, and masks."""
 
 import os
-import select
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from grammar_cases import demo_backend, demo_config, tokens_of
-from inline_lanes import InlineLanes
-from scheduler_driver import make_request
+from grammar_cases import demo_config, tokens_of
+from grammar_manager_case import Case, arrival, constrained, ready, step_of
 
-from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
-from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Refuse, Release
-from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
-from quire.scheduler_proc.core.step import StepRow
-from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.core.in_flight import WorkerFault
+from quire.scheduler_proc.requests.request import RequestStatus
 from quire.scheduler_proc.requests.tokens import Tokens
 from quire.scheduler_proc.structured.backends import check_backend
 from quire.scheduler_proc.structured.cache import GrammarCache
 from quire.scheduler_proc.structured.compile_pool import MAX_QUEUED
 from quire.scheduler_proc.structured.limits import NUM_WATCHED, SLOW_SECONDS, SlowSteps
-from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS, GrammarManager
-
-PROMPT = [3, 4, 5]
-
-
-class Gate:
-    """Replaces the guard: lets compilations through one by one, or all."""
-
-    def __init__(self, *, opened: bool) -> None:
-        self.waiting = threading.Semaphore(1000 if opened else 0)
-        self.checked: list[StructuredOutputs] = []
-        self.num_bytes: dict[str, int] = {}
-        """Memory of the compiled regular expressions that take some."""
-        self.starts = threading.Event()
-        self.starts.set()
-
-    def start(self) -> None:
-        self.starts.wait()
-
-    def check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
-        self.waiting.acquire()
-        self.checked.append(wanted)
-        return self.num_bytes.get(str(wanted.regex), 0)
-
-    def close(self) -> None:
-        pass
-
-
-class SlowBackend:
-    """The demo's backend, but rows of expressions with a z take 50 ms of the case's clock."""
-
-    def __init__(self, case: "Case") -> None:
-        self._case = case
-        self._slow: set[int] = set()
-
-    def compile(self, wanted: StructuredOutputs) -> Any:
-        compiled = demo_backend().compile(wanted)
-        if "z" in (wanted.regex or ""):
-            make_matcher = compiled.matcher
-
-            def matcher() -> Any:
-                self._slow.add(id(found := make_matcher()))
-                return found
-
-            compiled.matcher = matcher  # type: ignore[method-assign]
-        return compiled
-
-    def fill(self, matchers: Any, masks: Any) -> None:
-        self._case.now += 0.05 * sum(id(matcher) in self._slow for matcher, _ in matchers)
-        demo_backend().fill(matchers, masks)
-
-
-class Case:
-    """A manager with a manual clock."""
-
-    def __init__(self, *, opened: bool = True, **settings: Any) -> None:
-        self.now = 0.0
-        self.gate = Gate(opened=opened)
-        self.lanes: InlineLanes
-        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, self._make_lanes, lambda: self.gate)
-
-    def _make_lanes(self, config: EngineConfig) -> InlineLanes:
-        def clock() -> float:
-            return self.now
-
-        self.lanes = InlineLanes(config, lambda: SlowBackend(self), clock, clock)
-        return self.lanes
-
-    def outcomes(self) -> list[tuple[int, Any]]:
-        """Wait for the pipe, and return the outcomes of ``poll``."""
-        assert select.select([self.manager], [], [], 30)[0]
-        return self.manager.poll()
-
-    def close(self) -> None:
-        self.gate.starts.set()
-        self.gate.waiting.release(1000)
-        self.manager.close()
+from quire.scheduler_proc.structured.manager import START_SECONDS, WAIT_SECONDS
 
 
 @pytest.fixture
@@ -118,40 +35,6 @@ def make_case() -> Iterator[Callable[..., Case]]:
     yield make
     for case in created:
         case.close()
-
-
-def arrival(request_id: str, **wanted: Any) -> AddRequest:
-    return make_request(request_id, PROMPT, structured_outputs=StructuredOutputs(**wanted))
-
-
-def constrained(request_id: str, output: str = "", **wanted: Any) -> Request:
-    """Return a running request with ``output`` after its prompt."""
-    event = arrival(request_id, **wanted)
-    tokens = Tokens(np.array([*PROMPT, *tokens_of(output)], np.int32), None)
-    return Request(
-        client=0,
-        request_id=request_id,
-        tokens=tokens,
-        num_prompt_tokens=len(PROMPT),
-        sampling=event.sampling,
-        seed=0,
-        stop_tokens=frozenset(),
-        max_total_tokens=100,
-        handle=int(request_id),
-    )
-
-
-def step_of(*requests: Request, drafts: int = 0) -> InFlightStep:
-    rows = {r.handle: StepRow(r, 1 + drafts, (), drafts, samples=True) for r in requests}
-    return InFlightStep(7, rows, [], len(requests) * (1 + drafts), only_steady=False, awaits_inputs=True)
-
-
-def ready(case: Case, *requests: Request) -> None:
-    for request in requests:
-        event = make_request(request.request_id, PROMPT, structured_outputs=request.sampling.structured_outputs)
-        if case.manager.begin(0, event):
-            while case.manager.has_waiting_requests:
-                case.outcomes()
 
 
 class TestCompiling:
@@ -373,7 +256,8 @@ class TestLimits:
             steps += 1
         assert inputs.handles == [1, 3] and [fail.request_id for _, fail in failures] == ["2"]
         assert failures[0][1].detail == "request_failed: the grammar takes too long to match"
-        assert 5 <= steps <= 8, "0.25 s in steps of 50 ms, the first of which is not timed"
+        assert 5 <= steps <= 12, "0.25 s in steps of 50 ms, without the first step in each lane"
+        assert [lane.private for lane in case.lanes.opened] == [False, True]
         assert case.manager.begin(0, arrival("4", regex="z+"))
         ((_, refuse),) = case.manager.poll()
         assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too long to match"

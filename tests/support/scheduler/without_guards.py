@@ -134,7 +134,7 @@ def the_grammar_checks_each_draft() -> Iterator[None]:
         free = [positions for positions in found if positions.reader.is_unconstrained]
         real(self, found)
         for positions in free:
-            self._masks[positions.row.places] = self._thinking_mask
+            self._masks[positions.places] = self._thinking_mask
 
     with mock.patch.object(mask_maker.MaskMaker, "fill_masks", fill):
         yield
