@@ -22,10 +22,11 @@ from quire.scheduler_proc.structured.closed_objects import close_objects
 
 MAX_LEXER_STATES = 20_000
 """Lexer states of one grammar over all outputs that use it: 1 to 3 KB each."""
-MAX_ROW_ITEMS = 1000
-MAX_STEP_ITEMS = 20_000
+MAX_ROW_ITEMS = 8000
+"""Parser states at one place. An object with 400 optional properties takes 1,607, a choice of four of them 6,428."""
+MAX_STEP_ITEMS = 80_000
 MAX_STEP_FUEL = 50_000
-"""Parser and lexer cost limits of one token: some milliseconds. A schema of 500 objects takes 10,000 items."""
+"""Parser and lexer cost limits of one token: some ten milliseconds. A schema of 500 objects takes 10,000 items."""
 MAX_THREADS = 8
 PARALLEL_FROM = 4
 """Fewest rows that are filled by several threads."""

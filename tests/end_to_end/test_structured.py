@@ -1,12 +1,16 @@
 """Structured output with real processes: every answer satisfies its schema, and other requests are not affected."""
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from engine_processes import engine_processes
 from json_schemas import schemas, validates
+from tiers import thinned
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import InvalidRequest
@@ -75,6 +79,44 @@ def test_same_answers_with_drafts_and_ranks(ranks: int, dtype: str) -> None:
     with LLM(deterministic=True, max_model_len=512, **settings) as drafting:
         assert [output.outputs[0].token_ids for output in drafting.chat(prompts, params)] == plain
         assert drafting.statistics().num_accepted_tokens > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", thinned([0, 3], keep=1))
+def test_same_answers_while_mask_processes_are_killed(drafts: int) -> None:
+    """No request fails, because none of them is the cause."""
+    wanted = schemas(12)
+    prompts = [[{"role": "user", "content": f"{i} Tell me of red blue red blue red blue"}] for i in range(12)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=300, structured_outputs=StructuredOutputs(json=schema))
+        for i, schema in enumerate(wanted)
+    ]
+    config = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1, "adaptive": False}
+    settings: dict[str, Any] = {"speculative_config": config} if drafts else {}
+    with LLM(deterministic=True, max_model_len=512, **settings) as llm:
+        plain = [output.outputs[0].token_ids for output in llm.chat(prompts, params)]
+        ended = threading.Event()
+        killed: list[int] = []
+        killer = threading.Thread(target=lambda: kill_lanes(ended, killed))
+        killer.start()
+        try:
+            outputs = llm.chat(prompts, params)
+        finally:
+            ended.set()
+            killer.join()
+        assert [output.outputs[0].error for output in outputs] == [None] * len(outputs)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert killed
+
+
+def kill_lanes(ended: threading.Event, killed: list[int]) -> None:
+    """Kill the processes that compute masks, again and again."""
+    while not ended.wait(0.05):
+        for process in engine_processes("quire.scheduler_proc.structured.mask_process"):
+            with contextlib.suppress(psutil.Error):
+                if "mask_process" in " ".join(process.parent().cmdline()):  # type: ignore[union-attr]
+                    process.kill()
+                    killed.append(process.pid)
 
 
 def test_an_invalid_grammar_is_refused(llm: LLM) -> None:

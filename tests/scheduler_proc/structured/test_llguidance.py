@@ -1,12 +1,13 @@
 """The llguidance backend: the text that each kind of constraint allows, and rollback of matchers."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 from grammar_cases import DEMO, EOS, VOCAB_SIZE, allowed, demo_backend, fits, tokens_of
 
-from quire.protocol.request.grammar_checks import GrammarRefused
+from quire.protocol.request.grammar_checks import MAX_OPTIONAL, GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.llguidance_backend import PARALLEL_FROM, LLGuidanceBackend
 
@@ -161,3 +162,31 @@ def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError):
         LLGuidanceBackend((DEMO / "tokenizer.json").read_text(), VOCAB_SIZE // 2, EOS)
+
+
+OPTIONAL = {
+    "type": "object",
+    "properties": {f"name{i}": {"type": "string", "maxLength": 5} for i in range(MAX_OPTIONAL)},
+}
+OTHERS = [json.loads(json.dumps(OPTIONAL).replace("name", f"other{i}name")) for i in range(3)]
+
+
+@pytest.mark.parametrize("schema", [OPTIONAL, {"items": OPTIONAL, "type": "array"}, {"anyOf": [OPTIONAL, *OTHERS]}])
+def test_objects_of_many_optional_properties_can_be_written(schema: dict[str, object]) -> None:
+    """Many optional properties were accepted once, and then the first token that begins an object was refused."""
+    draw = random.Random(1)
+    backend = demo_backend()
+    matcher = backend.compile(StructuredOutputs(json=schema)).matcher()
+    for _ in range(60):
+        tokens = allowed(backend, matcher)
+        assert tokens and not matcher.error
+        if tokens <= set(EOS):
+            return
+        assert matcher.accept(draw.choice(sorted(tokens - set(EOS))))
+
+
+def test_a_limit_of_the_library_is_named() -> None:
+    many = {"anyOf": [json.loads(json.dumps(OPTIONAL).replace("name", f"n{i}x")) for i in range(8)]}
+    matcher = demo_backend().compile(StructuredOutputs(json=many)).matcher()
+    assert not matcher.error and not matcher.accept(tokens_of("{")[0])
+    assert matcher.error == "the grammar is too complex to match"
