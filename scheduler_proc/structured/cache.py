@@ -10,7 +10,7 @@ from quire.scheduler_proc.structured.limits import EXPENSIVE_BYTES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """A grammar that compiles. ``number``: its name in the lanes; ``num_bytes``: memory of the compiled grammar."""
+    """A grammar that compiles. ``number``: its name in the helpers; ``num_bytes``: memory of the compiled grammar."""
 
     number: int
     wanted: StructuredOutputs
@@ -18,7 +18,7 @@ class Accepted:
 
     @property
     def is_expensive(self) -> bool:
-        """Whether it needs a lane of its own."""
+        """Whether it needs a helper of its own."""
         return self.num_bytes > EXPENSIVE_BYTES
 
 
@@ -31,7 +31,7 @@ Source = tuple[str, str]
 class GrammarCache:
     """LRU cache of compilation outcomes by source, refusals included; bounded by count and by bytes of source.
 
-    The lane that compiled a grammar keeps it as long as the cache does.
+    The helper that compiled a grammar keeps it as long as the cache does.
     """
 
     max_count: int = 256

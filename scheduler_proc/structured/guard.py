@@ -1,6 +1,6 @@
 """A helper process that compiles every grammar first: where a library hangs or crashes, only the helper ends.
 
-It returns whether the grammar is accepted and how much memory it takes; a lane then compiles it again, because a
+It returns whether the grammar is accepted and how much memory it takes; a helper then compiles it again, because a
 compiled grammar cannot be sent between processes. The
 compile pool starts it as ``python -P -m quire.scheduler_proc.structured.guard``.
 """

@@ -13,7 +13,7 @@ OUTPUT_SECONDS = 0.25
 TOKEN_SECONDS = 0.001
 """A schema's token takes 0.02 to 0.1 ms."""
 EXPENSIVE_SHARE = 0.2
-"""Share of this time above which an output gets a lane of its own."""
+"""Share of this time above which an output gets a helper of its own."""
 SLOW_SECONDS = 0.01
 """Filling the bitmasks of a step is slow above this; rows are then computed one by one."""
 NUM_WATCHED = 32
@@ -21,27 +21,27 @@ NUM_WATCHED = 32
 PATIENCE_SECONDS = 0.1
 """Time for which a step waits for masks: they should be ready before its forward pass ends."""
 ALONE_SECONDS = 0.02
-"""The same for an output that its lane is computing alone at that time."""
+"""The same for an output that its helper is computing alone at that time."""
 PRIVATE_PATIENCE_SECONDS = 0.002
-"""The same for an output with a lane of its own."""
+"""The same for an output with a helper of its own."""
 
 EXPENSIVE_BYTES = 8 * 2**20
-"""Memory of a compiled grammar above which it gets a lane of its own."""
+"""Memory of a compiled grammar above which it gets a helper of its own."""
 MAX_PRIVATE_BYTES = 256 * 2**20
-"""Growth of a private lane, above which its requests fail."""
+"""Growth of a private helper, above which its requests fail."""
 MAX_SHARED_BYTES = 256 * 2**20
-"""Growth of the shared lane, above which it is replaced."""
-MAX_PRIVATE_LANES = 16
-MAX_PRIVATE_LANES_OF_TENANT = 8
+"""Growth of the shared helper, above which it is replaced."""
+MAX_PRIVATE_HELPERS = 16
+MAX_PRIVATE_HELPERS_OF_TENANT = 8
 MAX_STRIKES = 4
-"""Lanes that may die while they compute one output, before its request fails: a lane may be killed from outside."""
+"""Helpers that may die while they compute one output, before its request fails: they may be killed from outside."""
 
 STALLED_SECONDS = 3.0
-"""Time without an answer after which a lane is replaced; a private one gets more."""
+"""Time without an answer after which a helper is replaced; a private one gets more."""
 STARTING_SECONDS = 60.0
-"""The same until a lane has started."""
+"""The same until a helper has started."""
 RETRY_SECONDS = 0.5
-"""Pause after a lane could not be opened or died at its start."""
+"""Pause after a helper could not be opened or died at its start."""
 
 
 def exceeds_limit(seconds: float, num_tokens: int) -> bool:
@@ -50,7 +50,7 @@ def exceeds_limit(seconds: float, num_tokens: int) -> bool:
 
 
 def is_expensive(seconds: float, num_tokens: int) -> bool:
-    """Return whether an output of ``num_tokens`` tokens needs a lane of its own."""
+    """Return whether an output of ``num_tokens`` tokens needs a helper of its own."""
     return exceeds_limit(seconds / EXPENSIVE_SHARE, num_tokens)
 
 

@@ -134,7 +134,7 @@ class LLGuidanceBackend:
             for ids, index in rows:
                 fill_next_token_bitmask(ids, masks, index)
         else:
-            if self._threads is None:  # made at the first use, because threads do not survive the fork of a lane
+            if self._threads is None:  # made at the first use, because threads do not survive the fork of a helper
                 self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
             fill_next_token_bitmask_par(self._threads, rows, masks)
         for ids, index in rows:

@@ -18,9 +18,9 @@ from quire.scheduler_proc.structured.cache import Accepted, GrammarCache, Outcom
 from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of
 from quire.scheduler_proc.structured.guard import Guard
-from quire.scheduler_proc.structured.lane import LaneMaker, MaskProcesses
-from quire.scheduler_proc.structured.lanes import Lanes
-from quire.scheduler_proc.structured.masking import BUSY as BUSY_LANES
+from quire.scheduler_proc.structured.helper_process import HelperMaker, MaskProcesses
+from quire.scheduler_proc.structured.helpers import MaskHelpers
+from quire.scheduler_proc.structured.masking import BUSY as NO_HELPER
 from quire.scheduler_proc.structured.masking import TOO_LARGE, TOO_SLOW, Events, Key, Masking
 
 WAIT_SECONDS = 1.8
@@ -55,12 +55,12 @@ class GrammarManager:
         self,
         config: EngineConfig,
         clock: Callable[[], float],
-        make_lanes: Callable[[EngineConfig], LaneMaker] | None = None,
+        make_helpers: Callable[[EngineConfig], HelperMaker] | None = None,
         make_check: Callable[[], Check] | None = None,
     ) -> None:
         """
         Args:
-            make_lanes, make_check: replace the processes that compute masks, and the Guard.
+            make_helpers, make_check: replace the processes that compute masks, and the Guard.
 
         Raises:
             ConfigError: the configured library is not installed.
@@ -69,9 +69,9 @@ class GrammarManager:
         self._config = config
         self._clock = clock
         self._pool = CompilePool(make_check or (lambda: Guard(config)), clock)
-        self._lanes = Lanes((make_lanes or MaskProcesses)(config))
-        self._lanes.watch(self._pool.fileno())
-        self._masking = Masking(config, self._lanes)
+        self._helpers = MaskHelpers((make_helpers or MaskProcesses)(config))
+        self._helpers.watch(self._pool.fileno())
+        self._masking = Masking(config, self._helpers)
         self._cache = GrammarCache()
         self._compiling: dict[Source, list[Key]] = {}
         self._waiting: dict[Key, _Wait] = {}
@@ -79,11 +79,11 @@ class GrammarManager:
         """Refusals known at arrival, not yet returned by ``poll``."""
 
     def fileno(self) -> int:
-        return self._lanes.fileno()
+        return self._helpers.fileno()
 
     def close(self) -> None:
         self._pool.close()
-        self._lanes.close()
+        self._helpers.close()
 
     @property
     def has_waiting_requests(self) -> bool:
@@ -116,7 +116,7 @@ class GrammarManager:
     def _begin_compiling(
         self, source: Source, wanted: StructuredOutputs, accepted: Accepted | None, tenant: int
     ) -> bool:
-        """Return whether a grammar will be compiled: by the guard, or in a lane if the guard has accepted it."""
+        """Return whether a grammar will be compiled: by the guard, or in a helper if the guard has accepted it."""
         if accepted is None:
             return self._pool.submit(source, wanted, owner=tenant)
         return self._masking.prepare(accepted, tenant, self._clock())
@@ -131,14 +131,14 @@ class GrammarManager:
         self._masking.poll(self._clock())
         prepared, self._masking.prepared = self._masking.prepared, []
         for grammar, reason in prepared:
-            refusal = GrammarBusy() if reason == BUSY_LANES else GrammarRefused(reason)
+            refusal = GrammarBusy() if reason == NO_HELPER else GrammarRefused(reason)
             decided += self._decide_all(source_of(grammar.wanted), refusal if reason else grammar)
         self._refuse_later()
         decided += self._masking.take_events()
         return [*decided, *self._overdue()] if self._waiting else decided
 
     def _checked(self, source: Source, outcome: Outcome) -> list[tuple[int, Release | Refuse]]:
-        """Handle the outcome of the guard: a lane must compile an accepted grammar before its requests can start."""
+        """Handle the outcome of the guard: a helper must compile an accepted grammar before its requests can start."""
         if not isinstance(outcome, Accepted):
             return self._decide_all(source, outcome)
         tenants = [self._waiting[key].tenant for key in self._compiling[source] if self._is_waiting(key, source)]
@@ -158,8 +158,8 @@ class GrammarManager:
 
     def _overdue(self) -> list[tuple[int, Release | Refuse]]:
         """Refuse requests that have waited too long. Grammars that no request waits for are no longer compiled."""
-        now, guard_at, lane_at = self._clock(), self._pool.ready_at, self._lanes.ready_at
-        ready_at = None if guard_at is None or lane_at is None else max(guard_at, lane_at)
+        now, guard_at, helper_at = self._clock(), self._pool.ready_at, self._helpers.ready_at
+        ready_at = None if guard_at is None or helper_at is None else max(guard_at, helper_at)
         overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
         # None of these grammars is known to be at fault: one that used up its CPU time was refused before.
         decided = [self._decide(key, source, GrammarBusy()) for key, source in overdue]
@@ -229,10 +229,10 @@ class GrammarManager:
             self._put(source_of(grammar.wanted), GrammarRefused(_REFUSALS[reason]))
 
     def _put(self, source: Source, outcome: Outcome) -> None:
-        """Cache an outcome; the lanes forget the grammars that the cache drops."""
+        """Cache an outcome; the helpers forget the grammars that the cache drops."""
         for dropped in self._cache.put(source, outcome):
             if isinstance(dropped, Accepted) and dropped is not outcome:
-                self._lanes.forget_grammar(dropped.number)
+                self._helpers.forget_grammar(dropped.number)
 
 
 def _is_late(since: float, ready_at: float | None, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Reads the tokens of outputs and fills their bitmasks: the work of a lane, without its process."""
+"""Reads the tokens of outputs and fills their bitmasks: the work of a helper, without its process."""
 
 import itertools
 import time
@@ -12,18 +12,18 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.scheduler_proc.structured.backend import CompiledGrammar, GrammarBackend, Masks
 from quire.scheduler_proc.structured.constrained_output import ConstrainedOutput, GrammarReader
-from quire.scheduler_proc.structured.lane_messages import (
+from quire.scheduler_proc.structured.limits import SlowSteps
+from quire.scheduler_proc.structured.mask_messages import (
     Begin,
     Fill,
     Filled,
     Forget,
-    FromLane,
+    FromHelper,
     Prepare,
     Prepared,
     Row,
-    ToLane,
+    ToHelper,
 )
-from quire.scheduler_proc.structured.limits import SlowSteps
 
 NOT_ALLOWED = "a sampled token is not allowed by its grammar"
 DEAD_END = "the grammar allows no token of the model's vocabulary here"
@@ -43,7 +43,7 @@ class _Positions:
 
 
 class MaskMaker:
-    """Owns the compiled grammars of a lane, and the position of each of its outputs. Used by one thread."""
+    """Owns the compiled grammars of a helper, and the position of each of its outputs. Used by one thread."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class MaskMaker:
         self._seconds: dict[int, float] = {}
         """CPU time of the newest masks of each output that were computed alone."""
 
-    def handle(self, message: ToLane) -> Iterator[Sequence[FromLane]]:
+    def handle(self, message: ToHelper) -> Iterator[Sequence[FromHelper]]:
         """Apply a message; yield answers as soon as they are known."""
         match message:
             case Prepare():
@@ -141,16 +141,16 @@ class MaskMaker:
                 if row.drafts:
                     self._masks[places[1:]] = -1
         self.fill_masks(found)
-        firsts = self._masks[[places[0] for _, places in rows]].any(axis=1)
-        for (row, _), allows in zip(rows, firsts.tolist(), strict=True):
-            if not allows and row.output not in reasons:
+        allows = np.any(self._masks[[places[0] for _, places in rows]], axis=1)
+        for row, _ in itertools.compress(rows, np.atleast_1d(~allows)):
+            if row.output not in reasons:
                 reasons[row.output] = self._outputs[row.output].reader.matcher.error or DEAD_END
         return reasons
 
     def _read(self, output: ConstrainedOutput, row: Row, place: int) -> bool:
         """Read the tokens of a row. Returns False when the grammar does not allow one of them.
 
-        If they are the first ones, another lane has read them one by one. Masks are filled between them as it did,
+        If they are the first ones, another helper has read them one by one. Masks are filled between them as it did,
         because the library's limits count from one mask to the next.
         """
         if row.output not in self._new:

@@ -1,9 +1,9 @@
-"""The processes that compute bitmasks: a parent that holds the vocabulary, and a forked child per lane.
+"""The processes that compute bitmasks: a parent that holds the vocabulary, and a forked child for each mask helper.
 
-``lane.py`` starts it as ``python -P -m quire.scheduler_proc.structured.mask_process``, with a socket as its input. Over
-this socket arrive the configuration, and then, for each lane, one byte with two file descriptors: the lane's socket and
-its shared memory. The parent compiles and matches nothing, so that a new child is ready within milliseconds and begins
-with a small memory.
+``helper_process.py`` starts it as ``python -P -m quire.scheduler_proc.structured.mask_process``, with a socket as its
+input. Over this socket arrive the configuration, and then, for each helper, one byte with two file descriptors: the
+helper's socket and its shared memory. The parent compiles and matches nothing, so that a new child is ready within
+milliseconds and begins with a small memory.
 """
 
 import ctypes
@@ -25,23 +25,23 @@ from quire.protocol.process.helper import begin_helper, start_large_stack_thread
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.scheduler_proc.structured.backend import GrammarBackend
 from quire.scheduler_proc.structured.backends import make_backend
-from quire.scheduler_proc.structured.lane_messages import Grown, Started, ToLane
 from quire.scheduler_proc.structured.limits import resident_bytes
 from quire.scheduler_proc.structured.mask_maker import MaskMaker
+from quire.scheduler_proc.structured.mask_messages import Grown, Started, ToHelper
 
 LENGTH = struct.Struct("<I")
 """Length of a message, which precedes it."""
 HEAD_BYTES = 64
 """Bytes of the shared memory before the masks; the first four are the output that is computed alone, or 0."""
 SHARED, PRIVATE = b"s", b"p"
-"""The byte that opens a lane for many grammars, or for one that is expensive."""
+"""The byte that opens a helper for many grammars, or for one that is expensive."""
 
 MESSAGE_SECONDS = 2.0
-"""CPU time of one message, after which the lane ends. A mask takes up to some ten milliseconds, a compilation 1 s."""
+"""CPU time of one message, after which the helper ends. A mask takes up to some ten milliseconds, a compilation 1 s."""
 MAX_ADDRESS_BYTES = 2048 * 2**20
-"""Address space that a lane may use beyond that of its parent; allocators reserve more than they use."""
+"""Address space that a helper may use beyond that of its parent; allocators reserve more than they use."""
 REPORT_BYTES = 4 * 2**20
-"""Growth of a lane's memory after which it reports its size again."""
+"""Growth of a helper's memory after which it reports its size again."""
 PRIVATE_NICE = 19
 _PR_SET_PDEATHSIG = 1
 
@@ -71,14 +71,14 @@ def _serve() -> None:
         if not os.fork():
             try:
                 control.close()
-                _serve_lane(backend, config, socket.socket(fileno=descriptors[0]), descriptors[1], parent, kind)
+                _serve_helper(backend, config, socket.socket(fileno=descriptors[0]), descriptors[1], parent, kind)
             finally:
                 os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _serve_lane(
+def _serve_helper(
     backend: GrammarBackend, config: EngineConfig, connection: socket.socket, memory: int, parent: int, kind: bytes
 ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -97,7 +97,7 @@ def _serve_lane(
         head[0] = output
 
     maker = MaskMaker(backend, config, masks, works_on)
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToLane)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToHelper)
     base = reported = resident_bytes()
     connection.sendall(_framed(encoder.encode(Started(os.getpid()))))
     for raw in _messages(connection):

@@ -1,4 +1,4 @@
-"""The bitmasks of steps: what is asked of which lane, what a step waits for, and which requests fail."""
+"""The bitmasks of steps: what is asked of which helper, what a step waits for, and which requests fail."""
 
 import itertools
 from collections.abc import Collection
@@ -13,8 +13,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.cache import Accepted
-from quire.scheduler_proc.structured.lane_messages import Begin, Fill, Filled, Forget, FromLane, Grown, Prepared, Row
-from quire.scheduler_proc.structured.lanes import Lanes, LaneState
+from quire.scheduler_proc.structured.helpers import HelperState, MaskHelpers
 from quire.scheduler_proc.structured.limits import (
     ALONE_SECONDS,
     MAX_STRIKES,
@@ -23,6 +22,7 @@ from quire.scheduler_proc.structured.limits import (
     exceeds_limit,
     is_expensive,
 )
+from quire.scheduler_proc.structured.mask_messages import Begin, Fill, Filled, Forget, FromHelper, Grown, Prepared, Row
 
 Key = tuple[int, str]
 """Client number and request id."""
@@ -41,21 +41,21 @@ class Output:
     """One output with a grammar, and what is asked about it.
 
     Attributes:
-        lane: the lane that knows it; None before the first masks, and after the death of a lane.
-        num_sent: its tokens (prompt included) that the lane has; -1 before Begin.
+        helper: the helper that knows it; None before the first masks, and after the death of a helper.
+        num_sent: its tokens (prompt included) that the helper has; -1 before Begin.
         awaits: whether an answer is outstanding; ``ask`` is the number of its message.
         filled: the masks of the newest answer, at ``num_known`` known tokens.
         reason: why the request fails, by the newest answer.
         seconds: CPU time spent on it.
-        strikes: lanes that died while they computed it.
-        is_expensive: it needs a lane of its own, although its grammar seemed cheap.
+        strikes: helpers that died while they computed it.
+        is_expensive: it needs a helper of its own, although its grammar seemed cheap.
     """
 
     key: Key
     number: int
     grammar: Accepted
     tenant: int
-    lane: LaneState | None = None
+    helper: HelperState | None = None
     num_sent: int = -1
     request: Request | None = None
     drafts: list[int] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Output:
     is_expensive: bool = False
 
     def leave(self) -> None:
-        """Forget the lane. The next one reads all tokens again, which costs as much as it did here."""
-        self.lane, self.num_sent, self.seconds = None, -1, 0.0
+        """Forget the helper. The next one reads all tokens again, which costs as much as it did here."""
+        self.helper, self.num_sent, self.seconds = None, -1, 0.0
 
 
 @dataclass(slots=True)
 class _Step:
-    """The step that awaits masks. ``has_others``: some of its rows need no mask of a lane of their own."""
+    """The step that awaits masks. ``has_others``: some of its rows need no mask of a helper of their own."""
 
     record: InFlightStep
     outputs: list[tuple[Request, Output]]
@@ -84,28 +84,28 @@ class _Step:
 
 
 class Masking:
-    """Owns the outputs with a grammar, and asks the lanes for their masks.
+    """Owns the outputs with a grammar, and asks the helpers for their masks.
 
     A step waits for late masks only as long as ``limits.py`` allows. The requests of masks that are later are held:
     they leave the step, and continue when the masks are there. So an expensive grammar delays its own request only.
     """
 
-    def __init__(self, config: EngineConfig, lanes: Lanes) -> None:
+    def __init__(self, config: EngineConfig, helpers: MaskHelpers) -> None:
         self._config = config
-        self._lanes = lanes
+        self._helpers = helpers
         self._outputs: dict[Key, Output] = {}
         self._by_number: dict[int, Output] = {}
         self._numbers = itertools.count(1)
         self._step: _Step | None = None
         self._unsent: dict[int, Output] = {}
-        """Outputs whose ask no lane has yet."""
+        """Outputs whose ask no helper has yet."""
         self._held: set[int] = set()
         """Outputs whose masks were late, so that their requests are held until they are there."""
         self._events: Events = []
         self.refused: list[tuple[Accepted, str]] = []
         """Grammars that reached a limit, and why later requests are refused."""
         self.prepared: list[tuple[Accepted, str]] = []
-        """Grammars that a lane compiled, or why it did not."""
+        """Grammars that a helper compiled, or why it did not."""
         self._prune_from = 64
 
     # ---- outputs
@@ -126,18 +126,18 @@ class Masking:
             del self._by_number[output.number]
             self._unsent.pop(output.number, None)
             self._held.discard(output.number)
-            if output.lane is not None:
-                output.lane.send(Forget([output.number]))
+            if output.helper is not None:
+                output.helper.send(Forget([output.number]))
 
     def prune(self, live: Collection[Key]) -> None:
-        """Forget requests that are not among ``live``. Does nothing while there are few and none has its own lane."""
-        if len(self._outputs) >= self._prune_from or self._lanes.has_temporary:
+        """Forget requests that are not among ``live``. Does nothing while there are few and none has its own helper."""
+        if len(self._outputs) >= self._prune_from or self._helpers.has_temporary:
             for key in [key for key in self._outputs if key not in live]:
                 self.discard(key)
             self._prune_from = max(64, 2 * len(self._outputs))
             outputs = self._outputs.values()
             expensive = {output.grammar.number for output in outputs if self._is_expensive(output)}
-            self._lanes.close_unused({output.lane for output in outputs}, expensive)
+            self._helpers.close_unused({output.helper for output in outputs}, expensive)
 
     # ---- steps
 
@@ -170,9 +170,10 @@ class Masking:
         if any(output.awaits and now < self._deadline(step, output) for _, output in live):
             return None
         self._step = None
-        events: Events = []
-        active = []
+        events, active = self.take_events(), []
         for request, output in live:
+            if output.number not in self._by_number:
+                continue  # one of the events is its failure
             if output.awaits:
                 self._held.add(output.number)
                 events.append((request.client, Hold(request.request_id, "grammar")))
@@ -192,11 +193,11 @@ class Masking:
         return next((step.since + seconds for seconds in times if step.since + seconds > now), now)
 
     def poll(self, now: float) -> None:
-        """Read the lanes' answers."""
-        for lane, message in self._lanes.receive(now):
-            self._on_message(lane, message)
-        for lane in self._lanes.take_dead(now):
-            self._on_death(lane, now)
+        """Read the helpers' answers."""
+        for helper, message in self._helpers.receive(now):
+            self._on_message(helper, message)
+        for helper in self._helpers.take_dead(now):
+            self._on_death(helper, now)
         if self._unsent:
             self._send(list(self._unsent.values()), now)
 
@@ -214,7 +215,7 @@ class Masking:
             return step.since + PATIENCE_SECONDS
         if self._is_expensive(output):
             return step.since + PRIVATE_PATIENCE_SECONDS
-        alone = output.lane is not None and output.lane.lane.works_on == output.number
+        alone = output.helper is not None and output.helper.end.works_on == output.number
         return step.since + (ALONE_SECONDS if alone else PATIENCE_SECONDS)
 
     def _failure(self, output: Output) -> Fail | None:
@@ -231,81 +232,81 @@ class Masking:
         self.discard(output.key)
         return Fail(output.key[1], f"request_failed: {reason}")
 
-    # ---- lanes
+    # ---- helpers
 
     def _send(self, outputs: list[Output], now: float) -> None:
-        """Send the outstanding asks of outputs to their lanes; those that no lane can take now are kept."""
-        fills: dict[LaneState, Fill] = {}
+        """Send the outstanding asks of outputs to their helpers; those that no helper can take now are kept."""
+        fills: dict[HelperState, Fill] = {}
         for output in outputs:
             self._unsent.pop(output.number, None)
-            lane, request = self._lane_of(output, now), output.request
+            helper, request = self._helper_of(output, now), output.request
             if not output.awaits or request is None or request.status.is_finished:
                 continue
-            if lane is None:
+            if helper is None:
                 self._unsent[output.number] = output
                 continue
-            fill = fills.get(lane)
+            fill = fills.get(helper)
             if fill is None:
-                fill = fills[lane] = Fill(next(self._numbers), [], [])
-            places = lane.take_places(fill.ask, output.number, 1 + len(output.drafts))
+                fill = fills[helper] = Fill(next(self._numbers), [], [])
+            places = helper.take_places(fill.ask, output.number, 1 + len(output.drafts))
             if places is None:
                 self._unsent[output.number] = output
                 continue
             if output.num_sent < 0:
-                self._begin(output, request, lane)
+                self._begin(output, request, helper)
             tokens = request.tokens.tail(output.num_sent)
             output.num_sent += len(tokens)
             output.ask = fill.ask
             fill.rows.append(Row(output.number, tokens, output.drafts))
             fill.places.extend(places)
-        for lane, fill in fills.items():
+        for helper, fill in fills.items():
             if fill.rows:
-                lane.send(fill)
+                helper.send(fill)
 
-    def _lane_of(self, output: Output, now: float) -> LaneState | None:
-        """Return the lane of an output, moving it if needed; None while there is none, or when its request fails."""
+    def _helper_of(self, output: Output, now: float) -> HelperState | None:
+        """Return the helper of an output, moving it if needed; None while there is none, or when its request fails."""
         request = output.request
         assert request is not None
-        if output.lane is not None and output.lane.is_private < self._is_expensive(output):
-            output.lane.send(Forget([output.number]))
+        if output.helper is not None and output.helper.is_private < self._is_expensive(output):
+            output.helper.send(Forget([output.number]))
             output.leave()
-        if output.lane is None:
+        if output.helper is None:
             private = self._is_expensive(output)
-            if private and not self._lanes.has_room(output.grammar, output.tenant):
+            if private and not self._helpers.has_room(output.grammar, output.tenant):
                 output.awaits, output.reason = False, CROWDED
                 self._answered(output)
                 return None
-            output.lane = self._lanes.lane_for(output.grammar, output.tenant, now, private=private)
-        return output.lane
+            output.helper = self._helpers.helper_for(output.grammar, output.tenant, now, private=private)
+        return output.helper
 
-    def _begin(self, output: Output, request: Request, lane: LaneState) -> None:
-        lane.prepare(output.grammar)
+    def _begin(self, output: Output, request: Request, helper: HelperState) -> None:
+        helper.prepare(output.grammar)
         prompt = b""
         if self._config.thinking_start_token_ids and self._config.thinking_end_token_ids:
             prompt = request.tokens.array()[: request.num_prompt_tokens].tobytes()
         expects_thought = request.sampling.thinking_token_budget is not None
-        lane.send(Begin(output.number, output.grammar.number, prompt, expects_thought))
+        helper.send(Begin(output.number, output.grammar.number, prompt, expects_thought))
         output.num_sent = request.num_prompt_tokens
 
-    def _on_message(self, lane: LaneState, message: FromLane) -> None:
+    def _on_message(self, helper: HelperState, message: FromHelper) -> None:
         match message:
             case Prepared():
-                accepted = lane.grammars.get(message.grammar)
+                accepted = helper.grammars.get(message.grammar)
                 if accepted is not None:
                     self.prepared.append((accepted, message.reason))
             case Filled():
-                self._on_filled(lane, message)
+                self._on_filled(helper, message)
             case Grown():
-                if self._lanes.has_outgrown(lane, message.num_bytes):
-                    for output in [o for o in self._outputs.values() if o.lane is lane]:
+                if self._helpers.has_outgrown(helper, message.num_bytes):
+                    for output in [o for o in self._outputs.values() if o.helper is helper]:
                         output.awaits, output.reason = False, TOO_LARGE
                         self._answered(output)
             case _:
                 pass
 
-    def _on_filled(self, lane: LaneState, message: Filled) -> None:
-        given = lane.give_places(message.ask, message.outputs)
-        masks = lane.lane.masks[list(itertools.chain.from_iterable(given))]
+    def _on_filled(self, helper: HelperState, message: Filled) -> None:
+        given = helper.give_places(message.ask, message.outputs)
+        masks = helper.end.masks[list(itertools.chain.from_iterable(given))]
         end = 0
         for number, places in zip(message.outputs, given, strict=True):
             start, end = end, end + len(places)
@@ -317,7 +318,7 @@ class Masking:
                 self._answered(output)
 
     def _answered(self, output: Output) -> None:
-        """Handle an answer: the end of a held request's wait, or a grammar that needs a lane of its own."""
+        """Handle an answer: the end of a held request's wait, or a grammar that needs a helper of its own."""
         request = output.request
         if request is None:
             return
@@ -335,25 +336,25 @@ class Masking:
             self._events.append((client, Release(request_id)))
 
     def prepare(self, grammar: Accepted, tenant: int, now: float) -> bool:
-        """Have a lane compile a grammar, as ``prepared`` reports. Returns False when no lane can take it."""
-        if grammar.is_expensive and not self._lanes.has_room(grammar, tenant):
+        """Have a helper compile a grammar, as ``prepared`` reports. Returns False when no helper can take it."""
+        if grammar.is_expensive and not self._helpers.has_room(grammar, tenant):
             return False
-        lane = self._lanes.lane_for(grammar, tenant, now, private=grammar.is_expensive)
-        if lane is None:
+        helper = self._helpers.helper_for(grammar, tenant, now, private=grammar.is_expensive)
+        if helper is None:
             return False
-        if grammar.number in lane.grammars and grammar.number not in lane.preparing:
+        if grammar.number in helper.grammars and grammar.number not in helper.preparing:
             self.prepared.append((grammar, ""))
-        lane.prepare(grammar)
+        helper.prepare(grammar)
         return True
 
-    def _on_death(self, lane: LaneState, now: float) -> None:
-        """Ask other lanes for everything that a dead lane knew. Only the output that it computed alone is suspected."""
-        for number in lane.preparing:
-            if not self.prepare(lane.grammars[number], lane.tenant, now):
-                self.prepared.append((lane.grammars[number], BUSY))
-        for output in [o for o in self._outputs.values() if o.lane is lane]:
+    def _on_death(self, helper: HelperState, now: float) -> None:
+        """Ask others for everything that a dead helper knew. Only the output that it computed alone is suspected."""
+        for number in helper.preparing:
+            if not self.prepare(helper.grammars[number], helper.tenant, now):
+                self.prepared.append((helper.grammars[number], BUSY))
+        for output in [o for o in self._outputs.values() if o.helper is helper]:
             output.leave()
-            if lane.lane.works_on == output.number:
+            if helper.end.works_on == output.number:
                 output.strikes += 1
                 output.is_expensive |= output.strikes >= MAX_STRIKES // 2
             if output.strikes >= MAX_STRIKES:

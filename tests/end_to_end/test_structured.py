@@ -97,7 +97,7 @@ def test_same_answers_while_mask_processes_are_killed(drafts: int) -> None:
         plain = [output.outputs[0].token_ids for output in llm.chat(prompts, params)]
         ended = threading.Event()
         killed: list[int] = []
-        killer = threading.Thread(target=lambda: kill_lanes(ended, killed))
+        killer = threading.Thread(target=lambda: kill_helpers(ended, killed))
         killer.start()
         try:
             outputs = llm.chat(prompts, params)
@@ -109,7 +109,7 @@ def test_same_answers_while_mask_processes_are_killed(drafts: int) -> None:
         assert killed
 
 
-def kill_lanes(ended: threading.Event, killed: list[int]) -> None:
+def kill_helpers(ended: threading.Event, killed: list[int]) -> None:
     """Kill the processes that compute masks, again and again."""
     while not ended.wait(0.05):
         for process in engine_processes("quire.scheduler_proc.structured.mask_process"):

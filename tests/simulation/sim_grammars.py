@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inline_lanes import InlineLanes
+from inline_helpers import InlineHelpers
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -72,5 +72,5 @@ class InlinePool:
         pass
 
 
-def even_lanes(config: EngineConfig) -> InlineLanes:
-    return InlineLanes(config, EvenBackend)
+def even_helpers(config: EngineConfig) -> InlineHelpers:
+    return InlineHelpers(config, EvenBackend)

@@ -14,7 +14,7 @@ from sim_disk import InlineWriter, SimDisk
 from sim_events import Events
 from sim_faults import Faults
 from sim_front import SimClient, SimFront
-from sim_grammars import InlinePool, even_lanes
+from sim_grammars import InlinePool, even_helpers
 from sim_net import Net
 from sim_process import SimProcess
 from sim_scenario import EOS, Scenario, SimRequest, shape_of
@@ -122,7 +122,7 @@ class World:
             mock.patch.object(scheduler_loop, "Collector", NoCollector),
             mock.patch.object(scheduler_loop, "kv_layout", lambda *args: self.layout),
             mock.patch.object(grammar_manager, "CompilePool", InlinePool),
-            mock.patch.object(grammar_manager, "MaskProcesses", even_lanes),
+            mock.patch.object(grammar_manager, "MaskProcesses", even_helpers),
             mock.patch.object(journal, "TraceWriter", InlineWriter),
             mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self.faults.disk_is_full)),
             mock.patch("time.time", lambda: 1e9 + self.events.now + self.faults.wall_jump),

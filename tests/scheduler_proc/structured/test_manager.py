@@ -256,8 +256,8 @@ class TestLimits:
             steps += 1
         assert inputs.handles == [1, 3] and [fail.request_id for _, fail in failures] == ["2"]
         assert failures[0][1].detail == "request_failed: the grammar takes too long to match"
-        assert 5 <= steps <= 12, "0.25 s in steps of 50 ms, without the first step in each lane"
-        assert [lane.private for lane in case.lanes.opened] == [False, True]
+        assert 5 <= steps <= 12, "0.25 s in steps of 50 ms, without the first step in each helper"
+        assert [helper.private for helper in case.helpers.opened] == [False, True]
         assert case.manager.begin(0, arrival("4", regex="z+"))
         ((_, refuse),) = case.manager.poll()
         assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too long to match"

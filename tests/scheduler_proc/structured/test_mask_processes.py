@@ -19,7 +19,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import lanes, limits, mask_process, masking
+from quire.scheduler_proc.structured import helpers, limits, mask_process, masking
 from quire.scheduler_proc.structured.manager import GrammarManager
 
 PROCESS = "quire.scheduler_proc.structured.mask_process"
@@ -121,7 +121,7 @@ def test_killed_processes_are_replaced_and_the_masks_are_the_same(manager: Gramm
 def test_stopped_processes_are_replaced_and_the_masks_are_the_same(
     manager: GrammarManager, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(helpers, "STALLED_SECONDS", 0.5)
     assert masks_along(manager, signalled(signal.SIGSTOP, generation)) == masks_here()
 
 
@@ -152,11 +152,11 @@ def _some(proposed: Proposed, count: int) -> Proposed:
     return Proposed(7, proposed.handles[:count], proposed.counts[:count], proposed.tokens[: 2 * count])
 
 
-def test_ending_an_expensive_request_returns_its_memory(
+def test_the_helper_of_an_expensive_request_ends_with_it(
     manager: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Open, "num_bytes", limits.EXPENSIVE_BYTES + 1)
-    request = constrained("1", json={"type": "integer", "multipleOf": 50021})
+    request = constrained("1", json={"type": "integer", "multipleOf": 1009})
     ready(manager, request)
     assert manager.sample_inputs(step_of(request))[0].handles == [1]
     own = [p for p in engine_processes(PROCESS) if p.ppid() != os.getpid()]

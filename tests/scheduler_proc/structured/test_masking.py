@@ -1,4 +1,4 @@
-"""Masks that are late, lanes that die or grow, and grammars that are expensive: only their own requests notice."""
+"""Masks that are late, helpers that die or grow, and grammars that are expensive: only their own requests notice."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from quire.scheduler_proc.structured.limits import (
     ALONE_SECONDS,
     EXPENSIVE_BYTES,
     MAX_PRIVATE_BYTES,
-    MAX_PRIVATE_LANES_OF_TENANT,
+    MAX_PRIVATE_HELPERS_OF_TENANT,
     MAX_SHARED_BYTES,
     MAX_STRIKES,
     PATIENCE_SECONDS,
@@ -65,11 +65,11 @@ class TestLateMasks:
         record = step_of(free, late)
         del record.rows[free.handle]
         record.steady = {free.handle: free}  # a request without a grammar
-        (lane,) = [lane for lane in case.lanes.opened if lane.private == (kind == "private")]
-        lane.stopped = True
+        (helper,) = [helper for helper in case.helpers.opened if helper.private == (kind == "private")]
+        helper.stopped = True
         case.manager.ask(record)
         if kind == "alone":
-            lane.works_on = next(iter(case.manager._masking._by_number.values())).number + 1
+            helper.works_on = next(iter(case.manager._masking._by_number.values())).number + 1
         case.now += 0.9 * patience
         assert case.manager.result() is None and case.manager.deadline() == pytest.approx(patience)
         case.now = patience
@@ -81,7 +81,7 @@ class TestLateMasks:
         expensive(case, late)
         ready(case, one, late)
         expected, _ = case.manager.sample_inputs(step_of(late))
-        _shared, private = case.lanes.opened
+        _shared, private = case.helpers.opened
         private.stopped = True
         case.manager.ask(step_of(one, late))
         assert case.manager.result() is None
@@ -100,7 +100,7 @@ class TestLateMasks:
         alone = constrained("1", regex="a+")
         expensive(case, alone)
         ready(case, alone)
-        case.lanes.opened[0].stopped = True
+        case.helpers.opened[0].stopped = True
         case.manager.ask(step_of(alone))
         case.now += 2 * PRIVATE_PATIENCE_SECONDS
         assert case.manager.result() is None
@@ -110,12 +110,12 @@ class TestLateMasks:
         one = constrained("1", regex="a+")
         ready(case, one)
         expected, _ = case.manager.sample_inputs(step_of(one))
-        (lane,) = case.lanes.opened
-        lane.stopped = True
+        (helper,) = case.helpers.opened
+        helper.stopped = True
         case.manager.ask(step_of(one))
         case.manager.abandon()
         case.manager.ask(step_of(one))
-        lane.stopped = False
+        helper.stopped = False
         inputs, events = case.manager.result()  # type: ignore[misc]
         assert masks_of(inputs) == masks_of(expected) and not events
 
@@ -124,17 +124,17 @@ class TestLateMasks:
         one = constrained("1", regex="a+")
         expensive(case, one)
         ready(case, one)
-        case.lanes.opened[0].stopped = True
+        case.helpers.opened[0].stopped = True
         case.manager.ask(step_of(one))
         case.now += PATIENCE_SECONDS
         assert case.manager.result() is not None
         case.manager.prune(set())
-        assert not case.manager.has_waiting_requests and case.lanes.opened[0].is_dead
+        assert not case.manager.has_waiting_requests and case.helpers.opened[0].is_dead
 
 
 class TestDeaths:
-    def test_another_lane_continues_with_the_same_masks(self, make_case: MakeCase) -> None:
-        """The new lane reads all tokens again; neither the outstanding nor the next masks differ."""
+    def test_another_helper_continues_with_the_same_masks(self, make_case: MakeCase) -> None:
+        """The new helper reads all tokens again; neither the outstanding nor the next masks differ."""
         case, undisturbed = make_case(), make_case()
         texts = ["", "ab", "abba"]
         for at, text in enumerate(texts):
@@ -144,79 +144,79 @@ class TestDeaths:
                 if not at:
                     ready(each, one, two)
                 if each is case:
-                    case.lanes.opened[-1].stopped = True
+                    case.helpers.opened[-1].stopped = True
                 each.manager.ask(step_of(one, two))
                 if each is case:
-                    case.lanes.opened[-1].is_dead = True
+                    case.helpers.opened[-1].is_dead = True
                 inputs, events = each.result()
                 assert inputs.handles == [1, 2] and not events
                 found.append(masks_of(inputs))
             assert found[0] == found[1]
-        assert len(case.lanes.opened) == 1 + len(texts)
+        assert len(case.helpers.opened) == 1 + len(texts)
 
     def test_a_waiting_grammar_is_prepared_again(self, make_case: MakeCase) -> None:
         case = make_case()
         case.gate.num_bytes["a"] = EXPENSIVE_BYTES + 1
-        opened = case.lanes.open
+        opened = case.helpers.open
 
         def stopped(*, private: bool) -> Any:
-            lane = opened(private=private)
-            lane.stopped = len(case.lanes.opened) == 1
-            return lane
+            helper = opened(private=private)
+            helper.stopped = len(case.helpers.opened) == 1
+            return helper
 
-        case.lanes.open = stopped  # type: ignore[method-assign]
+        case.helpers.open = stopped  # type: ignore[method-assign]
         case.manager.begin(0, arrival("1", regex="a"))
-        while not case.lanes.opened:
-            case.outcomes()
-        case.manager.poll()  # the lane has started
-        case.lanes.opened[0].is_dead = True
+        while not case.helpers.opened:
+            case.manager.poll()
+        case.manager.poll()  # the helper has started
+        case.helpers.opened[0].is_dead = True
         case.manager.poll()
-        assert case.manager.poll() == [(0, Release("1"))] and len(case.lanes.opened) == 2
+        assert case.manager.poll() == [(0, Release("1"))] and len(case.helpers.opened) == 2
 
-    def test_an_output_that_ends_its_lanes_fails_alone(self, make_case: MakeCase) -> None:
+    def test_an_output_that_ends_its_helpers_fails_alone(self, make_case: MakeCase) -> None:
         case = make_case()
         good, bad = constrained("1", regex="a+"), constrained("2", regex="b+")
         ready(case, good, bad)
         case.manager.sample_inputs(step_of(good, bad))
         for strike in range(MAX_STRIKES):
-            lane = case.lanes.opened[-1]
-            lane.stopped = True
+            helper = case.helpers.opened[-1]
+            helper.stopped = True
             case.manager.ask(step_of(good, bad))
-            lane.works_on = case.manager._masking._outputs[0, "2"].number
-            lane.is_dead = True
+            helper.works_on = case.manager._masking._outputs[0, "2"].number
+            helper.is_dead = True
             found = case.result()
             assert found is not None
             failed = [(0, Fail("2", f"request_failed: {TOO_SLOW}"))]
             assert found[1] == (failed if strike == MAX_STRIKES - 1 else [])
-        assert found[0].handles == [1] and case.lanes.opened[-1].private
+        assert found[0].handles == [1] and case.helpers.opened[-1].private
 
-    def test_a_stopped_lane_is_replaced(self, make_case: MakeCase) -> None:
+    def test_a_stopped_helper_is_replaced(self, make_case: MakeCase) -> None:
         case = make_case()
         one, free = constrained("1", regex="a+"), constrained("2", regex="b+")
         ready(case, one, free)
-        (lane,) = case.lanes.opened
-        lane.stopped = True
+        (helper,) = case.helpers.opened
+        helper.stopped = True
         case.manager.ask(step_of(one, free))
         case.now += PATIENCE_SECONDS
         assert len(case.manager.result()[1]) == 2  # type: ignore[index]
         case.now += STALLED_SECONDS
         case.manager.poll()
-        assert lane.is_dead and case.manager.poll() == [(0, Release("1")), (0, Release("2"))]
-        assert len(case.lanes.opened) == 2 and not case.manager.has_waiting_requests
+        assert helper.is_dead and case.manager.poll() == [(0, Release("1")), (0, Release("2"))]
+        assert len(case.helpers.opened) == 2 and not case.manager.has_waiting_requests
 
-    def test_lanes_that_cannot_be_opened_are_tried_again(self, make_case: MakeCase) -> None:
+    def test_helpers_that_cannot_be_opened_are_tried_again(self, make_case: MakeCase) -> None:
         case = make_case()
         one = constrained("1", regex="a+")
         ready(case, one)
-        opened, refusals = case.lanes.open, [OSError(24, "too many open files")]
+        opened, refusals = case.helpers.open, [OSError(24, "too many open files")]
 
         def scarce(*, private: bool) -> Any:
             if refusals:
                 raise refusals.pop()
             return opened(private=private)
 
-        case.lanes.open = scarce  # type: ignore[method-assign]
-        case.lanes.opened[0].is_dead = True
+        case.helpers.open = scarce  # type: ignore[method-assign]
+        case.helpers.opened[0].is_dead = True
         case.manager.ask(step_of(one))
         assert case.manager.result() is None and not refusals
         case.now += PATIENCE_SECONDS
@@ -227,44 +227,44 @@ class TestDeaths:
 
 
 class TestMemory:
-    def test_an_expensive_grammar_has_its_own_lane_which_ends_with_its_requests(self, make_case: MakeCase) -> None:
+    def test_an_expensive_grammar_has_its_own_helper_which_ends_with_its_requests(self, make_case: MakeCase) -> None:
         case = make_case()
         one, two, cheap = constrained("1", regex="a+"), constrained("2", regex="a+"), constrained("3", regex="b+")
         expensive(case, one)
         ready(case, one, two, cheap)
-        assert [lane.private for lane in case.lanes.opened] == [True, False]
+        assert [helper.private for helper in case.helpers.opened] == [True, False]
         case.manager.sample_inputs(step_of(one, two, cheap))
         case.manager.prune({(0, "2"), (0, "3")})
-        assert not case.lanes.opened[0].is_dead
+        assert not case.helpers.opened[0].is_dead
         case.manager.prune({(0, "3")})
-        assert [lane.is_dead for lane in case.lanes.opened] == [True, False]
+        assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
 
-    def test_growth_of_its_lane_fails_the_request(self, make_case: MakeCase) -> None:
+    def test_growth_of_its_helper_fails_the_request(self, make_case: MakeCase) -> None:
         case = make_case()
         one, cheap = constrained("1", regex="a+"), constrained("2", regex="b+")
         expensive(case, one)
         ready(case, one, cheap)
         case.manager.sample_inputs(step_of(one, cheap))
-        case.lanes.opened[0].grow(MAX_PRIVATE_BYTES + 1)
+        case.helpers.opened[0].grow(MAX_PRIVATE_BYTES + 1)
         assert case.manager.poll() == [(0, Fail("1", f"request_failed: {TOO_LARGE}"))]
         case.manager.prune({(0, "2")})
-        assert [lane.is_dead for lane in case.lanes.opened] == [True, False]
+        assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
         assert case.manager.begin(0, arrival("3", regex="a+"))
         ((_, refuse),) = case.manager.poll()
         assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too much memory to match"
 
-    def test_a_shared_lane_that_has_grown_is_replaced_for_later_outputs(self, make_case: MakeCase) -> None:
+    def test_a_shared_helper_that_has_grown_is_replaced_for_later_outputs(self, make_case: MakeCase) -> None:
         case = make_case()
         early, late = constrained("1", regex="a+"), constrained("2", regex="a+")
         ready(case, early)
         expected, _ = case.manager.sample_inputs(step_of(early))
-        case.lanes.opened[0].grow(MAX_SHARED_BYTES + 1)
+        case.helpers.opened[0].grow(MAX_SHARED_BYTES + 1)
         case.manager.poll()
         ready(case, late)
         inputs, events = case.manager.sample_inputs(step_of(early, late))
-        assert masks_of(inputs) == 2 * masks_of(expected) and not events and len(case.lanes.opened) == 2
+        assert masks_of(inputs) == 2 * masks_of(expected) and not events and len(case.helpers.opened) == 2
         case.manager.prune({(0, "2")})
-        assert [lane.is_dead for lane in case.lanes.opened] == [True, False]
+        assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
 
     def test_a_second_replacement_moves_the_oldest_outputs(self, make_case: MakeCase) -> None:
         case = make_case()
@@ -272,9 +272,9 @@ class TestMemory:
         for request in requests:
             ready(case, request)
             case.manager.sample_inputs(step_of(request))
-            case.lanes.opened[-1].grow(MAX_SHARED_BYTES + 1)
+            case.helpers.opened[-1].grow(MAX_SHARED_BYTES + 1)
             case.manager.poll()
-        assert [lane.is_dead for lane in case.lanes.opened] == [True, False]
+        assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
         inputs, events = case.manager.sample_inputs(step_of(*requests))
         assert inputs.handles == [1, 2] and not events
 
@@ -286,23 +286,20 @@ class TestTenants:
         assert wanted is not None
         expensive(case, request)
         case.manager.begin(0, event)
-        decided: list[Any] = []
-        while not decided:
-            decided += case.outcomes() or case.manager.poll()
-        return decided[0][1]
+        return case.decide()[0][1]
 
-    def test_one_tenant_cannot_take_all_lanes(self, make_case: MakeCase) -> None:
+    def test_one_tenant_cannot_take_all_helpers(self, make_case: MakeCase) -> None:
         case = make_case()
-        requests = [constrained(str(i), regex=f"a{{{i + 1}}}") for i in range(MAX_PRIVATE_LANES_OF_TENANT + 2)]
+        requests = [constrained(str(i), regex=f"a{{{i + 1}}}") for i in range(MAX_PRIVATE_HELPERS_OF_TENANT + 2)]
         *first, surplus, other = requests
         assert all(isinstance(self.begin(case, request, 1), Release) for request in first)
         refused = self.begin(case, surplus, 1)
         assert isinstance(refused, Refuse) and refused.code == "queue_full"
         assert isinstance(self.begin(case, other, 2), Release)
 
-    def test_an_output_without_room_for_its_lane_fails(self, make_case: MakeCase) -> None:
+    def test_an_output_without_room_for_its_helper_fails(self, make_case: MakeCase) -> None:
         case = make_case()
-        for index in range(MAX_PRIVATE_LANES_OF_TENANT):
+        for index in range(MAX_PRIVATE_HELPERS_OF_TENANT):
             self.begin(case, constrained(str(index), regex=f"a{{{index + 1}}}"), 0)
         slow, good = constrained("90", regex="z+"), constrained("91", regex="b+")
         ready(case, slow, good)
@@ -313,7 +310,7 @@ class TestTenants:
 
 
 def test_many_tokens_are_read_as_one_by_one(make_case: MakeCase) -> None:
-    """As by a lane that replaces another; the limits of the library count from one mask to the next."""
+    """As by a helper that replaces another; the limits of the library count from one mask to the next."""
     grammar = "start: (" + " | ".join(f"T{i}" for i in range(100)) + ")+\n"
     letters = "abcdefghijklmnop"
     grammar += "\n".join(f"T{i}: /[{letters[i % 8 :]} ]+[{letters[: 5 + i % 11]}]+/" for i in range(100))
@@ -326,6 +323,20 @@ def test_many_tokens_are_read_as_one_by_one(make_case: MakeCase) -> None:
         allowed = np.flatnonzero(np.unpackbits(np.asarray(inputs.bitmask).view(np.uint8), bitorder="little"))
         steps.tokens.append(int(allowed[(7 * len(steps.tokens)) % len(allowed[allowed > 2])]))
     expected, _ = case.manager.sample_inputs(step_of(steps))
-    case.lanes.opened[0].is_dead = True
+    case.helpers.opened[0].is_dead = True
     inputs, failures = case.manager.sample_inputs(step_of(steps))
     assert not failures and masks_of(inputs) == masks_of(expected)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_failure_that_is_noticed_during_a_step_is_part_of_its_result(make_case: MakeCase, in_step: bool) -> None:
+    """Otherwise the failed request could be in the next step, and nothing would know its grammar."""
+    case = make_case()
+    one, other = constrained("1", regex="a+"), constrained("2", regex="b+")
+    expensive(case, one)
+    ready(case, one, other)
+    case.manager.sample_inputs(step_of(one, other))
+    case.helpers.opened[0].grow(MAX_PRIVATE_BYTES + 1)
+    inputs, events = case.manager.sample_inputs(step_of(one, other) if in_step else step_of(other))
+    assert inputs.handles == [2] and events == [(0, Fail("1", f"request_failed: {TOO_LARGE}"))]
+    assert case.manager.poll() == []

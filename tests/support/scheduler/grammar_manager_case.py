@@ -1,4 +1,4 @@
-"""A GrammarManager without an engine: a manual clock, lanes in the test's process, and a gate instead of the guard."""
+"""A GrammarManager without an engine: manual clock, helpers in the test's process, a gate instead of the guard."""
 
 import select
 import threading
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from grammar_cases import demo_backend, demo_config, tokens_of
-from inline_lanes import InlineLanes
+from inline_helpers import InlineHelpers
 from scheduler_driver import make_request
 
 from quire.protocol.config import EngineConfig
@@ -74,25 +74,31 @@ class Case:
     def __init__(self, *, opened: bool = True, **settings: Any) -> None:
         self.now = 0.0
         self.gate = Gate(opened=opened)
-        self.lanes: InlineLanes
-        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, self._make_lanes, lambda: self.gate)
+        self.helpers: InlineHelpers
+        self.manager = GrammarManager(demo_config(**settings), lambda: self.now, self._make_helpers, lambda: self.gate)
 
-    def _make_lanes(self, config: EngineConfig) -> InlineLanes:
+    def _make_helpers(self, config: EngineConfig) -> InlineHelpers:
         def clock() -> float:
             return self.now
 
-        self.lanes = InlineLanes(config, lambda: SlowBackend(self), clock, clock)
-        return self.lanes
+        self.helpers = InlineHelpers(config, lambda: SlowBackend(self), clock, clock)
+        return self.helpers
 
     def outcomes(self) -> list[tuple[int, Any]]:
-        """Return outcomes of ``poll``; wait for the pipe if there are none yet."""
-        if found := self.manager.poll():
-            return found
+        """Wait for the pipe, and return the outcomes of ``poll``."""
         assert select.select([self.manager], [], [], 30)[0]
         return self.manager.poll()
 
+    def decide(self) -> list[tuple[int, Any]]:
+        """Return the outcomes of all waiting requests."""
+        outcomes: list[tuple[int, Any]] = []
+        while self.manager.has_waiting_requests:
+            outcomes += self.manager.poll()
+            select.select([self.manager], [], [], 0.01)
+        return outcomes
+
     def result(self) -> Any:
-        """Return the result of a step, as the loop does when a lane has answered."""
+        """Return the result of a step, as the loop does when a helper has answered."""
         return self.manager.result() or self.manager.result()
 
     def close(self) -> None:
@@ -131,5 +137,4 @@ def ready(case: Case, *requests: Request) -> None:
     for request in requests:
         event = make_request(request.request_id, PROMPT, structured_outputs=request.sampling.structured_outputs)
         if case.manager.begin(0, event):
-            while case.manager.has_waiting_requests:
-                case.outcomes()
+            case.decide()

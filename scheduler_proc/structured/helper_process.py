@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -15,13 +14,13 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.structured.backend import Masks
-from quire.scheduler_proc.structured.lane_messages import FromLane, Started, ToLane
+from quire.scheduler_proc.structured.mask_messages import FromHelper, Started, ToHelper
 from quire.scheduler_proc.structured.mask_process import HEAD_BYTES, LENGTH, PRIVATE, SHARED
 
 RECEIVED_BYTES = 2**16
 
 
-class Lane(Protocol):
+class MaskHelper(Protocol):
     """Computes masks for the outputs that it was told about, in the order of the messages.
 
     Attributes:
@@ -34,7 +33,7 @@ class Lane(Protocol):
 
     @property
     def works_on(self) -> int:
-        """The output that is computed alone now, or was when the lane died; otherwise 0."""
+        """The output that is computed alone now, or was when the helper died; otherwise 0."""
         ...
 
     @property
@@ -42,25 +41,25 @@ class Lane(Protocol):
 
     def fileno(self) -> int: ...
 
-    def send(self, message: ToLane) -> None: ...
+    def send(self, message: ToHelper) -> None: ...
 
-    def receive(self) -> list[FromLane]: ...
+    def receive(self) -> list[FromHelper]: ...
 
     def close(self) -> None:
-        """End the lane at once."""
+        """End the helper at once."""
         ...
 
 
-class LaneMaker(Protocol):
-    """Opens lanes."""
+class HelperMaker(Protocol):
+    """Opens helpers."""
 
-    def open(self, *, private: bool) -> Lane: ...
+    def open(self, *, private: bool) -> MaskHelper: ...
 
     def close(self) -> None: ...
 
 
 class MaskProcesses:
-    """Owns the parent of all lanes, which it starts at the first lane and again after its death."""
+    """Owns the parent of all helpers, which it starts at the first helper and again after its death."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -68,8 +67,8 @@ class MaskProcesses:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def open(self, *, private: bool) -> "LaneProcess":
-        """Open a lane; it starts in its own time. ``private``: it yields the processor to all other processes.
+    def open(self, *, private: bool) -> "HelperProcess":
+        """Open a helper; it starts in its own time. ``private``: it yields the processor to all other processes.
 
         Raises:
             OSError: file descriptors, memory or processes are short.
@@ -82,7 +81,7 @@ class MaskProcesses:
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(control, [PRIVATE if private else SHARED], [theirs.fileno(), memory])
-            return LaneProcess(ours, mmap.mmap(memory, 0), num_words)
+            return HelperProcess(ours, mmap.mmap(memory, 0), num_words)
         finally:
             os.close(memory)
 
@@ -108,8 +107,8 @@ class MaskProcesses:
         return self._control
 
 
-class LaneProcess:
-    """One child. Implements ``Lane``."""
+class HelperProcess:
+    """One child. Implements ``MaskHelper``."""
 
     def __init__(self, connection: socket.socket, memory: mmap.mmap, num_words: int) -> None:
         connection.setblocking(False)
@@ -121,7 +120,7 @@ class LaneProcess:
         self._unsent = bytearray()
         self._unread = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromLane] = msgspec.msgpack.Decoder(FromLane)
+        self._decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
 
     @property
     def works_on(self) -> int:
@@ -134,12 +133,12 @@ class LaneProcess:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def send(self, message: ToLane) -> None:
+    def send(self, message: ToHelper) -> None:
         encoded = self._encoder.encode(message)
         self._unsent += LENGTH.pack(len(encoded)) + encoded
         self._send()
 
-    def receive(self) -> list[FromLane]:
+    def receive(self) -> list[FromHelper]:
         self._send()
         while not self.is_dead and (piece := self._read()):
             self._unread += piece
@@ -172,8 +171,8 @@ class LaneProcess:
         self.is_dead |= not piece
         return piece
 
-    def _decoded(self) -> "list[FromLane]":
-        messages: list[FromLane] = []
+    def _decoded(self) -> "list[FromHelper]":
+        messages: list[FromHelper] = []
         at = 0
         while len(self._unread) - at >= LENGTH.size:
             size = LENGTH.unpack_from(self._unread, at)[0]
@@ -187,6 +186,3 @@ class LaneProcess:
             messages.append(message)
         del self._unread[:at]
         return messages
-
-
-MakeLanes = Callable[[EngineConfig], LaneMaker]

@@ -1,4 +1,4 @@
-"""Lanes that compute masks in the test's own process, when the test allows it."""
+"""MaskHelpers that compute masks in the test's own process, when the test allows it."""
 
 import time
 from collections.abc import Callable
@@ -8,34 +8,34 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.structured.backend import GrammarBackend, Masks
-from quire.scheduler_proc.structured.lane_messages import FromLane, Grown, Started, ToLane
 from quire.scheduler_proc.structured.mask_maker import MaskMaker
+from quire.scheduler_proc.structured.mask_messages import FromHelper, Grown, Started, ToHelper
 
 
-class InlineLane:
-    """Implements ``lane.Lane``. Messages wait while it is ``stopped``."""
+class InlineHelper:
+    """Implements ``helper_process.MaskHelper``. Messages wait while it is ``stopped``."""
 
     has_unsent = False
 
-    def __init__(self, maker: "InlineLanes", *, private: bool) -> None:
+    def __init__(self, maker: "InlineHelpers", *, private: bool) -> None:
         config = maker.config
         self.private = private
         self.stopped = False
         self.is_dead = False
         self.works_on = 0
-        self.messages: list[ToLane] = []
+        self.messages: list[ToHelper] = []
         self.masks: Masks = np.zeros((config.max_num_seqs * 4, (config.model.vocab_size + 31) // 32), np.int32)
         self._maker = MaskMaker(maker.backend(), config, self.masks, clock=maker.clock, cpu_clock=maker.cpu_clock)
-        self._answers: list[FromLane] = [Started(0)]
+        self._answers: list[FromHelper] = [Started(0)]
 
     def fileno(self) -> int:
         return -1
 
-    def send(self, message: ToLane) -> None:
+    def send(self, message: ToHelper) -> None:
         self.messages.append(message)
         self._answer()
 
-    def receive(self) -> list[FromLane]:
+    def receive(self) -> list[FromHelper]:
         self._answer()
         answers, self._answers = self._answers, []
         return answers
@@ -52,11 +52,11 @@ class InlineLane:
                 self._answers += answers
 
 
-class InlineLanes:
-    """Implements ``lane.LaneMaker``.
+class InlineHelpers:
+    """Implements ``helper_process.HelperMaker``.
 
     Attributes:
-        opened: every lane that was opened.
+        opened: every helper that was opened.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class InlineLanes:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.config, self.backend, self.clock, self.cpu_clock = config, backend, clock, cpu_clock
-        self.opened: list[InlineLane] = []
+        self.opened: list[InlineHelper] = []
 
     def open(self, *, private: bool) -> Any:
-        self.opened.append(InlineLane(self, private=private))
+        self.opened.append(InlineHelper(self, private=private))
         return self.opened[-1]
 
     def close(self) -> None:

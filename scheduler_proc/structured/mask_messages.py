@@ -1,4 +1,4 @@
-"""Messages between the scheduler process and the processes that compute bitmasks (lanes)."""
+"""Messages between the scheduler process and the processes that compute bitmasks (helpers)."""
 
 from typing import TypeAlias
 
@@ -55,11 +55,11 @@ class Forget(msgspec.Struct, frozen=True, tag=4):
     grammars: list[int] = []
 
 
-ToLane: TypeAlias = Prepare | Begin | Fill | Forget
+ToHelper: TypeAlias = Prepare | Begin | Fill | Forget
 
 
 class Started(msgspec.Struct, frozen=True, tag=11):
-    """The lane reads messages. ``pid``: its process."""
+    """The helper reads messages. ``pid``: its process."""
 
     pid: int
 
@@ -86,9 +86,9 @@ class Filled(msgspec.Struct, frozen=True, tag=13):
 
 
 class Grown(msgspec.Struct, frozen=True, tag=14):
-    """The lane's memory has grown by ``num_bytes`` since it started."""
+    """The helper's memory has grown by ``num_bytes`` since it started."""
 
     num_bytes: int
 
 
-FromLane: TypeAlias = Started | Prepared | Filled | Grown
+FromHelper: TypeAlias = Started | Prepared | Filled | Grown
