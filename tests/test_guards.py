@@ -40,13 +40,15 @@ bugs = load("scheduler_proc/core/test_recurring_bugs.py")
 prefixes = load("scheduler_proc/kv/test_prefix_caching.py")
 prompts = load("scheduler_proc/core/test_prompt_logprobs.py")
 grammars = load("scheduler_proc/structured/test_manager.py")
+masking = load("scheduler_proc/structured/test_masking.py")
+holds = load("scheduler_proc/core/test_holds_and_pauses.py")
 drafts = load("worker_proc/execute/test_draft_steps.py")
 attention = load("worker_proc/attention/test_cpu_attention.py")
 processors = load("worker_proc/sampling/test_processors.py")
 
 
-def masks(name: str) -> None:
-    """Run a test of TestMasks, and close the grammar managers that it creates."""
+def with_grammars(test: Callable[..., object]) -> None:
+    """Run a test with grammar managers, and close those that it creates."""
     made: list[Any] = []
 
     def make(**settings: Any) -> Any:
@@ -54,10 +56,14 @@ def masks(name: str) -> None:
         return made[-1]
 
     try:
-        vars(grammars.TestMasks)[name](grammars.TestMasks(), make)
+        test(make)
     finally:
         for case in made:
             case.close()
+
+
+drafts_and_thinking = grammars.TestMasks().test_drafts_across_the_end_of_thinking
+slow_matching = grammars.TestLimits().test_slow_matching_fails_the_request_and_refuses_its_grammar
 
 
 def unwritten_slots() -> None:
@@ -122,8 +128,37 @@ GUARDS = (
         without.prompt_logprobs_skip_the_prefix_cache,
         partial(prompts.test_prompt_logprobs_disable_prefix_cache_hits, layout_of(full(4))),
     ),
-    Guard(10, without.the_grammar_checks_each_draft, partial(masks, "test_drafts_across_the_end_of_thinking")),
-    Guard(10, without.drafts_read_for_masks_are_undone, partial(masks, "test_drafts_across_the_end_of_thinking")),
+    Guard(10, without.the_grammar_checks_each_draft, partial(with_grammars, drafts_and_thinking)),
+    Guard(10, without.drafts_read_for_masks_are_undone, partial(with_grammars, drafts_and_thinking)),
+    Guard(
+        10,
+        without.late_masks_hold_their_request,
+        partial(
+            with_grammars,
+            masking.TestLateMasks().test_the_request_is_held_until_its_masks_are_there_and_continues_with_them,
+        ),
+    ),
+    Guard(
+        10,
+        without.samples_of_held_requests_do_not_count,
+        partial(holds.test_a_running_request_is_preempted_and_its_samples_in_flight_do_not_count, 1, True),
+    ),
+    Guard(
+        10,
+        without.outputs_move_when_their_helper_dies,
+        partial(with_grammars, masking.TestDeaths().test_another_helper_continues_with_the_same_masks),
+    ),
+    Guard(
+        10,
+        without.masks_are_filled_between_tokens_read_again,
+        partial(with_grammars, masking.test_many_tokens_are_read_as_one_by_one),
+    ),
+    Guard(10, without.matching_has_a_budget, partial(with_grammars, slow_matching)),
+    Guard(
+        10,
+        without.a_private_helper_has_a_budget,
+        partial(with_grammars, masking.TestMemory().test_growth_of_its_helper_fails_the_request),
+    ),
     Guard(11, without.the_null_block_is_not_counted, bugs.test_bug_11_null_block_is_never_held),
     Guard(12, without.shared_blocks_are_reference_counted, bugs.test_bug_12_shared_window_blocks_are_freed_once),
     Guard(13, without.unwritten_slots_are_cleared, unwritten_slots),

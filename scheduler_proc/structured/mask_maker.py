@@ -148,20 +148,23 @@ class MaskMaker:
         return reasons
 
     def _read(self, output: ConstrainedOutput, row: Row, place: int) -> bool:
-        """Read the tokens of a row. Returns False when the grammar does not allow one of them.
+        """Read the tokens of a row. Returns False when the grammar does not allow one of them."""
+        if row.output in self._new:
+            self._new.discard(row.output)
+            return self.read_again(output, row.tokens, place)
+        return output.read(row.tokens)
 
-        If they are the first ones, another helper has read them one by one. Masks are filled between them as it did,
-        because the library's limits count from one mask to the next.
+    def read_again(self, output: ConstrainedOutput, tokens: list[int], place: int) -> bool:
+        """Read tokens that another helper has read one by one.
+
+        Masks are filled between them as it did, because the library's limits count from one mask to the next.
         """
-        if row.output not in self._new:
-            return output.read(row.tokens)
-        self._new.discard(row.output)
-        for token in row.tokens[:-1]:
+        for token in tokens[:-1]:
             if not output.read([token]):
                 return False
             if not output.reader.is_unconstrained:
                 self._backend.fill([(output.reader.matcher, place)], self._masks)
-        return output.read(row.tokens[-1:])
+        return output.read(tokens[-1:])
 
     def fill_masks(self, found: list[_Positions]) -> None:
         """Fill the bitmasks position by position for all rows, so that each round is filled in parallel.

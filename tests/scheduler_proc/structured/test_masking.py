@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammar_cases import EOS
 from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, step_of
 
 from quire.protocol.wire.front_end_messages import AddRequest
@@ -86,7 +87,7 @@ class TestLateMasks:
         case.manager.ask(step_of(one, late))
         assert case.manager.result() is None
         case.now += PATIENCE_SECONDS
-        inputs, events = case.manager.result()  # type: ignore[misc]
+        inputs, events = case.result()
         assert inputs.handles == [1] and events == [(0, Hold("2", "grammar"))]
         assert case.manager.poll() == [] and case.manager.has_waiting_requests
         private.stopped = False
@@ -116,7 +117,7 @@ class TestLateMasks:
         case.manager.abandon()
         case.manager.ask(step_of(one))
         helper.stopped = False
-        inputs, events = case.manager.result()  # type: ignore[misc]
+        inputs, events = case.result()
         assert masks_of(inputs) == masks_of(expected) and not events
 
     def test_an_abort_while_held_leaves_nothing(self, make_case: MakeCase) -> None:
@@ -198,7 +199,7 @@ class TestDeaths:
         helper.stopped = True
         case.manager.ask(step_of(one, free))
         case.now += PATIENCE_SECONDS
-        assert len(case.manager.result()[1]) == 2  # type: ignore[index]
+        assert len(case.result()[1]) == 2
         case.now += STALLED_SECONDS
         case.manager.poll()
         assert helper.is_dead and case.manager.poll() == [(0, Release("1")), (0, Release("2"))]
@@ -220,7 +221,7 @@ class TestDeaths:
         case.manager.ask(step_of(one))
         assert case.manager.result() is None and not refusals
         case.now += PATIENCE_SECONDS
-        assert case.manager.result()[1] == [(0, Hold("1", "grammar"))]  # type: ignore[index]
+        assert case.result()[1] == [(0, Hold("1", "grammar"))]
         case.now += RETRY_SECONDS
         case.manager.poll()
         assert case.manager.poll() == [(0, Release("1"))]
@@ -311,20 +312,22 @@ class TestTenants:
 
 def test_many_tokens_are_read_as_one_by_one(make_case: MakeCase) -> None:
     """As by a helper that replaces another; the limits of the library count from one mask to the next."""
-    grammar = "start: (" + " | ".join(f"T{i}" for i in range(100)) + ")+\n"
-    letters = "abcdefghijklmnop"
-    grammar += "\n".join(f"T{i}: /[{letters[i % 8 :]} ]+[{letters[: 5 + i % 11]}]+/" for i in range(100))
+    terminals = [f"T{i}: /[a-{chr(100 + i % 20)} ]{{1,{i + 100}}}/" for i in range(200)]
+    start = "start: (" + " | ".join(f"T{i}" for i in range(200)) + ")+"
     case = make_case()
-    steps = constrained("1", grammar=grammar)
-    ready(case, steps)
-    for _ in range(40):
-        inputs, failures = case.manager.sample_inputs(step_of(steps))
+    request = constrained("1", grammar="\n".join([start, *terminals]))
+    request.max_total_tokens = 1000
+    ready(case, request)
+    for at in range(100):
+        inputs, failures = case.manager.sample_inputs(step_of(request))
         assert not failures
-        allowed = np.flatnonzero(np.unpackbits(np.asarray(inputs.bitmask).view(np.uint8), bitorder="little"))
-        steps.tokens.append(int(allowed[(7 * len(steps.tokens)) % len(allowed[allowed > 2])]))
-    expected, _ = case.manager.sample_inputs(step_of(steps))
+        tokens = np.flatnonzero(np.unpackbits(np.asarray(inputs.bitmask).view(np.uint8), bitorder="little"))
+        tokens = tokens[~np.isin(tokens, EOS)]
+        request.tokens.append(int(tokens[(37 * at + 11) % len(tokens)]))
+    expected, _ = case.manager.sample_inputs(step_of(request))
     case.helpers.opened[0].is_dead = True
-    inputs, failures = case.manager.sample_inputs(step_of(steps))
+    case.manager.ask(step_of(request))
+    inputs, failures = case.result()
     assert not failures and masks_of(inputs) == masks_of(expected)
 
 

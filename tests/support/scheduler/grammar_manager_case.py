@@ -99,7 +99,9 @@ class Case:
 
     def result(self) -> Any:
         """Return the result of a step, as the loop does when a helper has answered."""
-        return self.manager.result() or self.manager.result()
+        found = self.manager.result() or self.manager.result()
+        assert found is not None, "the step still waits"
+        return found
 
     def close(self) -> None:
         self.gate.starts.set()

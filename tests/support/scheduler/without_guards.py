@@ -12,12 +12,12 @@ from unittest import mock
 
 import numpy as np
 
-from quire.scheduler_proc.core import request_table, results, step
+from quire.scheduler_proc.core import arrivals, request_table, results, step
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import constrained_output, mask_maker
+from quire.scheduler_proc.structured import constrained_output, helpers, mask_maker, masking
 from quire.worker_proc.attention import cpu_plan
 from quire.worker_proc.execute import pending_result
 from quire.worker_proc.sampling.builtin import base
@@ -138,6 +138,48 @@ def the_grammar_checks_each_draft() -> Iterator[None]:
 
     with mock.patch.object(mask_maker.MaskMaker, "fill_masks", fill):
         yield
+
+
+def late_masks_hold_their_request() -> Patch:
+    """A step waits for its masks, however late they are."""
+    names = ("PATIENCE_SECONDS", "ALONE_SECONDS", "PRIVATE_PATIENCE_SECONDS")
+    return mock.patch.multiple(masking, **dict.fromkeys(names, 1e9))
+
+
+@contextlib.contextmanager
+def samples_of_held_requests_do_not_count() -> Iterator[None]:
+    """What the steps in flight sample for a request that is held then is taken as its tokens."""
+    real = arrivals.Arrivals.hold_or_release
+
+    def hold(self: Any, event: Any, request: Any) -> None:
+        before = request.ignore_results_until
+        real(self, event, request)
+        request.ignore_results_until = before
+
+    with mock.patch.object(arrivals.Arrivals, "hold_or_release", hold):
+        yield
+
+
+def outputs_move_when_their_helper_dies() -> Patch:
+    """Nothing is asked again when a mask helper dies."""
+    return mock.patch.object(helpers.MaskHelpers, "take_dead", lambda self, now: [])
+
+
+def masks_are_filled_between_tokens_read_again() -> Patch:
+    """A mask helper that replaces another reads the tokens of an output in one go."""
+    return mock.patch.object(
+        mask_maker.MaskMaker, "read_again", lambda self, output, tokens, place: output.read(tokens)
+    )
+
+
+def matching_has_a_budget() -> Patch:
+    """An output may take any amount of CPU time."""
+    return mock.patch.object(masking, "exceeds_limit", lambda seconds, num_tokens: seconds > 2.0)
+
+
+def a_private_helper_has_a_budget() -> Patch:
+    """A private helper may take any amount of memory."""
+    return mock.patch.object(helpers, "MAX_PRIVATE_BYTES", 2**60)
 
 
 def drafts_read_for_masks_are_undone() -> Patch:
