@@ -51,6 +51,11 @@ EXCEPTIONS = [
         "concurrent.futures.ProcessPoolExecutor",
         "processes that it started itself; they run simulations, not requests",
     ),
+    Allowed(
+        "scheduler_proc/structured/mask_process.py:",
+        ".recv",
+        "file descriptors over an inherited socket; messages are typed",
+    ),
     Allowed("tests/kernels/compile_ahead.py:", "runpy", "executes only files of its own folder, by path"),
     Allowed("tests/worker_proc/parallel/test_parallel.py:", "multiprocessing", "ranks that only share memory"),
 ]

@@ -45,7 +45,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why the library gave up on this output, in words for its client; empty if it did not."""
+        """Why the library cannot continue this output, as a text for the client; empty if it can."""
         ...
 
 

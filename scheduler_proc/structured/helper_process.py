@@ -21,7 +21,7 @@ RECEIVED_BYTES = 2**16
 
 
 class MaskHelper(Protocol):
-    """Computes masks for the outputs that it was told about, in the order of the messages.
+    """Computes the masks of outputs, in the order of the messages.
 
     Attributes:
         masks: int32 ``[num_places, ceil(vocab_size / 32)]``: the memory that the masks are written to.
@@ -163,7 +163,7 @@ class HelperProcess:
 
     def _read(self) -> bytes:
         try:
-            piece = self._connection.recv(RECEIVED_BYTES)
+            piece = os.read(self._connection.fileno(), RECEIVED_BYTES)
         except BlockingIOError:
             return b""
         except OSError:

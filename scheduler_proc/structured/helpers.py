@@ -21,7 +21,7 @@ class HelperState:
     """A helper, and what it was asked.
 
     Attributes:
-        grammars: grammars that it was told to compile, by number.
+        grammars: grammars that it compiles or has compiled, by number.
         preparing: those of them that it has not answered.
         heard: when its oldest outstanding work began, or it answered last.
     """
@@ -63,7 +63,7 @@ class HelperState:
         return taken
 
     def give_places(self, ask: int, outputs: list[int]) -> list[list[int]]:
-        """Return the rows of outputs that were answered, which are free from now on."""
+        """Free the rows of outputs that were answered, and return them."""
         asked = self._asked[ask]
         given = [asked.pop(output) for output in outputs]
         if not asked:

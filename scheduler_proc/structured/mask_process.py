@@ -120,7 +120,7 @@ def _messages(connection: socket.socket) -> Iterator[bytes]:
 def _receive(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        piece = connection.recv(size - len(data))
+        piece = os.read(connection.fileno(), size - len(data))
         if not piece:
             return b""
         data += piece

@@ -106,7 +106,7 @@ class TestLateMasks:
         case.now += 2 * PRIVATE_PATIENCE_SECONDS
         assert case.manager.result() is None
 
-    def test_masks_of_a_lost_step_are_asked_again(self, make_case: MakeCase) -> None:
+    def test_a_step_can_repeat_the_question_of_a_lost_one(self, make_case: MakeCase) -> None:
         case = make_case()
         one = constrained("1", regex="a+")
         ready(case, one)
@@ -205,7 +205,7 @@ class TestDeaths:
         assert helper.is_dead and case.manager.poll() == [(0, Release("1")), (0, Release("2"))]
         assert len(case.helpers.opened) == 2 and not case.manager.has_waiting_requests
 
-    def test_helpers_that_cannot_be_opened_are_tried_again(self, make_case: MakeCase) -> None:
+    def test_a_helper_is_opened_when_descriptors_are_free_later(self, make_case: MakeCase) -> None:
         case = make_case()
         one = constrained("1", regex="a+")
         ready(case, one)

@@ -161,7 +161,7 @@ def samples_of_held_requests_do_not_count() -> Iterator[None]:
 
 
 def outputs_move_when_their_helper_dies() -> Patch:
-    """Nothing is asked again when a mask helper dies."""
+    """The death of a mask helper is not noticed."""
     return mock.patch.object(helpers.MaskHelpers, "take_dead", lambda self, now: [])
 
 
