@@ -168,14 +168,14 @@ class _Operations(TorchDispatchMode):
             raise RuntimeError(f"{name}: expected all tensors on {DEVICE}, found one on the host at {_product_line()}")
         elif name in _WAITING_OPERATIONS or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None):
             device.record("wait", name)
-        elif not func.is_view:
+        elif not func.is_view and "empty" not in name:
             device.record("operation", name)
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not (name == "aten::copy_" and not there[0]):
-                device.place(tensor)
                 if "empty" in name:
                     tensor.zero_()
+                device.place(tensor)
         return result
 
     def _copy(self, args: Any, kwargs: Any) -> None:
@@ -252,9 +252,9 @@ class _Functions(TorchFunctionMode):
             return device.to(func(*args, **kwargs), DEVICE, False)
         made = func(*args, **kwargs)
         if on_device:
-            device.place(made)
             if "empty" in name:
                 made.zero_()
+            device.place(made)
         return device.pin(made) if pinned else made
 
     def _to(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -91,6 +91,21 @@ def require(records: list[Record], copies_in: int = 1, copies_out: int = 1) -> N
     ]
 
 
+def num_launches(num_layers: int) -> int:
+    """Return the launches of a mixed step, of kernels and of torch's operations."""
+    with counted([0] * num_layers) as runner:
+        runner.step(**runner.add(*ROWS))
+        records, _ = runner.step(**runner.add((2, [3, 1, 4], [6, 7])))
+    return sum(record.kind in ("launch", "operation") for record in records)
+
+
+def test_launches_of_a_mixed_step() -> None:
+    """Each launch costs the host 5 to 10 µs."""
+    two, six = num_launches(2), num_launches(6)
+    per_layer = (six - two) / 4
+    assert per_layer <= 10 and two - 2 * per_layer <= 40
+
+
 ROWS = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [8, 8], [4, 5])
 
 
