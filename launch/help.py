@@ -27,9 +27,9 @@ class Help(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, word: Any, option: str | None = None
     ) -> None:
         groups = [(group.title or "", group._group_actions) for group in parser._action_groups]
-        if word is None:
+        if not word:
             is_long = sum(len(actions) for _, actions in groups) >= MANY
-            text = _sections(parser, groups) if is_long else parser.format_help()
+            text = _sections(parser, groups) if is_long and _keys(groups) else parser.format_help()
         elif word in ("all", "page"):
             text = _format(parser, groups, usage=True)
         else:
@@ -45,16 +45,12 @@ class Help(argparse.Action):
 
 def _sections(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> str:
     """Return the help without the flags of the sections, which are groups of declared settings."""
-    keys = _keys(groups)
+    keys, actions_of, prog = _keys(groups), dict(groups), parser.prog
     own = [(title, actions) for title, actions in groups if title not in keys.values()]
     width = max(map(len, keys))
-    lines = ["sections:"]
-    for title, actions in groups:
-        if title in keys.values():
-            key = next(key for key, known in keys.items() if known == title)
-            lines.append(f"  {key:<{width}}  {title} ({len(actions)} flags)")
-    prog = parser.prog
-    lines += [
+    lines = [
+        "sections:",
+        *(f"  {key:<{width}}  {title} ({len(actions_of[title])} flags)" for key, title in keys.items()),
         "",
         f"{prog} --help=SECTION  shows the flags of a section",
         f"{prog} --help=--FLAG   all about one flag",
