@@ -179,7 +179,8 @@ def test_the_trace_continues_after_the_death_of_the_scheduler(tmp_path: Path) ->
     assert sum("the scheduler died" in note for note in record.notes) == 2
     assert record.preemptions_by_reason["new_epoch"] > 0
     calls = load(path, LoadOptions()).calls
-    assert [(call.num_prompt_tokens, call.num_output_tokens) for call in calls] == [(20, 120)] * 5
+    # An arrival of the last 0.25 s before a death is lost; then the output up to there counts as a part of the prompt.
+    assert [call.num_prompt_tokens + call.num_output_tokens for call in calls] == [140] * 5
 
 
 @pytest.mark.slow

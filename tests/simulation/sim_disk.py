@@ -3,24 +3,27 @@
 import errno
 from collections.abc import Callable
 
-from quire.scheduler_proc.trace.lines import Header, Line
+import msgspec
+
+from quire.scheduler_proc.trace.lines import Header, Line, encode_line
 from quire.scheduler_proc.trace.writer import TraceWriter
 
 
 class SimDisk:
-    """Implements the part of ``TraceFiles`` that a TraceWriter needs; counts bytes instead of storing them."""
+    """Implements the part of ``TraceFiles`` that a TraceWriter needs; each scheduler adds its part to ``content``."""
 
-    def __init__(self, is_full: Callable[[], bool]) -> None:
+    def __init__(self, is_full: Callable[[], bool], content: list[bytes]) -> None:
         self._is_full = is_full
-        self.num_bytes = 0
+        self._content = content
 
     def begin(self, header: Header) -> None:
-        self.write(b"")
+        header = msgspec.structs.replace(header, restarted=bool(self._content))
+        self.write(encode_line(header) + b"\n")
 
     def write(self, lines: bytes) -> None:
         if self._is_full():
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.num_bytes += len(lines)
+        self._content.append(lines)
 
     def close(self) -> None:
         pass

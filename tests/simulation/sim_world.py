@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import check_ending, check_update
 from sim_disk import InlineWriter, SimDisk
@@ -23,6 +24,7 @@ from sim_violation import Violation
 from sim_worker import SimWorker
 
 from quire.launch.frontend.engine_client import Update
+from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.supervision.members import Role
 from quire.launch.supervision.policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
@@ -35,6 +37,7 @@ from quire.protocol.wire.worker_messages import Configure
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
 from quire.scheduler_proc.trace import journal
+from quire.scheduler_proc.trace.lines import decode_line
 
 if TYPE_CHECKING:
     from sim_runner import RealRunner
@@ -81,6 +84,7 @@ class World:
         self._num_pids = 100
         self.policy = SupervisionPolicy(ProcessCounts(shape.num_ranks, shape.num_fronts, shape.standby), self)
         self.fronts: dict[int, SimFront] = {}
+        self.trace: list[bytes] = []
         self.schedulers: list[SimScheduler] = []
         self.fatal_error: QuireError | None = None
         self.requests = {request.name: request for request in reversed(scenario.requests)}
@@ -124,7 +128,9 @@ class World:
             mock.patch.object(grammar_manager, "CompilePool", InlinePool),
             mock.patch.object(grammar_manager, "MaskProcesses", even_helpers),
             mock.patch.object(journal, "TraceWriter", InlineWriter),
-            mock.patch.object(journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self.faults.disk_is_full)),
+            mock.patch.object(
+                journal, "TraceFiles", lambda *args, **kw: SimDisk(lambda: self.faults.disk_is_full, self.trace)
+            ),
             mock.patch("time.time", lambda: 1e9 + self.events.now + self.faults.wall_jump),
         ):
             try:
@@ -161,6 +167,12 @@ class World:
     def _waiting(self) -> list[str]:
         return [r.request.name for front in self.fronts.values() for r in front.clients if not r.is_over]
 
+    def _check_trace(self) -> None:
+        """Replay what all schedulers recorded, one after the other."""
+        lines = [decode_line(line) for written in self.trace for line in written.splitlines()]
+        if lines and (difference := replay_lines(numbered(lines))) is not None:
+            raise Violation(f"the trace does not replay: {difference}")
+
     def _check_end(self) -> None:
         if not self._all_ended():
             raise Violation(f"{self._waiting()} did not end within {SETTLE_S:g} s after the last fault")
@@ -170,6 +182,7 @@ class World:
             when = min(self.faults.losses.values()) - self._begin
             raise Violation(f"workers were lost at {when:.3f} s without a deadly fault")
         self.policy.check()
+        self._check_trace()
         process = self.scheduler
         if process is None or process.scheduler is None:
             raise Violation("no scheduler at the end")
