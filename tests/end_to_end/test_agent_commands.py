@@ -38,7 +38,7 @@ def scripted(folder: Path, write: str, read: str, count: str) -> Iterator[Served
     }
     make_script_checkpoint(folder, answers, max_model_len=131072)
     thinking = ("--reasoning-parser", "markers", "--reasoning-start-str", "<think>", "--reasoning-end-str", "</think>")
-    served = Served(str(folder), "--served-model-name", "script", *thinking)
+    served = Served(str(folder), "--served-model-name", "script", "--log-level", "info", *thinking)
     try:
         yield served
         assert served.stop() == 0
@@ -79,7 +79,8 @@ def installed(name: str, package: str) -> Path:
         pytest.skip(f"{package} is not available: {error}")
 
 
-def test_codex(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+@pytest.mark.parametrize("over", ["HTTP", "a web socket"])
+def test_codex(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[str]], over: str) -> None:
     """Over Responses. The commands are the script's, so Codex needs no sandbox, which not every machine allows."""
     folder = installed("codex", "@openai/codex")
     shell = [
@@ -89,7 +90,8 @@ def test_codex(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[st
     ]
     calls = [call("exec_command", {"cmd": command}) for command in shell]
     with scripted(tmp_path / "model", *calls) as server:
-        provider = f'{{ name = "Quire", base_url = "{server.url}/v1", wire_api = "responses" }}'
+        fields = f'name = "Quire", base_url = "{server.url}/v1", wire_api = "responses"'
+        provider = f"{{ {fields}, supports_websockets = {'false' if over == 'HTTP' else 'true'} }}"
         settings = ("-c", "model_provider=quire", "-c", f"model_providers.quire={provider}")
         flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--model", "script")
         home = str(tmp_path / "home")
@@ -97,6 +99,7 @@ def test_codex(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[st
         second = run(folder, "codex", "exec", "resume", "--last", *settings, *flags, THANKS, CODEX_HOME=home)
     assert (done.stdout.strip(), second.stdout.strip()) == (FINAL, WELCOME)
     assert done.stderr.count("succeeded in") == len(shell), done.stderr
+    assert any("path=/v1/responses status=101" in line for line in server.log) == (over != "HTTP")
 
 
 def test_claude_code(tmp_path: Path, run: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.types import Receive, Send
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error
-from quire.launch.http.serving.body import MAX_BODY_BYTES
 from quire.launch.http.serving.body_budget import HeldBytes
 from quire.launch.http.serving.gate import HELD_BYTES
 from quire.launch.http.serving.socket_protocol import UPGRADE, ConnectionLimits, Upgrade
@@ -27,6 +26,8 @@ from quire.launch.http.web_socket.frames import (
 )
 
 VERSION = "13"
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Messages are put together on the event loop, which takes 2 ms per MiB."""
 MAX_PENDING = 8
 """Messages that wait for the answer to an earlier one."""
 
@@ -46,7 +47,7 @@ class WebSocket:
         self._key = request.headers["sec-websocket-key"].encode()
         self._receive, self._send = receive, send
         self._limits: ConnectionLimits = self._upgrade.limits
-        self._frames = FrameReader(MAX_BODY_BYTES)
+        self._frames = FrameReader(MAX_MESSAGE_BYTES)
         self._pending: deque[bytes] = deque()
         self._arrived = asyncio.Event()
         self._num_answering = 0

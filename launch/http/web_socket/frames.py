@@ -230,5 +230,5 @@ def _unmasked(data: bytearray, mask: bytes) -> bytes:
     if size <= SHORT_BYTES:  # NumPy takes longer to start
         whole_mask = (mask * (size // 4 + 1))[:size]
         return (int.from_bytes(data) ^ int.from_bytes(whole_mask)).to_bytes(size)
-    values = np.frombuffer(data, np.uint8)
-    return (values ^ np.resize(np.frombuffer(mask, np.uint8), size)).tobytes()
+    words = np.frombuffer(data + bytes(-size % 4), np.uint32)
+    return (words ^ np.frombuffer(mask, np.uint32)).tobytes()[:size]

@@ -260,8 +260,8 @@ class TestLimits:
 
     def test_bytes_of_messages_count_as_those_of_bodies(self, front_end: FrontEnd, connect: Connect) -> None:
         """One client can hold half of the 512 MiB."""
-        clients = [connect() for _ in range(10)]
-        whole = client_frame(TEXT, bytes(30 * 2**20))
+        clients = [connect() for _ in range(40)]
+        whole = client_frame(TEXT, bytes(8 * 2**20))
         for client in clients:
             client.send(whole[:-1])
         assert clients[-1].close_code() == 1013
