@@ -12,15 +12,15 @@ OUTPUT_SECONDS = 0.25
 """CPU time that matching one output may take, plus TOKEN_SECONDS per token; the request fails above it."""
 TOKEN_SECONDS = 0.001
 """A schema's token takes 0.02 to 0.1 ms."""
-EXPENSIVE_SHARE = 0.2
-"""Share of this time above which an output gets a helper of its own."""
+EXPENSIVE_SHARE = 0.08
+"""Share of this time above which an output gets a helper of its own: 20 ms plus 80 µs per token."""
 SLOW_SECONDS = 0.01
 """Filling the bitmasks of a step is slow above this; rows are then computed one by one."""
 NUM_WATCHED = 32
 
-PATIENCE_SECONDS = 0.1
+PATIENCE_SECONDS = 0.03
 """Time for which a step waits for masks: they should be ready before its forward pass ends."""
-ALONE_SECONDS = 0.02
+ALONE_SECONDS = 0.01
 """The same for an output that its helper is computing alone at that time."""
 PRIVATE_PATIENCE_SECONDS = 0.002
 """The same for an output with a helper of its own."""

@@ -74,6 +74,8 @@ class GrammarManager:
         self._masking = Masking(config, self._helpers)
         self._cache = GrammarCache()
         self._compiling: dict[Source, list[Key]] = {}
+        self._preparing: set[Source] = set()
+        """Grammars that a mask helper compiles; those that take long are compiled while nothing else needs the CPU."""
         self._waiting: dict[Key, _Wait] = {}
         self._refused: list[tuple[Key, Source, Outcome]] = []
         """Refusals known at arrival, not yet returned by ``poll``."""
@@ -119,7 +121,14 @@ class GrammarManager:
         """Return whether a grammar will be compiled: by the guard, or in a helper if the guard has accepted it."""
         if accepted is None:
             return self._pool.submit(source, wanted, owner=tenant)
-        return self._masking.prepare(accepted, tenant, self._clock())
+        return self._prepare(source, accepted, tenant)
+
+    def _prepare(self, source: Source, accepted: Accepted, tenant: int) -> bool:
+        """Return whether a mask helper will compile a grammar."""
+        can = self._masking.prepare(accepted, tenant, self._clock())
+        if can:
+            self._preparing.add(source)
+        return can
 
     def poll(self) -> list[tuple[int, Hold | Release | Refuse | Fail]]:
         """Return (client, outcome) of the held requests that were decided since the last call."""
@@ -142,7 +151,7 @@ class GrammarManager:
         if not isinstance(outcome, Accepted):
             return self._decide_all(source, outcome)
         tenants = [self._waiting[key].tenant for key in self._compiling[source] if self._is_waiting(key, source)]
-        if tenants and not self._masking.prepare(outcome, tenants[0], self._clock()):
+        if tenants and not self._prepare(source, outcome, tenants[0]):
             return self._decide_all(source, GrammarBusy())
         self._put(source, outcome)
         if not tenants:
@@ -153,6 +162,7 @@ class GrammarManager:
         """Return the outcome for all requests that wait for a grammar."""
         if isinstance(outcome, GrammarRefused) and not isinstance(outcome, GrammarBusy):
             self._put(source, outcome)
+        self._preparing.discard(source)
         keys = self._compiling.pop(source, [])
         return [self._decide(key, source, outcome) for key in keys if self._is_waiting(key, source)]
 
@@ -160,7 +170,11 @@ class GrammarManager:
         """Refuse requests that have waited too long. Grammars that no request waits for are no longer compiled."""
         now, guard_at, helper_at = self._clock(), self._pool.ready_at, self._helpers.ready_at
         ready_at = None if guard_at is None or helper_at is None else max(guard_at, helper_at)
-        overdue = [(key, wait.source) for key, wait in self._waiting.items() if _is_late(wait.since, ready_at, now)]
+        overdue = [
+            (key, wait.source)
+            for key, wait in self._waiting.items()
+            if wait.source not in self._preparing and _is_late(wait.since, ready_at, now)
+        ]
         # None of these grammars is known to be at fault: one that used up its CPU time was refused before.
         decided = [self._decide(key, source, GrammarBusy()) for key, source in overdue]
         for source in {source for _, source in overdue}:

@@ -82,7 +82,7 @@ def test_runs_reached_all_cases() -> None:
         pytest.skip("not all seeds ran")
     assert TOTALS["steady"] > TOTALS["steps"] / 3, "too few requests were in steady decode"
     assert TOTALS["hits"] > 400 and TOTALS["dropped"] > 40 and TOTALS["parked"] >= 4 and TOTALS["rejected"] > 80
-    assert TOTALS["accepted"] > 40 and TOTALS["steady_with_drafts"] > 10
+    assert TOTALS["accepted"] > 30 and TOTALS["steady_with_drafts"] > 10
     assert TOTALS["preemptions"] > 25 and TOTALS["epochs"] > 10 and TOTALS["several"] > 10
 
 
