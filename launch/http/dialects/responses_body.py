@@ -110,7 +110,6 @@ class ResponsesRequest:
     chat: ChatRequest
     tools: Tools
     generate: bool
-    previous_id: str | None
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
     store: bool
@@ -175,7 +174,6 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         chat=parsed,
         tools=tools,
         generate=body.generate,
-        previous_id=body.previous_response_id,
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
         store=body.store is not False,
