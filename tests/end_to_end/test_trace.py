@@ -156,21 +156,26 @@ def test_a_trace_can_be_loaded_as_a_workload(recorded: tuple[Path, int]) -> None
     assert workload.settings["num_usable_blocks"] == 22 and workload.settings["scheduling_policy"] == "priority"
 
 
+@pytest.mark.full
 def test_the_trace_continues_after_the_death_of_the_scheduler(tmp_path: Path) -> None:
     """Three schedulers in turn: what the first two recorded is kept, and a request is one request in the record."""
     path = tmp_path / "trace.jsonl"
-    served = Served("--trace", str(path), "--simulate", "constant:5", *FLAGS)
+    served = Served("--trace", str(path), "--simulate", "constant:20", *FLAGS)
     bodies = [{"prompt": [9 + number] * 20, "max_tokens": 120, "ignore_eos": True} for number in range(4)]
+
+    def ask(body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+
     try:
         with ThreadPoolExecutor(4) as threads:
-            answers = [threads.submit(httpx.post, f"{served.url}/v1/completions", json=body) for body in bodies]
+            answers = [threads.submit(ask, body) for body in bodies]
             for part in range(2):
                 while not (file := part_path(path, part)).exists() or b"step_decision" not in file.read_bytes():
                     time.sleep(0.01)
                 (scheduler,) = engine_processes("quire.scheduler_proc")
                 scheduler.kill()
             assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [120] * 4
-        assert httpx.post(f"{served.url}/v1/completions", json=bodies[0]).status_code == 200
+        assert ask(bodies[0]).status_code == 200
     finally:
         assert served.stop(signal.SIGTERM) == 0
     record = replay_trace(path)
