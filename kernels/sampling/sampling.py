@@ -6,10 +6,10 @@ does not depend on how the vocabulary is split into chunks. Unit ``t`` of the to
 which is found without fixing the order of summation. Tokens with a weight below 2**-40 of the best are never drawn.
 
 **Order.** Tokens are ordered by scaled logit, highest first, and of equal ones by the lower index. The cuts keep a
-prefix of this order: the tokens whose scaled logit is at least ``log(min_p)``;
-of these the first ``top_k``; and of these the tokens that have less than ``top_p`` of the mass before them. The order
-of the cuts is vLLM's. The drawn token is the one with unit
-``floor(noise * kept mass)``: counted in this order if the row has top-k or top-p, otherwise in the vocabulary's order.
+prefix of this order: the tokens whose scaled logit is at least ``log(min_p)`` (the others have no mass); of these the
+first ``top_k``; and of these the tokens that have less than ``top_p`` of the mass before them. The order of the cuts is
+vLLM's. The drawn token is the one with unit ``floor(noise * kept mass)``: counted in this order if the row has top-k or
+top-p, otherwise in the vocabulary's order.
 
 The reference, the GPU and the CPU's C++ (``cpu/sampling.cpp``) all follow this definition: the same seed gives the same
 token. Their exponentials may differ in the last bits of a float32. So the token may differ if a cumulative mass is

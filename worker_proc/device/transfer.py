@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 16
-_BUFFERS = 3
-"""Number of pinned buffers: a copy may still read one while the next two steps are prepared."""
+_BUFFERS = 8
+"""Number of pinned buffers: the copies of two steps in flight, up to three each, may still read theirs."""
 
 _FIRST_BYTES = 1 << 16
 """Size of the first buffers. They double until the arrays of a step fit."""
