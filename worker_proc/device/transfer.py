@@ -10,7 +10,7 @@ import torch
 
 _ALIGNMENT = 16
 _BUFFERS = 8
-"""Number of pinned buffers: the copies of two steps in flight, up to three each, may still read theirs."""
+"""Number of pinned buffers: the copies of two steps in flight, up to three each, may still run."""
 
 _FIRST_BYTES = 1 << 16
 """Size of the first buffers. They double until the arrays of a step fit."""
