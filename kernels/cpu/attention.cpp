@@ -134,7 +134,7 @@ class Attend {
   private:
     void load_query() {
         const QuireLayer& layer = *call_.layer;
-        const float factor = float(layer.scale * layer.k_scale) * F::FACTOR;
+        const float factor = float(layer.scale) * head_scale(layer.k_scale, item_.head) * F::FACTOR;
         const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
         for (int64_t row = 0; row < rows_; row++) {
             const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
@@ -227,7 +227,7 @@ class Attend {
                 std::fill(work_.out, work_.out + width_, 0.0f);
                 join(work_.most[row], work_.total[row], out, layer.sinks[head], 1.0f, work_.out, width_);
             }
-            const float factor = float(layer.v_scale) * F::FACTOR / work_.total[row];
+            const float factor = head_scale(layer.v_scale, item_.head) * F::FACTOR / work_.total[row];
             for (int64_t d = 0; d < width_; d += VF) store(out + d, load<vfloat>(out + d) * factor);
             narrow_row(layer.query_format, out, layer.head_dim, 1.0f,
                        call_.out + (token * layer.num_heads + head) * layer.head_dim * bytes);

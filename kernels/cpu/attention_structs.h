@@ -16,9 +16,11 @@ struct QuireStep {
 
 // One layer: AttentionSpec and its KV cache.
 struct QuireLayer {
-    const float* sinks;  // [num_heads] or null
+    const float* sinks;    // [num_heads] or null
+    const float* k_scale;  // [num_kv_heads], or null for 1, as v_scale
+    const float* v_scale;
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
-    double scale, soft_cap, k_scale, v_scale;
+    double scale, soft_cap;
 };
 
 // The tokens to prepare: all in query_format, strides in elements, the last dimension contiguous.
@@ -36,6 +38,9 @@ struct QuireTokens {
 };
 
 }
+
+// Scale of a KV head.
+inline float head_scale(const float* scales, int64_t head) { return scales ? scales[head] : 1.0f; }
 
 // Error codes.
 constexpr int64_t BAD_BLOCK = 1;     // a block id outside the cache

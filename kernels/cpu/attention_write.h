@@ -53,9 +53,9 @@ class Preparer {
             static_cast<const char*>(tokens_.value) + token * tokens_.value_token_stride * bytes;
         for (int64_t head = 0; head < layer_.num_kv_heads; head++) {
             prepare(key + head * step, tokens_.k_norm ? k_norm_ : nullptr);
-            narrow_row(layer_.cache_format, x_, layer_.head_dim, float(layer_.k_scale), place(0, slot, head));
+            narrow_row(layer_.cache_format, x_, layer_.head_dim, head_scale(layer_.k_scale, head), place(0, slot, head));
             widen_row(layer_.query_format, value + head * tokens_.value_head_stride * bytes, layer_.head_dim, 1.0f, x_);
-            narrow_row(layer_.cache_format, x_, layer_.head_dim, float(layer_.v_scale), place(1, slot, head));
+            narrow_row(layer_.cache_format, x_, layer_.head_dim, head_scale(layer_.v_scale, head), place(1, slot, head));
         }
         return 0;
     }

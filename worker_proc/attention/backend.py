@@ -63,7 +63,8 @@ class AttentionSpec:
         scale: factor on the scores.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before masking (Gemma 2); 0 leaves them unchanged.
         sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value (gpt-oss).
-        k_scale, v_scale: an fp8 cache holds ``key / k_scale`` and ``value / v_scale``.
+        k_scale, v_scale: float32 ``[num_kv_heads]`` on the device, only with an fp8 cache, which then holds
+            ``key / k_scale`` and ``value / v_scale``; None means 1.
         q_norm, k_norm: ``[head_dim]`` in the activations' dtype: weights of the RMS norm of each head's query and key
             before rotation (Qwen3, Gemma 3); None: no norm.
         norm_eps: epsilon of these norms.
@@ -75,8 +76,8 @@ class AttentionSpec:
     scale: float
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 1e-6

@@ -87,7 +87,9 @@ def _attend_token(
     tile_blocks = -(-TILE_TOKENS // size)
     start = max(position - batch.window + 1, 0) if batch.window else 0
     by_head = (spec.num_kv_heads, -1, 1)
-    scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * (spec.scale * spec.k_scale)
+    scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale
+    if spec.k_scale is not None:
+        scaled = scaled * spec.k_scale.view(by_head)
     most = torch.full((*scaled.shape[:2], 1), float("-inf"))
     total, out = torch.zeros_like(most), torch.zeros_like(scaled)
     for tile in range(start // (tile_blocks * size), position // (tile_blocks * size) + 1):
@@ -107,7 +109,10 @@ def _attend_token(
         now = torch.maximum(most, sinks)
         kept = torch.exp(most - now)
         out, total = out * kept, total * kept + torch.exp(sinks - now)
-    return (out / total * spec.v_scale).view(query.shape).to(query.dtype)
+    out = out / total
+    if spec.v_scale is not None:
+        out = out * spec.v_scale.view(by_head)
+    return out.view(query.shape).to(query.dtype)
 
 
 def _tile(

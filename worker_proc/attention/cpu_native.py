@@ -41,10 +41,10 @@ class Layer(ctypes.Structure):
     """``QuireLayer`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
-        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("sinks", "k_scale", "v_scale")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("cache_format", "query_format")),
-        *((name, ctypes.c_double) for name in ("scale", "soft_cap", "k_scale", "v_scale")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
     )
 
 
@@ -169,7 +169,7 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not match the step and the layer")
     assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
     return Layer(
-        None if spec.sinks is None else _pointer(spec.sinks, torch.float32),
+        *(None if x is None else _pointer(x, torch.float32) for x in (spec.sinks, spec.k_scale, spec.v_scale)),
         spec.num_heads,
         kv_heads,
         head_dim,
@@ -178,8 +178,6 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         FORMATS[dtype],
         spec.scale,
         spec.soft_cap,
-        spec.k_scale,
-        spec.v_scale,
     )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
+from quire.worker_proc.attention.prologue import scale_heads
 
 SCORES_AT_ONCE = 1 << 23
 """Maximum number of scores to materialise (32 MiB), for layers that torch's fused operator does not support."""
@@ -33,8 +34,10 @@ class TorchAttention:
         layer = plan.of_layer(kv_cache, query.dtype)
         if key is not None and value is not None:
             write(kv_cache, key, value, layer, spec)
+        query = scale_heads(query, spec.k_scale)
         if layer.decode_tokens is None and layer.tiles and len(query) == layer.num_tokens:
-            return _decode(query, kv_cache, layer, layer.tiles[0], spec).reshape(query.shape)
+            decoded = _decode(query, kv_cache, layer, layer.tiles[0], spec).reshape(query.shape)
+            return scale_heads(decoded, spec.v_scale)
         out = torch.empty(query.shape, dtype=query.dtype)
         out[layer.num_tokens :].zero_()
         if layer.tiles:
@@ -46,7 +49,7 @@ class TorchAttention:
                 _attend_chunk(query[own], kv_cache, layer, chunk, spec, out[own])
             else:
                 _attend_prompt(query[own], key[own], value[own], spec, out[own])
-        return out
+        return scale_heads(out, spec.v_scale)
 
 
 def write(
@@ -56,8 +59,10 @@ def write(
     if layer.written is not None:
         key, value = key.index_select(0, layer.written), value.index_select(0, layer.written)
     dtype, head_dim = kv_cache.dtype, kv_cache.shape[-1]
-    if spec.k_scale != 1.0 or spec.v_scale != 1.0:
-        key, value = key.float() / spec.k_scale, value.float() / spec.v_scale
+    if spec.k_scale is not None:
+        key = key.float() / spec.k_scale[:, None]
+    if spec.v_scale is not None:
+        value = value.float() / spec.v_scale[:, None]
     both = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
     if dtype.itemsize == 1:
         # Clamped, because the cast turns values out of range into NaN or infinity. Copied as bytes, because torch
@@ -99,7 +104,7 @@ def _attend_explicitly(
         hidden: bool, true where a query must not see a key; broadcast to the scores
             ``[.., num_kv_heads, group, queries, tokens]``.
     """
-    scores = query.float() @ keys.float().transpose(-1, -2) * (spec.scale * spec.k_scale)
+    scores = query.float() @ keys.float().transpose(-1, -2) * spec.scale
     if spec.soft_cap:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -108,7 +113,7 @@ def _attend_explicitly(
         scores = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
         scores = scores.softmax(-1)
-    return (scores @ values.float() * spec.v_scale).to(query.dtype)
+    return (scores @ values.float()).to(query.dtype)
 
 
 def _decode_rows(
@@ -141,9 +146,7 @@ def _decode(
     keys, values = gathered.view(2, rows, kv_heads, -1, head_dim)
     grouped = query.reshape(rows, kv_heads, -1, head_dim)
     if _fusable(spec):
-        scale = spec.scale * spec.k_scale
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=scale)
-        return out if spec.v_scale == 1.0 else out * spec.v_scale
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=spec.scale)
     hidden = tile.mask.unsqueeze(1) != 0
     out = _attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, spec)
     return out.squeeze(3)
@@ -188,12 +191,9 @@ def _attend_chunk(
         if _fusable(spec):
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
             keys, values = seen.expand(-1, -1, group, -1, -1)
-            scale = spec.scale * spec.k_scale
             attended = F.scaled_dot_product_attention(
-                queries[:, :, first:last], keys, values, attn_mask=mask, scale=scale
+                queries[:, :, first:last], keys, values, attn_mask=mask, scale=spec.scale
             )
-            if spec.v_scale != 1.0:
-                attended = attended * spec.v_scale
         else:
             attended = _attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, spec)
         target[:, :, first:last] = attended

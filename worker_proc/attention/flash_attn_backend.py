@@ -15,10 +15,10 @@ import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.library import (
-    CacheWriter,
     first_visible_block,
     nhd_cache_shape,
     refuse_sinks,
+    write_cache,
 )
 from quire.worker_proc.attention.supports import HALVES, Supports
 
@@ -176,14 +176,13 @@ VERSIONS: tuple[type[FlashAttn3] | type[FlashAttn2], ...] = (FlashAttn3, FlashAt
 
 
 class FlashAttnBackend:
-    """``AttentionBackend`` with one version of the library. Owns only the scales of fp8 caches."""
+    """``AttentionBackend`` with one version of the library. Stateless."""
 
     name = "flash_attn"
     needs_host_lengths = False
 
     def __init__(self, library: FlashAttnLibrary) -> None:
         self._library = library
-        self._writer = CacheWriter()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return nhd_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
@@ -214,7 +213,7 @@ class FlashAttnBackend:
                 f"kv_cache: {kv_cache.dtype}, blocks of {kv_cache.shape[2]} tokens; "
                 f"expected {qkv.dtype}, {plan.block_size}"
             )
-        query = self._writer.prologue(qkv, kv_cache, plan.slot_mapping, spec, rotary)
+        query = write_cache(qkv, kv_cache, plan.slot_mapping, spec, rotary)
         if len(query) == 0:
             return torch.empty_like(query)
         return self._library.attend(query, kv_cache[0], kv_cache[1], plan, spec)

@@ -16,10 +16,10 @@ import torch
 from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.library import (
-    CacheWriter,
     first_visible_block,
     nhd_cache_shape,
     refuse_sinks,
+    write_cache,
 )
 from quire.worker_proc.attention.supports import HALVES, Supports
 
@@ -195,7 +195,8 @@ class FlashInferPlan:
 
 
 class FlashInferBackend:
-    """``AttentionBackend`` with FlashInfer. Owns its wrappers and their workspace.
+    """``AttentionBackend`` with FlashInfer. Owns its wrappers and their workspace, and the scales of fp8 caches as
+    numbers.
 
     If any row has more than one token, all rows of the step use the library's prefill. The library compiles a kernel at
     its first use, in the middle of a step, unless its package of compiled kernels is installed.
@@ -212,7 +213,7 @@ class FlashInferBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = WrapperPool(device)
-        self._writer = CacheWriter()
+        self._scales: dict[torch.Tensor, float] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return nhd_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
@@ -240,12 +241,22 @@ class FlashInferBackend:
         refuse_sinks(self.name, spec)
         if kv_cache.shape[2] != batch.block_size:
             raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {batch.block_size}")
-        query = self._writer.prologue(qkv, kv_cache, batch.slot_mapping, spec, rotary)
+        query = write_cache(qkv, kv_cache, batch.slot_mapping, spec, rotary)
         if len(query) == 0:
             return torch.empty_like(query)
         scales: dict[str, float] = {}
         if kv_cache.dtype in FP8_DTYPES:
-            scales = {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
+            given = {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
+            scales = {name: self._number(name, scale) for name, scale in given.items() if scale is not None}
         wrapper = plan.of_layer(query, kv_cache, spec)
         out: torch.Tensor = wrapper.run(query.contiguous(), (kv_cache[0], kv_cache[1]), **scales)
         return out
+
+    def _number(self, name: str, scale: torch.Tensor) -> float:
+        """Return a layer's scale as the library wants it; waits for the device at the first call for a layer."""
+        if scale not in self._scales:
+            numbers = set(scale.tolist())
+            if len(numbers) > 1:
+                raise ValueError(f"{name}: attention backend {self.name} supports one scale for all heads of a layer")
+            self._scales[scale] = numbers.pop()
+        return self._scales[scale]

@@ -7,7 +7,6 @@ The libraries compute attention only; head norms, rotation and the cache write u
 import torch
 
 from quire.kernels.cache.fused_cache_write import fused_cache_write, fused_cache_write_reference
-from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 
 
@@ -16,53 +15,36 @@ def nhd_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_di
     return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
 
-class CacheWriter:
-    """Writes the keys and values of a layer's projection to the cache. Owns the scales of fp8 caches.
+def write_cache(
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    spec: AttentionSpec,
+    rotary: Rotary | None,
+) -> torch.Tensor:
+    """Apply the head norms, rotation and cache write of ``AttentionBackend.attend`` in one launch.
 
-    On a CPU (tests with a fake library) it uses the kernels' references.
+    On a CPU (tests with a fake library) it uses the kernel's reference.
+
+    Returns:
+        The queries, ``[num_tokens, num_heads, head_dim]``, contiguous.
     """
-
-    def __init__(self) -> None:
-        self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
-
-    def prologue(
-        self,
-        qkv: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        spec: AttentionSpec,
-        rotary: Rotary | None,
-    ) -> torch.Tensor:
-        """Apply the head norms, rotation and cache write of ``AttentionBackend.attend`` in one launch.
-
-        Returns:
-            The queries, ``[num_tokens, num_heads, head_dim]``, contiguous.
-        """
-        launch = fused_cache_write if qkv.is_cuda else fused_cache_write_reference
-        has_keys = qkv.shape[1] > spec.num_heads
-        query: torch.Tensor = launch(
-            qkv,
-            spec.num_heads,
-            kv_cache if has_keys else None,
-            slot_mapping if has_keys else None,
-            q_norm=spec.q_norm,
-            k_norm=spec.k_norm,
-            norm_eps=spec.norm_eps,
-            rotary_table=None if rotary is None else rotary.table,
-            positions=None if rotary is None else rotary.positions,
-            k_scale=self._scale(spec.k_scale, kv_cache) if has_keys else None,
-            v_scale=self._scale(spec.v_scale, kv_cache) if has_keys else None,
-        )
-        return query.contiguous()
-
-    def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        """Return the scale as a device tensor, made once: a captured graph must not copy from the host."""
-        if kv_cache.dtype not in FP8_DTYPES or scale == 1.0:
-            return None
-        place = (scale, kv_cache.device)
-        if place not in self._scales:
-            self._scales[place] = torch.tensor([scale], dtype=torch.float32, device=kv_cache.device)
-        return self._scales[place]
+    launch = fused_cache_write if qkv.is_cuda else fused_cache_write_reference
+    has_keys = qkv.shape[1] > spec.num_heads
+    query: torch.Tensor = launch(
+        qkv,
+        spec.num_heads,
+        kv_cache if has_keys else None,
+        slot_mapping if has_keys else None,
+        q_norm=spec.q_norm,
+        k_norm=spec.k_norm,
+        norm_eps=spec.norm_eps,
+        rotary_table=None if rotary is None else rotary.table,
+        positions=None if rotary is None else rotary.positions,
+        k_scale=spec.k_scale if has_keys else None,
+        v_scale=spec.v_scale if has_keys else None,
+    )
+    return query.contiguous()
 
 
 def first_visible_block(batch: StepBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Head norms and rotation between a layer's projection and attention, with torch operators."""
+"""Head norms, rotation and scales around a layer's attention, with torch operators."""
 
 from typing import Any, Protocol
 
@@ -50,6 +50,16 @@ def attend_unfused(
     qk = normalise_and_rotate(qk, spec, rotary)
     key = None if value is None else qk[:, heads:]
     return attention.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
+
+
+def scale_heads(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Multiply heads ``[num_tokens, num_heads, head_dim]`` by the scale of their KV head, ``[num_kv_heads]`` or None.
+
+    Attention over the stored keys of an fp8 cache needs queries times ``k_scale``, and its results times ``v_scale``.
+    """
+    if scale is None:
+        return x
+    return (x.float() * scale.repeat_interleave(x.shape[1] // len(scale))[:, None]).to(x.dtype)
 
 
 def normalise_and_rotate(qk: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None) -> torch.Tensor:

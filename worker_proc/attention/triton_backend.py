@@ -8,7 +8,6 @@ from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import paged_attention
 from quire.kernels.cache.fused_cache_write import fused_cache_write
-from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
@@ -54,7 +53,7 @@ AnyPlan = TritonPlan | DecodePlan
 class TritonBackend:
     """``AttentionBackend`` on a CUDA device, or on the CPU with Triton's interpreter (tests).
 
-    Owns only the scales of fp8 caches and the buffers of ``plan_decode``. The caches belong to the caller, and a plan
+    Owns only the buffers of ``plan_decode``. The caches belong to the caller, and a plan
     from ``plan`` is used for one step.
 
     Args:
@@ -79,7 +78,6 @@ class TritonBackend:
         if max_rows and not deterministic:
             self._pool = DecodeBufferPool(max_rows)
             self.needs_host_lengths = False
-        self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Return the shape of layout NHD, in which the write of a token is one contiguous run of memory."""
@@ -115,8 +113,8 @@ class TritonBackend:
             norm_eps=spec.norm_eps,
             rotary_table=None if rotary is None else rotary.table,
             positions=None if rotary is None else rotary.positions,
-            k_scale=self._scale(spec.k_scale, kv_cache),
-            v_scale=self._scale(spec.v_scale, kv_cache),
+            k_scale=spec.k_scale if owns_cache else None,
+            v_scale=spec.v_scale if owns_cache else None,
             key_out=key,
             value_out=value,
         )
@@ -150,15 +148,6 @@ class TritonBackend:
             spec.scale,
             soft_cap=spec.soft_cap,
             sinks=spec.sinks,
-            k_scale=self._scale(spec.k_scale, kv_cache),
-            v_scale=self._scale(spec.v_scale, kv_cache),
+            k_scale=spec.k_scale,
+            v_scale=spec.v_scale,
         )
-
-    def _scale(self, scale: float, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        """Return the scale as a device tensor, made once: a captured graph must not copy from the host."""
-        if kv_cache.dtype not in FP8_DTYPES or scale == 1.0:
-            return None
-        place = (scale, kv_cache.device)
-        if place not in self._scales:
-            self._scales[place] = torch.tensor([scale], dtype=torch.float32, device=kv_cache.device)
-        return self._scales[place]

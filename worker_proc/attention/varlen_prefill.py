@@ -26,15 +26,14 @@ FLASH_HEAD_DIMS = 256
 def can_attend_fresh(batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Return whether ``attend_fresh`` gives the same result as attention over the cache; reads the host's lengths.
 
-    It does if no row has computed tokens, no window hides a token, the layer has neither soft cap nor sinks nor scales,
-    and the cache has the activations' ``dtype`` (another dtype would round the keys).
+    It does if no row has computed tokens, no window hides a token, the layer has neither soft cap nor sinks, and the
+    cache has the activations' ``dtype`` (another dtype would round the keys).
     """
     longest = int(batch.seq_lens_cpu.max(initial=0))
     plain = not spec.soft_cap and spec.sinks is None
-    unscaled = spec.k_scale == 1.0 and spec.v_scale == 1.0
     seen_whole = not batch.window or longest <= batch.window
     fresh = longest > 0 and bool((batch.query_lens_cpu == batch.seq_lens_cpu).all())
-    return fresh and seen_whole and plain and unscaled and dtype is kv_dtype and dtype in DTYPES
+    return fresh and seen_whole and plain and dtype is kv_dtype and dtype in DTYPES
 
 
 def attend_fresh(

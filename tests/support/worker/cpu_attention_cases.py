@@ -31,13 +31,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Ask:
-    """Optional features of attention."""
+    """Optional features of attention; ``k_scale``, ``v_scale``: scales of the KV heads, repeated if there are more."""
 
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: tuple[float, ...] = ()
+    v_scale: tuple[float, ...] = ()
+
+
+def scales_of(given: tuple[float, ...], kv_heads: int) -> torch.Tensor | None:
+    return torch.tensor([given[head % len(given)] for head in range(kv_heads)]) if given else None
 
 
 def make_spec(heads: tuple[int, int, int], ask: Ask) -> AttentionSpec:
@@ -49,8 +53,8 @@ def make_spec(heads: tuple[int, int, int], ask: Ask) -> AttentionSpec:
         dim**-0.5,
         soft_cap=ask.soft_cap,
         sinks=torch.linspace(-1.0, 2.0, num_heads) if ask.sinks else None,
-        k_scale=ask.k_scale,
-        v_scale=ask.v_scale,
+        k_scale=scales_of(ask.k_scale, kv_heads),
+        v_scale=scales_of(ask.v_scale, kv_heads),
     )
 
 
@@ -102,11 +106,14 @@ def make_case(
     for row, (context, new) in enumerate(rows):
         key, value, query = random(context + new, kv_heads), random(context + new, kv_heads), random(new, num_heads)
         visible = int(batch.first_visible[row])
-        stored = [stored_as(x, scale, stored_dtype) for x, scale in ((key, ask.k_scale), (value, ask.v_scale))]
+        stored = [stored_as(x, scale, stored_dtype) for x, scale in ((key, spec.k_scale), (value, spec.v_scale))]
         position = torch.arange(visible, context + new if shared else context)
         put(cache, table[row], position, *(x[position] for x in stored))
         batch.block_table[row, : visible // block_size] = OUTSIDE
-        wide = [x.double() * scale for x, scale in zip(stored, (ask.k_scale, ask.v_scale), strict=True)]
+        wide = [
+            x.double() * (1 if scale is None else scale[:, None])
+            for x, scale in zip(stored, (spec.k_scale, spec.v_scale), strict=True)
+        ]
         expected.append(attend_naively(query, wide[0], wide[1], context, spec, ask))
         new_keys.append(key[context:])
         new_values.append(value[context:])
@@ -127,9 +134,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def stored_as(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def stored_as(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     most = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-most, most).to(dtype)
+    return (x.float() / (1 if scale is None else scale[:, None])).clamp(-most, most).to(dtype)
 
 
 def put(

@@ -1,6 +1,7 @@
 """The CPU backend, native and with torch operators, against reference attention computed row by row."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ ASKS = {
     "soft cap": Ask(soft_cap=2.0),
     "sinks": Ask(sinks=True),
     "window, cap and sinks": Ask(window=17, soft_cap=3.0, sinks=True),
-    "window and scales": Ask(window=32, k_scale=0.5, v_scale=2.0),
 }
 
 
@@ -99,8 +99,21 @@ def test_layer_that_reads_an_earlier_layers_cache(ask: str, backend: CpuBackend)
 def test_cache_of_another_dtype_than_activations(
     cache_dtype: torch.dtype, dtype: torch.dtype, step: str, backend: CpuBackend
 ) -> None:
-    ask = Ask(k_scale=0.25, v_scale=0.125) if cache_dtype.itemsize == 1 else Ask()
+    ask = Ask(k_scale=(0.25,), v_scale=(0.125,)) if cache_dtype.itemsize == 1 else Ask()
     check(backend, make_case(STEPS[step], (9, 3, 64), 16, dtype, cache_dtype, ask))
+
+
+@pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
+@pytest.mark.parametrize("ask", [{}, {"window": 17, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all settings"])
+def test_scale_per_head(ask: dict[str, Any], step: str, backend: CpuBackend) -> None:
+    scales = Ask(k_scale=(0.25, 2.0, 0.03), v_scale=(0.125, 0.5, 4.0), **ask)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        check(backend, make_case(STEPS[step], (6, 3, 16), 4, torch.float32, dtype, scales))
+
+
+def test_layer_that_reads_a_scaled_cache_of_an_earlier_layer(backend: CpuBackend) -> None:
+    ask = Ask(k_scale=(0.25, 2.0), v_scale=(0.5, 4.0))
+    check(backend, make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float32, torch.float8_e4m3fn, ask, shared=True))
 
 
 def test_many_queries_of_one_row(backend: CpuBackend) -> None:

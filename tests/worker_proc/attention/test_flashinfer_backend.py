@@ -49,8 +49,14 @@ def test_all_head_group_sizes(made: list[Any], heads: tuple[int, int, int]) -> N
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("name", ["steady decode", "mixed"])
 def test_fp8_cache_with_scales(made: list[Any], name: str, dtype: torch.dtype) -> None:
-    case = step(STEPS[name], Ask(k_scale=0.5, v_scale=2.0), cache_dtype=dtype)
+    case = step(STEPS[name], Ask(k_scale=(0.5,), v_scale=(2.0,)), cache_dtype=dtype)
     check(FlashInferBackend(CPU), case)
+
+
+def test_scales_per_head_are_rejected(made: list[Any]) -> None:
+    case = step(STEPS["mixed"], Ask(k_scale=(0.5, 2.0)), cache_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="k_scale: attention backend flashinfer supports one scale"):
+        check(FlashInferBackend(CPU), case)
 
 
 def test_layers_of_one_kind_share_one_plan(made: list[Any]) -> None:
