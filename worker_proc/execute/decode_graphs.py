@@ -91,14 +91,14 @@ class DecodeGraphs:
         self._decode: Graphs[tuple[int, bool]] = Graphs(self._launch)
         self._verify: Graphs[int] = Graphs(self._launch_verify)
 
-    def capture(self) -> None:
-        """Capture all graphs. The batch must be empty."""
+    def capture(self, *, largest_only: bool = False) -> None:
+        """Capture all graphs, or those of the largest size. The batch must be empty."""
         if self.eager:
             log.info("no CUDA graphs: --enforce-eager or no GPU")
             return
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
-        sizes = self._sizes[::-1]
+        sizes = self._sizes[-1:] if largest_only else self._sizes[::-1]
         if self.verify is not None:
             self._verify.capture(sizes, pool)
         self._decode.capture([(size, sampling) for size in sizes for sampling in (True, False)], pool)

@@ -122,10 +122,10 @@ class ModelRunner:
         return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, *, largest_only: bool = False) -> None:
         """Capture CUDA graphs, if any, before the first step."""
         if self.steady is not None:
-            self.steady.graphs.capture()
+            self.steady.graphs.capture(largest_only=largest_only)
 
     def execute(self, step: SchedulerOutput, inputs: SampleInputs | None = None) -> PendingResult:
         """Run one step: ``launch`` and ``finish``."""

@@ -24,6 +24,7 @@ from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.loader import fill_model
+from quire.worker_proc.startup.measured import measured_plan
 from quire.worker_proc.startup.memory import log_plan, plan_memory
 
 log = event_logger("worker")
@@ -80,6 +81,10 @@ def make_runner(
         own = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
         draft = load_draft(draft_plan, plan.num_blocks, own, device, progress=progress)
     loaded = time.monotonic()
+    if device.type == "cuda" and draft is None:
+        plan = measured_plan(
+            plan, config, layout, device, lambda blocks: ModelRunner(config, layout, blocks, model, backend, device)
+        )
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}

@@ -207,7 +207,9 @@ class TestFaults:
         client.send(message * (MAX_PENDING + 1))
         assert client.close_code() == 1008
 
-    @pytest.mark.parametrize(("data", "code"), [(b"\x81\x01x", 1002), (client_frame(2, b"x"), 1003)])
+    @pytest.mark.parametrize(
+        ("data", "code"), [(b"\x81\x01x", 1002), (client_frame(2, b"x"), 1003)], ids=["without a mask", "binary"]
+    )
     def test_broken_frame_closes_the_connection(self, connect: Connect, data: bytes, code: int) -> None:
         client = connect()
         client.send(data)

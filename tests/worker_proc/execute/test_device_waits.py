@@ -230,7 +230,7 @@ def _results_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plan in layer 0", "gather by a host index", "scatter by a host index", "results read at once"],
 )
 def test_notices_a_wait(fault: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
     with counted() as runner:
+        fault(monkeypatch)
         waits = [record for record in runner.step(**runner.add(*ROWS))[0] if record.kind == "wait"]
         assert waits and waits[0].line.startswith(line)
