@@ -139,7 +139,7 @@ class TestAgentic:
         calls = workload.calls
         assert infinite_cache(calls, 64) == (14_207_074, 6808, 599_321, 14_806_395)
         assert (len(calls), calls[-1].arrival) == (6938, 25_706.0)
-        assert "7 empty answers are taken as one token" in workload.notes
+        assert "7 empty answers are counted as one token" in workload.notes
         tokens = sum(call.num_prompt_tokens for call in calls), sum(call.num_output_tokens for call in calls)
         assert tokens == (947_830_118, 3_003_399 + 7)
         assert max(Counter(int(call.arrival // 60) for call in calls).values()) == 74

@@ -40,7 +40,7 @@ def start(
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 6)], ids=["1 group", "2 groups"])
-def test_pool_has_the_memory_left_by_the_measured_step(windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_has_the_memory_that_a_step_leaves(windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ready, layout = start(monkeypatch, windows, max_num_batched_tokens=40)
     plan = ready.plan
     tried = FREE - LEFT - plan.activations
