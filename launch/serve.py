@@ -104,7 +104,7 @@ def _run(
 
 def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
     size = f"{detail.get('kv_cache_bytes', 0) / 2**30:.2f} GiB{' per worker' * (config.tensor_parallel_size > 1)}"
-    return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {config.block_size} tokens"
+    return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {detail.get('block_size', 0):.0f} tokens"
 
 
 def write_settings(directory: Path, options: ServeOptions) -> None:

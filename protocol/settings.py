@@ -17,6 +17,9 @@ SAMPLING = "Sampling"
 EVENTS = "Events of the cache"
 TRACES = "Traces"
 
+MAX_BLOCK_SIZE = 1024
+"""Most tokens in a KV block."""
+
 
 class Setting(msgspec.Struct, frozen=True):
     """Documentation of a setting besides its name, type and default.
@@ -86,7 +89,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     seed: Annotated[int, Setting(MODEL, "random seed for dummy weights", range=(0, 2**63 - 1))] = 0
 
-    block_size: Annotated[int, Setting(MEMORY, "tokens in a KV block", range=(1, 1024))] = 16
+    block_size: Annotated[
+        int,
+        Setting(
+            MEMORY,
+            "tokens in a KV block. An attention library that reads larger blocks raises it (flash-attn 2: to 256)",
+            range=(1, MAX_BLOCK_SIZE),
+        ),
+    ] = 16
     gpu_memory_utilization: Annotated[
         float, Setting(MEMORY, "fraction of GPU memory to use", range=(0.01, 1.0), metavar="FRACTION")
     ] = 0.9

@@ -160,7 +160,6 @@ class FrontEnd:
 def _cache_config(config: EngineConfig) -> dict[str, str]:
     """Return the labels of ``cache_config_info``, with vLLM's names."""
     return {
-        "block_size": str(config.block_size),
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),

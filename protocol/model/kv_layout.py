@@ -52,6 +52,15 @@ class KVLayout(msgspec.Struct, frozen=True):
         """Bytes of one block, over the layers of the largest group (groups share the pool's blocks)."""
         return max(g.block_size * len(g.layers) for g in self.groups) * self.token_bytes
 
+    def with_block_size(self, block_size: int) -> "KVLayout":
+        """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
+        smallest = min(group.block_size for group in self.groups)
+        groups = [
+            msgspec.structs.replace(group, block_size=group.block_size // smallest * block_size)
+            for group in self.groups
+        ]
+        return msgspec.structs.replace(self, groups=groups)
+
 
 GROUP_RATIO = 1.5
 """Layer types with layer counts within this factor of each other make one group each."""

@@ -200,6 +200,8 @@ class Statistics(Message, frozen=True, tag=22):
     tenants: list[TenantState] = []
     """All tenants with requests, and the oldest requests; only in the answer to the kind ``requests``."""
     requests: list[RequestState] = []
+    block_size: int = 0
+    """Tokens in a KV block."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -118,6 +118,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     kv_cache: int
     num_blocks: int
     block_size: int
+    """Tokens in the pool's smallest blocks: ``--block-size``, or the next size that the kernels can read."""
 
 
 class Ready(Message, frozen=True, tag=40):
@@ -130,7 +131,8 @@ class Ready(Message, frozen=True, tag=40):
     @property
     def detail(self) -> dict[str, float]:
         """The seconds of the start, and the size of the pool without the null block."""
-        return {**self.timings, "kv_cache_bytes": self.plan.kv_cache, "kv_blocks": min(self.num_blocks) - 1}
+        pool = {"kv_blocks": min(self.num_blocks) - 1, "block_size": self.plan.block_size}
+        return {**self.timings, "kv_cache_bytes": self.plan.kv_cache, **pool}
 
 
 class Fault(Message, frozen=True, tag=41):

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.model.kv_layout import kv_layout
@@ -209,7 +211,8 @@ class SchedulerLoop:
 
     def _with_process_counters(self, statistics: Statistics) -> Statistics:
         lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
-        return self._step_times.add_to(statistics, num_trace_lines_lost=lost, num_slow_steps=slow)
+        size = self._config.block_size
+        return self._step_times.add_to(statistics, num_trace_lines_lost=lost, num_slow_steps=slow, block_size=size)
 
     def _log_decisions(self, scheduler: Scheduler) -> None:
         decisions = scheduler.decisions.take()
@@ -339,7 +342,7 @@ class SchedulerLoop:
 
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
-        scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks))
+        scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks), ready.plan.block_size)
         found, expected = min(ready.num_blocks), scheduler.kv.pool.num_usable_blocks + 1
         if found != expected:
             raise EngineError(f"the new workers have {found} KV blocks, but the previous workers had {expected}")
@@ -348,7 +351,10 @@ class SchedulerLoop:
             self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))
 
-    def _make_scheduler(self, num_blocks: int) -> Scheduler:
+    def _make_scheduler(self, num_blocks: int, block_size: int) -> Scheduler:
+        """Make the Scheduler. ``block_size``: one that the workers' attention kernels can read."""
+        self._config = msgspec.structs.replace(self._config, block_size=block_size)
+        self._layout = self._layout.with_block_size(block_size)
         header = TraceHeader(self._config, self._layout, num_blocks)
         recorder = None
         if self._kv_events is not None:

@@ -31,12 +31,15 @@ class StepTimes:
             self.worker.observe(worker)
             self.update.observe(update)
 
-    def add_to(self, statistics: Statistics, *, num_trace_lines_lost: int, num_slow_steps: int) -> Statistics:
+    def add_to(
+        self, statistics: Statistics, *, num_trace_lines_lost: int, num_slow_steps: int, block_size: int
+    ) -> Statistics:
         """Return the statistics with the histograms and the other figures of this process."""
         return msgspec.structs.replace(
             statistics,
             num_trace_lines_lost=num_trace_lines_lost,
             num_slow_steps=num_slow_steps,
+            block_size=block_size,
             step_schedule=self.schedule.histogram(),
             step_worker=self.worker.histogram(),
             step_update=self.update.histogram(),

@@ -76,6 +76,8 @@ class WorkerGroup:
         if len(self._ready) < self.size or self.is_ready:
             return None
         self.is_ready = True
+        if len({r.plan.block_size for r in self._ready.values()}) > 1:
+            raise EngineError("the ranks chose different KV block sizes: their attention libraries must be the same")
         fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
         return Ready(fewest, self._ready[0].plan, slowest.timings)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.worker_proc.attention.supports import Supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class StepBatch:
             ``first_visible // block_size`` up to ``ceil(seq_len / block_size)`` are valid.
         slot_mapping: int64 ``[num_tokens]`` on the device: slot of each token's key and value; negative: not written.
         query_lens_cpu, seq_lens_cpu: int32 ``[num_rows]``, the lengths on the host.
-        block_size: tokens per block of this group.
+        block_size: tokens per block of the table: of the kernels' blocks, which may be smaller than the pool's.
         window: number of tokens that a token of this group sees, itself included; 0: all before it. Blocks left of the
             window of a row's first query are undefined, because the scheduler may have freed them.
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
@@ -114,10 +115,12 @@ class AttentionBackend(Protocol):
     Attributes:
         needs_host_lengths: whether plans need lengths on the host; then ``plan_decode`` is not supported and no step
             can be captured as a graph.
+        supports: the features of this backend, among them the block sizes of its kernels.
     """
 
     name: str
     needs_host_lengths: bool
+    supports: Supports
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache tensor for keys and values. The tensor is zeroed when allocated."""

@@ -1,15 +1,16 @@
 """Selection of the attention backend, before weights are loaded; a backend that lacks a needed feature is an error."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from quire.kernels.attention.attention_tiles import MAX_HEAD_DIM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.log import event_logger
+from quire.protocol.settings import MAX_BLOCK_SIZE
 from quire.version import install_command
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.supports import Needs, Supports
@@ -84,6 +85,35 @@ def pick_backend(
     return chosen.backend
 
 
+def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[AttentionBackend]) -> int:
+    """Return the tokens of the pool's smallest blocks: ``block_size``, or the next size that the kernels can read.
+
+    Raises:
+        ConfigError: the kernels can read none of the sizes up to MAX_BLOCK_SIZE.
+    """
+    for size in range(config.block_size, MAX_BLOCK_SIZE + 1):
+        blocks = {group.block_size for group in layout.with_block_size(size).groups}
+        if all(backend.supports.kernel_block_size(block) for backend in backends for block in blocks):
+            break
+    else:
+        raise ConfigError(
+            f"--block-size {config.block_size}: the attention kernels read {_describe_blocks(backends)}, and none of "
+            f"these sizes is between {config.block_size} and {MAX_BLOCK_SIZE}: lower --block-size"
+        )
+    if size != config.block_size:
+        reason = f"the attention kernels read {_describe_blocks(backends)}"
+        log.warning("KV blocks are larger than --block-size", wanted=config.block_size, block_size=size, reason=reason)
+    return size
+
+
+def _describe_blocks(backends: Sequence[AttentionBackend]) -> str:
+    return " and ".join(
+        f"blocks of {backend.supports.describe_block_sizes()} tokens ({backend.name})"
+        for backend in {backend.name: backend for backend in backends}.values()
+        if backend.supports.describe_block_sizes()
+    )
+
+
 def _cpu(config: EngineConfig) -> AttentionBackend:
     from quire.worker_proc.attention.cpu import CpuBackend
 
@@ -96,7 +126,7 @@ def _cpu(config: EngineConfig) -> AttentionBackend:
 def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
-    _require(Supports(max_head_dim=MAX_HEAD_DIM, capabilities=(8, 0)), needs, gpu)
+    _require(TritonBackend.supports, needs, gpu)
     try:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:
@@ -107,7 +137,7 @@ def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
 def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention import flashinfer_backend
 
-    _require(flashinfer_backend.SUPPORTS, needs, gpu)
+    _require(flashinfer_backend.FlashInferBackend.supports, needs, gpu)
     try:
         backend = flashinfer_backend.FlashInferBackend(gpu.device)
     except IMPORT_FAILURES as error:

@@ -11,6 +11,11 @@ from quire.worker_proc.attention.cpu_fixed import FixedOrderAttention
 from quire.worker_proc.attention.cpu_native import NativeAttention
 from quire.worker_proc.attention.cpu_torch import TorchAttention
 from quire.worker_proc.attention.prologue import attend_unfused
+from quire.worker_proc.attention.supports import Supports
+
+NATIVE = Supports()
+TORCH = Supports(block_sizes=(32, 16))
+"""Torch operators gather whole blocks: rows of 20 tokens in blocks of 256 would take six times as long."""
 
 INSTRUCTIONS = {16: "avx512", 8: "avx2"}
 
@@ -35,10 +40,10 @@ class CpuBackend:
         library = find_native() if native else "not requested"
         self._attention: NativeAttention | FixedOrderAttention | TorchAttention
         if isinstance(library, Native):
-            self._attention = NativeAttention(library)
+            self._attention, self.supports = NativeAttention(library), NATIVE
             self._description = f"native, {INSTRUCTIONS.get(library.vector_floats, platform.machine())}"
         else:
-            self._attention = FixedOrderAttention() if deterministic else TorchAttention()
+            self._attention, self.supports = FixedOrderAttention() if deterministic else TorchAttention(), TORCH
             order = ", one token at a time in a fixed order" if deterministic else ""
             self._description = f"torch operators{order}; no native kernels: {library}"
 

@@ -183,6 +183,7 @@ class FlashAttnBackend:
 
     def __init__(self, library: FlashAttnLibrary) -> None:
         self._library = library
+        self.supports = library.supports
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return nhd_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)

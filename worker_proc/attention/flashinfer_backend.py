@@ -210,6 +210,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     needs_host_lengths = True
+    supports = SUPPORTS
 
     def __init__(self, device: torch.device) -> None:
         self._pool = WrapperPool(device)

@@ -17,13 +17,11 @@ class Needs:
 
     Attributes:
         dtype, kv_dtype: dtypes of the activations and of the cache.
-        block_sizes: distinct block sizes of all KV groups.
     """
 
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    block_sizes: tuple[int, ...] = (16,)
     windows: bool = False
     soft_cap: bool = False
     sinks: bool = False
@@ -36,7 +34,6 @@ class Needs:
             head_dim=layout.head_dim,
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, layout.dtype),
-            block_sizes=tuple(sorted({group.block_size for group in layout.groups})),
             windows=any(group.kind == "sliding_window" for group in layout.groups),
             soft_cap=model.attention_soft_cap > 0,
             sinks=model.attention_sinks,
@@ -54,7 +51,10 @@ class Supports:
         mixed_cache: caches of a 16-bit or 32-bit dtype other than the activations'.
         head_dims: supported head dimensions; empty: every multiple of ``head_dim_multiple``.
         max_head_dim: largest head dimension; 0: no limit.
-        block_multiple: the block size must be a multiple of this.
+        block_sizes: block sizes that the kernels read, best first. A larger block of the pool is several blocks of the
+            first size that divides it.
+        block_multiple: if none of ``block_sizes`` divides the pool's block, the kernels read it whole if it is a
+            multiple of this; 0: not at all.
         deterministic: a request's result has the same bits in every batch and for any chunks of its prompt.
         capabilities: lowest and highest major compute capability; 0 as the highest: all later ones.
     """
@@ -65,12 +65,24 @@ class Supports:
     head_dims: tuple[int, ...] = ()
     head_dim_multiple: int = 1
     max_head_dim: int = 0
+    block_sizes: tuple[int, ...] = ()
     block_multiple: int = 1
     windows: bool = True
     soft_cap: bool = True
     sinks: bool = True
     deterministic: bool = True
     capabilities: tuple[int, int] = (0, 0)
+
+    def kernel_block_size(self, block_size: int) -> int | None:
+        """Return the kernels' block size for blocks of the pool of this size; None if they cannot read such blocks."""
+        found = next((size for size in self.block_sizes if block_size % size == 0), None)
+        if found is None and self.block_multiple and block_size % self.block_multiple == 0:
+            return block_size
+        return found
+
+    def describe_block_sizes(self) -> str:
+        named = [f"multiples of {size}" for size in (*self.block_sizes, self.block_multiple) if size > 1]
+        return " or ".join(named)
 
     def lacks(self, needs: Needs, capability: tuple[int, int] | None = None) -> list[str]:
         """Return a phrase for each missing feature; empty if all are supported.
@@ -103,9 +115,6 @@ class Supports:
         elif dim % self.head_dim_multiple or (self.max_head_dim and dim > self.max_head_dim):
             limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
             missing.append(f"head_dim {dim} (supported: multiples of {self.head_dim_multiple}{limit})")
-        for size in needs.block_sizes:
-            if size % self.block_multiple:
-                missing.append(f"KV blocks of {size} tokens (use a multiple: --block-size {self.block_multiple})")
         return missing
 
     def _lacks_dtypes(self, needs: Needs) -> list[str]:

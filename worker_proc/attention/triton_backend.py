@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
-from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.attention_tiles import MAX_HEAD_DIM, AttentionShape
 from quire.kernels.attention.paged_attention import paged_attention
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
 from quire.worker_proc.attention.varlen_prefill import attend_fresh, can_attend_fresh
 
@@ -69,6 +70,7 @@ class TritonBackend:
 
     name = "triton"
     needs_host_lengths = True
+    supports = Supports(max_head_dim=MAX_HEAD_DIM, capabilities=(8, 0))
 
     def __init__(self, max_rows: int = 0, deterministic: bool = False, fresh_from: int = FRESH_FROM) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")

@@ -119,7 +119,7 @@ def make_block_tables(
     max_model_len: int,
     num_computed: npt.NDArray[np.int32],
     device: torch.device,
-    kernel_block_size: int | None = None,
+    kernel_block_sizes: Sequence[int] | None = None,
     transfer: Transfer | None = None,
 ) -> MultiGroupBlockTable:
     """Make the block tables of a layout's groups, with the check that no two rows write the same slot.
@@ -127,12 +127,13 @@ def make_block_tables(
     Args:
         num_blocks: number of blocks in the pool that all groups share, including the null block.
         num_computed: the batch's column, int32 ``[max_rows]``.
-        kernel_block_size: as in ``BlockTable``.
+        kernel_block_sizes: positions per block of the attention kernels, per group; None: those of the groups.
         transfer: as in ``MultiGroupBlockTable``.
 
     Raises:
-        ValueError: ``kernel_block_size`` does not divide a group's block size.
+        ValueError: a kernel block size does not divide its group's block size.
     """
+    sizes = kernel_block_sizes or [group.block_size for group in groups]
     tables = [
         BlockTable(
             group.block_size,
@@ -143,6 +144,6 @@ def make_block_tables(
             kernel_block_size=kernel_block_size,
             null_allowed=group.sliding_window > 0,
         )
-        for group in groups
+        for group, kernel_block_size in zip(groups, sizes, strict=True)
     ]
     return MultiGroupBlockTable(tables, SlotOwners(groups, num_blocks, num_computed), transfer)

@@ -22,16 +22,30 @@ def allocate_kv_caches(
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
     caches: dict[int, torch.Tensor] = {}
-    by_place: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+    by_place: dict[tuple[int, int], torch.Tensor] = {}
     for group in layout.groups:
-        shape = backend.kv_cache_shape(num_blocks, group.block_size, num_kv_heads, layout.head_dim)
+        kernels = kernel_block_size(group.block_size, backend)
+        ratio = group.block_size // kernels
+        shape = backend.kv_cache_shape(num_blocks * ratio, kernels, num_kv_heads, layout.head_dim)
+        # Allocated as bytes, because not every device can zero 8-bit floats.
+        size = torch.Size(shape).numel() * dtype.itemsize
         for place, layer in enumerate(group.layers):
-            if (place, shape) not in by_place:
-                # Allocated as bytes, because not every device can zero 8-bit floats.
-                size = torch.Size(shape).numel() * dtype.itemsize
-                by_place[place, shape] = _zeros(size, device).view(dtype).view(shape)
-            caches[layer] = by_place[place, shape]
+            if (place, size) not in by_place:
+                by_place[place, size] = _zeros(size, device)
+            caches[layer] = by_place[place, size].view(dtype).view(shape)
     return caches
+
+
+def kernel_block_size(block_size: int, backend: AttentionBackend) -> int:
+    """Return the backend's block size for the pool's blocks; entries of block tables and caches have this size.
+
+    Raises:
+        ValueError: the backend cannot read such blocks (``fit_block_size`` chooses others).
+    """
+    found = backend.supports.kernel_block_size(block_size)
+    if found is None:
+        raise ValueError(f"the kernels of {backend.name} cannot read blocks of {block_size} tokens")
+    return found
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.block_table import BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.kv_cache import kernel_block_size
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
@@ -59,7 +60,8 @@ class DraftModelProposer:
         self.sampler = sampler
         max_rows, max_len = batch.tokens.data.shape
         self._max_len = min(max_len, draft.model.config.max_position)
-        table = BlockTable(draft.block_size, max_rows, max_len, draft.num_blocks, device)
+        kernels = kernel_block_size(draft.block_size, draft.backend)
+        table = BlockTable(draft.block_size, max_rows, max_len, draft.num_blocks, device, kernel_block_size=kernels)
         self._transfer = Transfer(device)
         self._tables = MultiGroupBlockTable([table], transfer=self._transfer)
         self._table = table
@@ -108,7 +110,8 @@ class DraftModelProposer:
     def _reserve(self, row: int, num_drafts: int) -> bool:
         """Allocate blocks for a row's tokens and drafts; return False if there are not enough."""
         end = int(self._batch.tokens.length[row]) + num_drafts
-        lacking = -(-end // self._draft.block_size) - int(self._table.num_blocks_per_row[row])
+        held = int(self._table.num_blocks_per_row[row]) // self._table.ratio
+        lacking = -(-end // self._draft.block_size) - held
         if lacking > len(self._free):
             return False
         if lacking > 0:
@@ -187,7 +190,7 @@ class DraftModelProposer:
         plans = {
             window: self._draft.backend.plan(
                 StepBatch(
-                    *(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._draft.block_size, window),
+                    *(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._table.block_size, window),
                     layer_shapes=(self._draft.model.attention_shape(0),),
                     send=self._transfer,
                 )

@@ -16,7 +16,7 @@ from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
-from quire.worker_proc.batch.kv_cache import allocate_kv_caches
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches, kernel_block_size
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
@@ -77,7 +77,13 @@ class ModelRunner:
             config.max_num_seqs, config.max_model_len, lambda params: self.sampler.reads_output(params)
         )
         self.tables = make_block_tables(
-            layout.groups, num_blocks, config.max_model_len, self.batch.num_computed, device, transfer=self._transfer
+            layout.groups,
+            num_blocks,
+            config.max_model_len,
+            self.batch.num_computed,
+            device,
+            [kernel_block_size(group.block_size, backend) for group in layout.groups],
+            self._transfer,
         )
         self.batch.register(self.tables)
         self._diffs = DiffCheck(self.batch, self.tables, config)

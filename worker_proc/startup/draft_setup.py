@@ -94,7 +94,9 @@ def load_draft(
     fill_model(model, config, model.dtype, device, progress)
     caches = allocate_kv_caches(plan.layout, num_blocks, plan.layout.num_kv_heads, backend, device)
     sources = [config.model.cache_source(layer) for layer in range(config.model.num_layers)]
-    return DraftModel(model, backend, [caches[source] for source in sources], config.block_size, num_blocks)
+    return DraftModel(
+        model, backend, [caches[source] for source in sources], plan.layout.groups[0].block_size, num_blocks
+    )
 
 
 def _name(model_path: str) -> str:

@@ -2,7 +2,9 @@
 
 import os
 import time
+from dataclasses import replace
 
+import msgspec
 import psutil
 import torch
 
@@ -13,7 +15,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import Ready
-from quire.worker_proc.attention.choose import pick_backend
+from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
@@ -72,14 +74,20 @@ def make_runner(
         set_threads(size, group.size)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = pick_backend(config, layout, device, capability)
+    draft_backend = None
+    if draft_plan is not None:
+        draft_backend = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
+    block_size = fit_block_size(config, layout, [each for each in (backend, draft_backend) if each is not None])
+    config, layout = msgspec.structs.replace(config, block_size=block_size), layout.with_block_size(block_size)
+    if draft_plan is not None:
+        draft_plan = replace(draft_plan, layout=draft_plan.layout.with_block_size(block_size))
     plan = plan_memory(config, layout, size, device, draft_plan.block_bytes if draft_plan is not None else 0)
     log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     draft = None
-    if draft_plan is not None:
-        own = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
-        draft = load_draft(draft_plan, plan.num_blocks, own, device, progress=progress)
+    if draft_plan is not None and draft_backend is not None:
+        draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
     if device.type == "cuda" and draft is None:
         plan = measured_plan(

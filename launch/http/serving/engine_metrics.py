@@ -120,6 +120,7 @@ class EngineCollector(Collector):
     statistics: Statistics | None = None
     restarts: Restarts = field(default_factory=Restarts)
     _num_blocks: int = 0
+    _block_size: int = 0
 
     def collect(self) -> Iterator[Metric]:
         names = self.names
@@ -127,9 +128,11 @@ class EngineCollector(Collector):
             yield names.counter(name, text, getattr(self.restarts, field_name))
         if self.statistics is not None:
             self._num_blocks = self.statistics.num_usable_blocks or self._num_blocks
+            self._block_size = self.statistics.block_size or self._block_size
             yield from self._of_scheduler(self.statistics)
         if self.cache_config and self._num_blocks:
-            labels = {**names.labels, **self.cache_config, "num_gpu_blocks": str(self._num_blocks), "engine": "0"}
+            pool = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._num_blocks)}
+            labels = {**names.labels, **self.cache_config, **pool, "engine": "0"}
             text = "Settings of the KV cache, as labels; the value is 1."
             yield MetricNames(names.prefix, labels).gauge("cache_config_info", text, 1.0)
 

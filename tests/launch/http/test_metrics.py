@@ -149,11 +149,12 @@ def test_aborted_sequence_is_counted_without_times() -> None:
 
 class Engine(EndlessEngine):
     async def statistics(self) -> Statistics:
-        return Statistics(1, num_usable_blocks=100, num_free_blocks=50, step_tokens=Histogram([1.0, 2.0], [3, 1, 1], 9))
+        pool = {"num_usable_blocks": 100, "num_free_blocks": 50, "block_size": 16}
+        return Statistics(1, **pool, step_tokens=Histogram([1.0, 2.0], [3, 1, 1], 9))
 
 
 def test_vllm_prefix_and_names() -> None:
-    cache = {"block_size": "16", "cache_dtype": "bfloat16"}
+    cache = {"cache_dtype": "bfloat16"}
     found = scrape(Metrics("tiny", MetricsOptions("vllm", cache_config=cache)), Engine())
     assert not [name for name in found if not name.startswith("vllm:")]
     assert found["vllm:iteration_tokens_total_sum"] == 9 and found["vllm:iteration_tokens_total_count"] == 5

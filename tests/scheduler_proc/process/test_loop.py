@@ -12,7 +12,7 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 from tiers import thinned
 
-from quire.protocol.wire.front_end_messages import EndReason, StepOutputs, Stop
+from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics, StepOutputs, Stop
 from quire.protocol.wire.link_messages import Refused, Welcome
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.protocol.wire.zmq_channel import ZmqChannel
@@ -143,6 +143,20 @@ def test_a_request_that_always_breaks_its_workers_fails_alone(loop: LoopUnderTes
     assert ended["good"] == (EndReason.LENGTH, "") and tokens["good"] == expected_tokens(PROMPT, 9)
     assert ended["poison"][0] == EndReason.ERROR and ended["poison"][1].startswith("engine_fault: ")
     assert loop.worker_epoch == 4, "three deaths"
+
+
+def test_the_pool_has_the_block_size_of_the_workers(tmp_path: Path) -> None:
+    """Their kernels read blocks of 4 tokens, larger than those of the configuration."""
+    with zmq.Context() as context:
+        loop = LoopUnderTest(context, tmp_path, make_config(block_size=3))
+        loop.handshake()
+        assert loop.configure.config.block_size == 3
+        loop.renew_worker()
+        loop.wait_for_report("ready")
+        assert loop.configure.config.block_size == loop.configure.kv_layout.groups[0].block_size == 4
+        loop.client.send(Control("statistics", 1))
+        loop.until(lambda message: isinstance(message, Statistics) and message.block_size == 4)
+        loop.stop()
 
 
 def test_a_dying_worker_loses_no_token(loop: LoopUnderTest) -> None:

@@ -1,5 +1,6 @@
 """Several ranks behind the interface of one worker: results are released only when all ranks agree."""
 
+import msgspec
 import numpy as np
 import pytest
 from memory_channel import MemoryChannel, memory_pair
@@ -87,3 +88,10 @@ def test_ready_has_the_fewest_blocks_of_all_ranks() -> None:
     assert group.ready(1, Ready([40, 30], PLAN, {"load_s": 2.0})) is None
     ready = group.ready(0, Ready([20, 50], PLAN, {"load_s": 1.0}))
     assert ready == Ready([20, 30], PLAN, {"load_s": 2.0})
+
+
+def test_ranks_with_different_block_sizes_are_an_error() -> None:
+    group, _ = _group(2)
+    group.ready(0, Ready([20], PLAN, {}))
+    with pytest.raises(EngineError, match="the ranks chose different KV block sizes"):
+        group.ready(1, Ready([20], msgspec.structs.replace(PLAN, block_size=256), {}))

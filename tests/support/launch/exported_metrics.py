@@ -35,7 +35,7 @@ class FullEngine(EndlessEngine):
 def exported_labels(prefix: str) -> dict[str, set[str]]:
     """Return the labels of every exported sample, by its name."""
     page = asyncio.run(
-        Metrics("tiny", MetricsOptions(prefix=prefix, cache_config={"block_size": "16"})).render(FullEngine())
+        Metrics("tiny", MetricsOptions(prefix=prefix, cache_config={"cache_dtype": "bfloat16"})).render(FullEngine())
     ).decode()
     labels: dict[str, set[str]] = {}
     for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):

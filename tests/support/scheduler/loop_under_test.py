@@ -104,6 +104,7 @@ class LoopUnderTest:
         self.worker.send(Hello(PROTOCOL_VERSION, "worker", 0, 1))
         while not isinstance(configure := self._next(self.worker), Configure):
             pass
+        self.configure = configure
         self.fake.step, self.fake.first_of_epoch = configure.last_step, configure.last_step + 1
         self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}))
 

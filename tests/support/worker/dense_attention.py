@@ -6,6 +6,7 @@ import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.prologue import attend_unfused
+from quire.worker_proc.attention.supports import Supports
 
 
 class DenseBackend:
@@ -13,6 +14,7 @@ class DenseBackend:
 
     name = "dense"
     needs_host_lengths = True
+    supports = Supports()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (2, num_blocks, block_size, num_kv_heads, head_dim)

@@ -138,7 +138,7 @@ def test_flashinfer_is_used_if_requested(libraries: None) -> None:
 
 
 def test_flash_attn_uses_the_version_for_the_gpu(libraries: None) -> None:
-    hopper, ampere = pick(config_of("flash_attn")), pick(config_of("flash_attn", block_size=256), AMPERE)
+    hopper, ampere = pick(config_of("flash_attn")), pick(config_of("flash_attn"), AMPERE)
     assert 'name="flash_attn (flash-attn 3)" reason=requested graphs="steady decode uses CUDA graphs' in hopper[1]
     assert 'name="flash_attn (flash-attn 2)" reason=requested graphs="steady decode uses CUDA graphs' in ampere[1]
     assert hopper[0].name == ampere[0].name == "flash_attn"
@@ -146,13 +146,15 @@ def test_flash_attn_uses_the_version_for_the_gpu(libraries: None) -> None:
 
 def test_flash_attn_uses_the_installed_version(monkeypatch: pytest.MonkeyPatch, libraries: None) -> None:
     fake_flash_attn.install(monkeypatch, version_3=False)
-    assert "(flash-attn 2)" in pick(config_of("flash_attn", block_size=512))[1]
+    assert "(flash-attn 2)" in pick(config_of("flash_attn"))[1]
+    with pytest.raises(ConfigError) as error:
+        pick(config_of("flash_attn"), TURING)
+    assert "flash-attn 3: does not support compute capability 7.5" in str(error.value)
+    assert "flash-attn 2: does not support compute capability 7.5" in str(error.value)
+    fake_flash_attn.install(monkeypatch, version_2=False, version_3=False)
     with pytest.raises(ConfigError) as error:
         pick(config_of("flash_attn"))
     assert "flash-attn 3: cannot load the library" in str(error.value)
-    assert "flash-attn 2: does not support KV blocks of 16 tokens (use a multiple: --block-size 256)" in str(
-        error.value
-    )
     assert str(error.value).endswith("usable backends: triton, flashinfer")
 
 
@@ -162,7 +164,7 @@ def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch, launchable:
         monkeypatch.setitem(sys.modules, module, None)
     extra = name.replace("_", "-")
     with pytest.raises(ConfigError, match=rf"{name}: .*cannot load.*quire-serve\[{extra}\].*usable backends: triton$"):
-        pick(config_of(name, block_size=256))
+        pick(config_of(name))
 
 
 REFUSALS = [
@@ -201,19 +203,19 @@ def test_gpu_that_is_too_old_or_too_new(libraries: None) -> None:
     with pytest.raises(
         ConfigError, match=r"flash-attn 3: does not support compute capability 10\.0 \(supported: 9\.x\)"
     ):
-        pick(config_of("flash_attn"), BLACKWELL)
-    assert pick(config_of("flash_attn", block_size=256), BLACKWELL)[0].name == "flash_attn"
+        pick(config_of("flash_attn", head_dim=512), BLACKWELL)
+    assert "(flash-attn 2)" in pick(config_of("flash_attn"), BLACKWELL)[1]
 
 
 def test_error_lists_all_missing_features() -> None:
     nothing = Supports(
-        dtypes=HALVES, fp8_cache=False, head_dims=(64,), block_multiple=256, windows=False,
+        dtypes=HALVES, fp8_cache=False, head_dims=(64,), windows=False,
         soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),
     )  # fmt: skip
     everything = Needs(
-        head_dim=80, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, block_sizes=(16, 32), windows=True,
+        head_dim=80, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True,
         soft_cap=True, sinks=True, deterministic=True,
     )  # fmt: skip
-    assert len(nothing.lacks(everything, AMPERE)) == 10
+    assert len(nothing.lacks(everything, AMPERE)) == 8
     assert Supports().lacks(everything, AMPERE) == []
-    assert nothing.lacks(Needs(head_dim=64, dtype=HALVES[0], kv_dtype=HALVES[0], block_sizes=(512,)), HOPPER) == []
+    assert nothing.lacks(Needs(head_dim=64, dtype=HALVES[0], kv_dtype=HALVES[0]), HOPPER) == []
