@@ -17,6 +17,7 @@ import numpy as np
 from quire.launch.measure.shapes import find_shape
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.channel import Frames
@@ -161,10 +162,16 @@ class Rig:
         max_model_len: int = MAX_MODEL_LEN,
         hash_algo: Literal["sha256", "xxh3_128"] = "sha256",
         steady_decode: bool = True,
+        model: ModelConfig | None = None,
     ) -> None:
-        """``num_blocks``: with the null block."""
+        """
+        Args:
+            num_blocks: with the null block.
+            model: decides the KV layout; None for one group of full attention.
+        """
+        model = bench_model("llama-3.1-8b") if model is None else model
         self.config = EngineConfig(
-            model=_MODEL,
+            model=model,
             model_path="",
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -174,7 +181,7 @@ class Rig:
             prefix_caching_hash_algo=hash_algo,
             async_scheduling=async_scheduling,
         )
-        layout = kv_layout(_MODEL, BLOCK_SIZE, "bfloat16")
+        layout = kv_layout(model, BLOCK_SIZE, "bfloat16")
         self.scheduler = Scheduler(self.config, layout, num_blocks, steady_decode=steady_decode)
         self.worker = BatchWorker(max_num_seqs)
         self._steps: Codec[Any] = Codec(WorkerToScheduler)
@@ -258,6 +265,6 @@ class Rig:
             pass
 
 
-_MODEL = msgspec.structs.replace(
-    find_shape("llama-3.1-8b"), vocab_size=VOCAB_SIZE, max_position=1 << 20, eos_token_ids=[2]
-)
+def bench_model(shape: str) -> ModelConfig:
+    """Return a shape with the vocabulary of the benchmark, for sequences of any length."""
+    return msgspec.structs.replace(find_shape(shape), vocab_size=VOCAB_SIZE, max_position=1 << 20, eos_token_ids=[2])

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import psutil
 
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, measure_churn
+from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes, measure_layouts
 from quire.launch.bench.scheduler.scheduler_rig import (
     BLOCK_SIZE,
     Rig,
@@ -61,6 +62,7 @@ class Sizes:
     memory_blocks: int = 100_000
     churn: ChurnSizes = field(default_factory=ChurnSizes)
     trace: TraceSizes = field(default_factory=TraceSizes)
+    layouts: LayoutSizes = field(default_factory=LayoutSizes)
 
 
 def steady(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
@@ -306,8 +308,14 @@ def trace(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
     return measure_trace(sizes.trace)
 
 
+def layouts(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Steps of steady decode by KV cache layout: see ``scheduler_layouts``."""
+    return measure_layouts(sizes.layouts, steady_decode)
+
+
 SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "steady": steady,
+    "layouts": layouts,
     "admission": admission,
     "hashing": hashing,
     "churn": churn,
