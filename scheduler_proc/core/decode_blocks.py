@@ -1,59 +1,151 @@
-"""Block allocation for steady decode: one block for each of many requests in one call."""
+"""Block allocation for steady decode: the next block, in every KV group, for each of many requests in one call."""
 
 from collections.abc import Sequence
 
-from quire.protocol.model.kv_layout import KVLayout
+from quire.scheduler_proc.core.step import NewBlocks
 from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_hash import group_suffix
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 from quire.scheduler_proc.requests.request import Request
 
 
 class SteadyBlockAllocator:
-    """Fast path of block allocation, for layouts with one KV group of full attention and while enough blocks are free.
+    """Fast path of block allocation, for requests whose next position starts a block and while enough blocks are free.
 
     Owns nothing: pool, tables and hashes stay with their owners. ``allocate`` and ``cache`` have the same effect as
-    ``allocate_slots`` for one position and ``cache_blocks``, for requests whose next position starts a block.
+    ``allocate_slots`` for one position and ``cache_blocks``, request by request. In layouts of equal block sizes, with
+    one kind of window in the last groups (``kv_layout`` makes no others), the requests are handled together. All groups
+    then have tables of equal length with as many cached entries, and the windows skip the same entries (``check``).
     """
 
-    def __init__(self, layout: KVLayout, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
         self._pool = kv.pool
-        self._table = kv.coordinator.managers[0]
-        self._applies = [group.kind for group in layout.groups] == ["full_attention"]
+        managers = kv.coordinator.managers
+        self._tables = [manager.req_to_blocks for manager in managers]
+        self._num_cached = [manager.num_cached_block for manager in managers]
+        self._suffixes = [group_suffix(manager.group_id) for manager in managers]
+        windows = [manager for manager in managers if isinstance(manager, SlidingWindowManager)]
+        self._num_skipped = [manager.num_skipped_blocks for manager in windows]
+        self._window = windows[0].window if windows else 0
+        self._num_full = len(managers) - len(windows)
+        self._block_size = managers[0].block_size
+        self._is_regular = (
+            len({manager.block_size for manager in managers}) == 1
+            and all(manager.window == self._window for manager in windows)
+            and not any(manager.skips for manager in managers[: self._num_full])
+        )
+        # A pool that distinguishes tenants chooses at each allocation, and learns from each release.
+        self._handles_together = self._is_regular and not (kv.pool.by_tenant and len(managers) + len(windows) > 1)
 
     def can_allocate(self, count: int) -> bool:
-        return self._applies and count <= self._pool.num_free_blocks
+        """Return whether the pool has blocks for this many requests, not counting those that windows will free."""
+        return count * len(self._tables) <= self._pool.num_free_blocks
 
-    def room(self, request: Request) -> int:
-        """Return the number of positions left in the request's blocks; 0 for layouts without the fast path.
+    def join(self, request: Request) -> int:
+        """Prepare a request that joins steady decode. Returns the number of positions left in its blocks.
 
         It can exceed one block, after allocations for drafts that were rejected.
         """
-        if not self._applies:
-            return 0
-        return len(self._table.req_to_blocks[request.handle]) * self._table.block_size - request.num_computed_tokens
+        managers = self._kv.coordinator.managers
+        request.tables = [manager.req_to_blocks[request.handle] for manager in managers]
+        ends = [len(blocks) * manager.block_size for blocks, manager in zip(request.tables, managers, strict=True)]
+        return min(ends) - request.num_computed_tokens
 
-    def allocate(self, requests: Sequence[Request]) -> list[int]:
-        """Allocate one block for each request, in order, and return the block ids."""
-        held = self._table.req_to_blocks
-        ids = []
-        for request, block in zip(requests, self._pool.get_new_blocks(len(requests)), strict=True):
-            held[request.handle].append(block)
-            ids.append(block.block_id)
-        return ids
+    def allocate(self, requests: Sequence[Request]) -> NewBlocks:
+        """Allocate the next block of each request in each group that needs one; windows first free theirs."""
+        if not self._handles_together:
+            return self._allocate_one_by_one(requests)
+        if self._num_skipped:
+            count = self._skip(requests)
+            if count < len(requests):
+                return self.allocate(requests[:count]).followed_by(self._allocate_one_by_one(requests[count:]))
+        tables = [blocks for request in requests for blocks in request.tables]
+        new = self._pool.get_new_blocks(len(tables))
+        for blocks, block in zip(tables, new, strict=True):
+            blocks.append(block)
+        num_groups = len(self._suffixes)
+        handles = [request.handle for request in requests for _ in range(num_groups)]
+        return NewBlocks(handles, [block.block_id for block in new], [*range(num_groups)] * len(requests))
+
+    def _skip(self, requests: Sequence[Request]) -> int:
+        """Free the block that each request's window has left, if any. Returns ``len(requests)``.
+
+        Otherwise it changes nothing and returns the number of leading requests which it can handle. The next one frees
+        several blocks (after a prefill; it is usually the last), or one without content. Such a block is reused first,
+        by the request that frees it, while enough others are free before those with content are reused.
+        """
+        num_skipped, num_full, past, size = self._num_skipped[0], self._num_full, self._window - 1, self._block_size
+        freed: list[KVCacheBlock] = []
+        leaving: list[tuple[Request, int]] = []
+        ends: dict[int, int] = {}
+        for count, request in enumerate(requests):
+            index = num_skipped.get(request.handle, 0)
+            end = (request.num_acknowledged_tokens - past) // size
+            if end > index:
+                if end > index + 1:
+                    return count
+                freed += [blocks[index] for blocks in request.tables[num_full:]]
+                leaving.append((request, index))
+                ends[request.handle] = end
+        if None in [block.block_hash for block in freed]:
+            return 0
+        null = self._pool.null_block
+        for request, index in leaving:
+            for blocks in request.tables[num_full:]:
+                blocks[index] = null
+        for skipped in self._num_skipped:
+            skipped.update(ends)
+        self._pool.free_blocks(freed)
+        return len(requests)
+
+    def _allocate_one_by_one(self, requests: Sequence[Request]) -> NewBlocks:
+        handles, block_ids, groups = new = NewBlocks([], [], [])
+        for request in requests:
+            allocated = self._kv.allocate_slots(request, 1)
+            assert allocated is not None, "can_allocate was not called"
+            for group, blocks in enumerate(allocated):
+                handles += [request.handle] * len(blocks)
+                block_ids += [block.block_id for block in blocks]
+                groups += [group] * len(blocks)
+        return new
 
     def cache(self, requests: Sequence[Request]) -> None:
         """Publish the hashes of the blocks that were filled before the newly allocated ones."""
         if not requests or not self._pool.enable_caching:
             return
-        held, cached = self._table.req_to_blocks, self._table.num_cached_block
-        full_blocks: list[KVCacheBlock] = []
+        if not self._is_regular:
+            for request in requests:
+                self._kv.cache_blocks(request, min(request.num_computed_tokens + 1, request.num_tokens))
+            return
+        num_cached = self._num_cached[0]
+        ends: dict[int, int] = {}
+        blocks: list[KVCacheBlock] = []
         keys: list[bytes] = []
         for request in requests:
-            handle = request.handle
-            blocks, hashes = held[handle], request.tokens.block_hashes
-            full = min(len(blocks), len(hashes))  # with block size 1, the new block is full already
-            for index in range(cached.get(handle, 0), full):  # usually one block
-                full_blocks.append(blocks[index])
+            handle, tables, hashes = request.handle, request.tables, request.tokens.block_hashes
+            ends[handle] = end = min(len(tables[0]), len(hashes))  # with block size 1, the new block is full already
+            for index in range(num_cached.get(handle, 0), end):  # usually one block
+                blocks += [held[index] for held in tables]
                 keys.append(hashes[index])
-            cached[handle] = full
-        self._pool.cache_full_blocks(full_blocks, keys)
+        if len(self._suffixes) > 1:
+            keys = [key + suffix for key in keys for suffix in self._suffixes]
+        if self._num_skipped and self._pool.null_block in blocks:
+            kept = [at for at, block in enumerate(blocks) if not block.is_null]
+            blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
+        self._pool.cache_full_blocks(blocks, keys)
+        for num_cached in self._num_cached:
+            num_cached.update(ends)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the groups agree on the entries of each request, as the class relies on."""
+        if not self._is_regular:
+            return
+        for handle, held in self._tables[0].items():
+            for name, counts in (
+                ("blocks", {len(table.get(handle, ())) for table in self._tables} | {len(held)}),
+                ("cached entries", {num_cached.get(handle, 0) for num_cached in self._num_cached}),
+                ("skipped entries", {num_skipped.get(handle, 0) for num_skipped in self._num_skipped}),
+            ):
+                assert len(counts) <= 1, f"handle {handle}: {name} differ between KV groups: {sorted(counts)}"

@@ -4,7 +4,6 @@ from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.hooks import SchedulerHooks
@@ -39,7 +38,6 @@ class Planner:
     def __init__(
         self,
         config: EngineConfig,
-        layout: KVLayout,
         table: RequestTable,
         kv: KVCacheManager,
         drafting: DraftPolicy,
@@ -54,7 +52,7 @@ class Planner:
         self.table = table
         self.steady_decode = table.steady_decode
         self.kv = kv
-        self.decode_blocks = SteadyBlockAllocator(layout, kv)
+        self.decode_blocks = SteadyBlockAllocator(kv)
         self.tenants = TenantShares(table, kv)
         self._drafting = drafting
         self._decisions = decisions
@@ -139,7 +137,7 @@ class Planner:
         if self.decode_blocks.can_allocate(len(due)) and not any(
             r.num_tokens_to_compute <= 1 for r in table.unsteady.values()
         ):
-            plan.grown, plan.grown_block_ids = due, self.decode_blocks.allocate(due)
+            plan.grown, plan.new_blocks = due, self.decode_blocks.allocate(due)
             self.steady_decode.mark_handled(due, plan.step)
         else:
             for request in due:

@@ -99,7 +99,7 @@ class Scheduler:
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
         self.planner = planner_class(
-            config, layout, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
+            config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
         )
         self.kv.pool.count_held_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
@@ -303,7 +303,7 @@ class Scheduler:
                 self._drafting.drafts_sent(request.draft_state, step)
             until = self._drafting.next_draft_step(request.draft_state)
             if until > step + 1 and self._may_be_steady(request):
-                table.join_steady(request, until, self.planner.decode_blocks.room(request))
+                table.join_steady(request, until, self.planner.decode_blocks.join(request))
             else:
                 record.only_steady = False
                 record.awaits_inputs |= request.has_grammar
@@ -342,6 +342,7 @@ class Scheduler:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
         self.kv.check()
         self.table.check()
+        self.planner.decode_blocks.check()
         requests = self.table.requests.values()
         for request in requests:
             running = request.status is RequestStatus.RUNNING

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,22 @@ from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.request import Request
+
+
+class NewBlocks(NamedTuple):
+    """Blocks to append to the tables of requests: parallel lists, in the order of requests and then of groups."""
+
+    handles: list[int]
+    block_ids: list[int]
+    groups: list[int]
+
+    def followed_by(self, other: "NewBlocks") -> "NewBlocks":
+        return NewBlocks(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def remove(self, handle: int) -> None:
+        kept = [at for at, other in enumerate(self.handles) if other != handle]
+        for column in self:
+            column[:] = [column[at] for at in kept]
 
 
 @dataclass(slots=True)
@@ -44,7 +61,7 @@ class StepPlan:
         config: limits of the step.
         budget: tokens left.
         prefill_budget: tokens left for prefills.
-        grown: requests in steady decode that got a new block; ``grown_block_ids`` has the block ids, in the same order.
+        grown: requests in steady decode that got the blocks in ``new_blocks``.
         last: requests in steady decode whose last token is sampled in this step.
     """
 
@@ -57,7 +74,7 @@ class StepPlan:
         self.num_claimed = 0
         """Preempted requests whose blocks or rows were claimed by another tenant; they do not stop admission."""
         self.grown: list[Request] = []
-        self.grown_block_ids: list[int] = []
+        self.new_blocks = NewBlocks([], [], [])
         self.last: list[Request] = []
 
     def add(self, row: StepRow) -> None:
@@ -76,8 +93,8 @@ class StepPlan:
         elif request.is_steady:
             self.budget += 1
         if request in self.grown:
-            at = self.grown.index(request)
-            del self.grown[at], self.grown_block_ids[at]
+            self.grown.remove(request)
+            self.new_blocks.remove(request.handle)
 
 
 def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
@@ -85,20 +102,19 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
 
     ``unsteady``: all running requests outside of steady decode; those without a row are parked.
     """
-    handles = [request.handle for request in plan.grown]
-    block_ids = plan.grown_block_ids
+    handles, block_ids, groups = plan.new_blocks
     if not plan.rows and not removed:  # all requests are in steady decode or already parked
         return SchedulerOutput(
             step=plan.step,
             parked=_park_the_rest(plan, unsteady),
             appended_handles=np.array(handles, np.int32) if handles else None,
             appended_block_ids=np.array(block_ids, np.int32) if handles else None,
+            appended_groups=np.array(groups, np.int32) if any(groups) else None,
         )
     new: list[NewRequestData] = []
     tokens: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
     new_ids: list[int] = []
     unparked: list[int] = []
-    groups = [0] * len(handles)
     for handle, row in plan.rows.items():
         request = row.request
         if row.new_blocks is None:

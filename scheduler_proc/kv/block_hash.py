@@ -202,7 +202,12 @@ class HashChain:
 
 def group_key(block_hash: bytes, group: int) -> bytes:
     """Return the cache key of a block in one KV group: groups store different data for the same tokens."""
-    return block_hash if group == 0 else block_hash + group.to_bytes(2, "little")
+    return block_hash + group_suffix(group)
+
+
+def group_suffix(group: int) -> bytes:
+    """Return the end of a group's cache keys; that of group 0 is empty."""
+    return group.to_bytes(2, "little") if group else b""
 
 
 def prompt_hashes(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
+from typing import ClassVar
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
@@ -39,17 +40,23 @@ class BlockHashToBlockMap:
             return run  # type: ignore[return-value]  # no dict among the values
         return [b if isinstance(b, KVCacheBlock) else next(iter(b.values())) for b in run if b is not None]
 
-    def insert(self, key: bytes, block: KVCacheBlock) -> bool:
-        """Add the block under the key. Returns whether the key is new."""
-        self.num_blocks += 1
-        found = self._found.setdefault(key, block)
-        if found is block:
-            return True
-        if isinstance(found, KVCacheBlock):
-            self._found[key] = {found.block_id: found, block.block_id: block}
-        else:
-            found[block.block_id] = block
-        return False
+    def insert_blocks(self, keys: Sequence[bytes], blocks: Sequence[KVCacheBlock]) -> Sequence[bytes]:
+        """Add each block under its key. Returns, in order, the keys that are new."""
+        self.num_blocks += len(blocks)
+        firsts = list(map(self._found.setdefault, keys, blocks))  # no Python code per block
+        if firsts == blocks:
+            return keys
+        new: list[bytes] = []
+        for key, block, first in zip(keys, blocks, firsts, strict=True):
+            if first is block:
+                new.append(key)
+                continue
+            found = self._found[key]
+            if isinstance(found, KVCacheBlock):
+                self._found[key] = {found.block_id: found, block.block_id: block}
+            else:
+                found[block.block_id] = block
+        return new
 
     def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
         """Remove ``block_id`` from ``key``. Returns the block, or None when it was not stored under ``key``."""
@@ -131,7 +138,10 @@ class BlockPool:
         num_evictable_blocks: free blocks whose content can still be found.
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
+        by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
     """
+
+    by_tenant: ClassVar[bool] = False
 
     def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
         """``num_blocks`` includes the null block, which is block 0 and never allocated."""
@@ -252,14 +262,12 @@ class BlockPool:
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Iterable[bytes]) -> None:
         """Make each block findable by its key. Its content must be complete."""
         self.num_changes += 1
-        insert = self.cached_block_hash_to_block.insert
-        stored: list[bytes] = []
-        for block, key in zip(blocks, keys, strict=True):
+        wanted = list(keys)
+        for block, key in zip(blocks, wanted, strict=True):
             if block.block_hash is not None or block.is_null:
                 raise ValueError(f"{block!r} cannot be cached: it is the null block or already has a hash")
             block.block_hash = key
-            if insert(key, block):
-                stored.append(key)
+        stored = self.cached_block_hash_to_block.insert_blocks(wanted, blocks)
         if stored and self.events is not None:
             self.events.stored(stored)
 
@@ -333,10 +341,8 @@ class BlockPool:
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove the keys of blocks that are being allocated. A key is reported as removed with its last block."""
-        keys: list[bytes] = []
+        keys = [block.block_hash for block in blocks if block.block_hash is not None]
         for block in blocks:
-            assert block.block_hash is not None
-            keys.append(block.block_hash)
             block.block_hash = None
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.evicted(block.block_id, self.now)

@@ -161,6 +161,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 class FairBlockPool(BlockPool):
     """A block pool for several tenants, with fair eviction."""
 
+    by_tenant = True
     free_block_queue: FairFreeQueue
 
     def _make_queue(self) -> FairFreeQueue:

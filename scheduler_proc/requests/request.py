@@ -1,9 +1,11 @@
 """Request: the scheduler's state of one request (tokens, progress, status)."""
 
 import enum
+from collections.abc import Sequence
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
@@ -66,6 +68,7 @@ class Request:
         joined_step: the last step before steady decode.
         synced_step: in steady decode, the step that sampled the last token in ``tokens``.
         event_step, last_step, leave_step, block_step: used by SteadyDecode only.
+        tables: in steady decode, its blocks per KV group. The lists belong to the KV cache.
     """
 
     __slots__ = (
@@ -104,6 +107,7 @@ class Request:
         "status",
         "stop_tokens",
         "synced_step",
+        "tables",
         "tenant",
         "tokens",
         "turn",
@@ -160,6 +164,7 @@ class Request:
         self.parked = False
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
+        self.tables: Sequence[list[KVCacheBlock]] = ()
 
     # ---- progress
 
@@ -282,6 +287,7 @@ class Request:
         self._num_acknowledged_tokens = self.num_acknowledged_tokens
         self._num_output_placeholders = self.num_output_placeholders
         self._clock = None
+        self.tables = ()
 
     # ---- derived properties
 

@@ -32,7 +32,6 @@ BUILD_NOTE = (
 # Figures shown in the table, as patterns of paths per section; the JSON has all figures.
 SHOWN: dict[str, tuple[str, ...]] = {
     "steady": ("*.both.mean_us", "*.both.median_us", "*.both.p99_us"),
-    "layouts": ("*.step_us", "*.ratio"),
     "admission": ("*.median_us", "*.p99_us", "*hit_tokens"),
     "hashing": ("*us_per_1k*", "request_*.median_us", "request_*.p99_us"),
     "churn": (
@@ -49,6 +48,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "outputs": ("bytes*", "encode.mean_us", "decode.mean_us"),
     "memory": ("*_MB_*", "construct_ms"),
     "trace": ("*_us", "*_bytes", "*.lost_lines"),
+    "layouts": ("*.step_us", "*.ratio"),
 }
 
 

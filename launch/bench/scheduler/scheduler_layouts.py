@@ -68,17 +68,18 @@ def _model(shape: str, sizes: LayoutSizes) -> ModelConfig:
 
 def _filled(model: ModelConfig, sizes: LayoutSizes, steady_decode: bool) -> Rig:
     """Return a rig whose requests all decode, and whose free blocks have cached contents."""
-    num_groups = len(kv_layout(model, BLOCK_SIZE, "bfloat16").groups)
-    per_request = (sizes.prompt_len + UNIT * (sizes.units * sizes.rounds + 4)) // BLOCK_SIZE + 4
+    longest = sizes.prompt_len + UNIT * (sizes.units * sizes.rounds + 4)
+    windows = [group.sliding_window for group in kv_layout(model, BLOCK_SIZE, "bfloat16").groups]
+    per_request = sum(min(longest, window + 4 * BLOCK_SIZE if window else longest) // BLOCK_SIZE for window in windows)
     rig = Rig(
-        1 + sizes.batch * per_request * num_groups,
+        sizes.batch * per_request * 5 // 4,
         sizes.batch,
         async_scheduling=True,
         steady_decode=steady_decode,
         model=model,
     )
     while not rig.scheduler.kv.pool.num_evicted_blocks:
-        rig.add(rig.prompt(per_request * BLOCK_SIZE), 1)
+        rig.add(rig.prompt(longest), 1)
         rig.run_until_idle()
     for index in range(sizes.batch):  # staggered, so that every step has as many rows that need a block
         rig.add(rig.prompt(sizes.prompt_len + index % BLOCK_SIZE), 1 << 14)

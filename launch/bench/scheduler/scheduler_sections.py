@@ -315,7 +315,6 @@ def layouts(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "steady": steady,
-    "layouts": layouts,
     "admission": admission,
     "hashing": hashing,
     "churn": churn,
@@ -323,6 +322,7 @@ SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "outputs": outputs,
     "memory": memory,
     "trace": trace,
+    "layouts": layouts,
 }
 
 

@@ -16,6 +16,7 @@ from quire.launch.bench.scheduler import command as scheduler_command
 from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
+from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
@@ -43,6 +44,7 @@ TINY = Sizes(
     new_prompts=(2, 1024),
     memory_blocks=256,
     churn=ChurnSizes(usual=LOAD, large=LOAD),
+    layouts=LayoutSizes(batch=16, prompt_len=32, window=20, units=1, rounds=2),
     trace=TraceSizes(batch=16, prompt_len=32, steps=32, chunks=2, names=("trace.jsonl",)),
 )
 A_SUMMARY = {"n", "mean_us", "median_us", "p99_us", "max_us"}
@@ -101,6 +103,11 @@ class TestSections:
     def test_trace(self) -> None:
         found = section("trace")["trace.jsonl"]
         assert found["step_without_us"] > 0 and 150 < found["line_bytes"] < 500 and found["lost_lines"] == 0
+
+    def test_layouts(self) -> None:
+        found = section("layouts")
+        assert list(found) == ["full_attention", "one_window", "two_groups", "seven_groups"]
+        assert found["full_attention"]["ratio"] == 1 and all(one["step_us"] > 0 for one in found.values())
 
     def test_each_section_has_its_table(self) -> None:
         assert set(SHOWN) == set(SECTIONS)

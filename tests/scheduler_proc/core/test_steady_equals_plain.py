@@ -4,10 +4,17 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from log_replay import replay
-from scheduler_driver import Driver
-from scheduler_load import Load, random_settings
+from scheduler_driver import Driver, change
+from scheduler_load import Asked, Load, random_settings
 from tiers import thinned
+
+from quire.launch.measure.shapes import find_shape
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.scheduler_proc.core.steady_decode import SteadyDecode
+from quire.scheduler_proc.trace.event_log import RecordKind
 
 SEEDS = range(18)
 STEPS_PER_RUN = 100
@@ -113,6 +120,134 @@ def test_long_outputs_in_steady_decode_are_the_same(seed: int) -> None:
     assert drivers[0].answers == drivers[1].answers
     if settings["num_blocks"] == 400 and not settings.get("num_speculative_tokens"):  # no steady decode with drafts
         assert drivers[0].num_steady > 2 * len(drivers[0].diffs)
+
+
+def layout_like(shape: str, window: int, block_size: int, shared: int = 0) -> KVLayout:
+    """Return the layout of a shape with another window; the last ``shared`` layers read earlier layers' caches."""
+    model = find_shape(shape)
+    owners = [layer % 6 if layer >= model.num_layers - shared else layer for layer in range(model.num_layers)]
+    windows = [each and window for each in model.windows]
+    return kv_layout(change(model, windows=windows, cache_sources=owners), block_size, "bfloat16")
+
+
+LAYOUTS = {
+    "full": ("llama-3.1-8b", 0),
+    "one window": ("mistral-7b", 0),
+    "two groups": ("gpt-oss-20b", 0),
+    "seven groups": ("gemma-3-1b", 0),
+    "shared KV": ("gemma-3-1b", 8),
+}
+"""Shapes, and the number of layers that share another's cache."""
+
+
+def test_layouts_have_these_groups() -> None:
+    groups = {name: layout_like(shape, 9, 4, shared).groups for name, (shape, shared) in LAYOUTS.items()}
+    assert {name: len(found) for name, found in groups.items()} == {
+        "full": 1,
+        "one window": 1,
+        "two groups": 2,
+        "seven groups": 7,
+        "shared KV": 6,
+    }
+
+
+@settings(max_examples=8)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    window=st.integers(1, 40),
+    block_size=st.sampled_from((1, 2, 4, 8)),
+    rows_of_blocks=st.integers(3, 12),
+    caching=st.sampled_from((True, True, False)),
+    drafts=st.sampled_from((0, 0, 3)),
+    num_tenants=st.sampled_from((1, 1, 3)),
+    seed=st.integers(0, 10_000),
+)
+def test_every_layout_decides_the_same(
+    layout: str,
+    window: int,
+    block_size: int,
+    rows_of_blocks: int,
+    caching: bool,
+    drafts: int,
+    num_tenants: int,
+    seed: int,
+) -> None:
+    """The messages to the workers are equal byte for byte, in runs with long outputs and any other event.
+
+    ``rows_of_blocks``: size of the pool, in requests of 60 tokens: with few of them, requests are preempted.
+    """
+    shape, num_shared = LAYOUTS[layout]
+    groups = layout_like(shape, window, block_size, num_shared)
+    made: dict[str, Any] = {
+        "layout": groups,
+        "num_blocks": 1 + rows_of_blocks * len(groups.groups) * (60 // block_size + 1),
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": block_size,
+        "enable_prefix_caching": caching,
+        "num_speculative_tokens": drafts,
+        "num_tenants": 1 if layout == "full" else num_tenants,
+    }
+    steady, plain = Driver(**made), Driver(steady_decode=False, **made)
+    load = Load(random.Random(seed), steady, plain)
+    load.num_tenants = made["num_tenants"]
+    for index in range(10):
+        prompt, max_tokens = [index, 7] * (index + 1), 5 + 31 * index % 100
+        load.asked[f"x{index}"] = Asked(0, prompt, max_tokens, frozenset(), [])
+        for driver in load.drivers:
+            driver.add(f"x{index}", prompt, max_tokens=max_tokens, tenant=index % load.num_tenants)
+    for _ in range(12):
+        load.random_event()
+        for _ in range(20):
+            load.advance()
+    load.drain()
+    assert steady.answers == plain.answers
+    produced = [[r.frames for r in driver.log if r.kind == RecordKind.PRODUCED] for driver in load.drivers]
+    assert produced[0] == produced[1]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_leaves_steady_decode_for_a_block(
+    layout: str, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, num_shared = LAYOUTS[layout]
+    groups = layout_like(shape, 12, 4, num_shared)
+    driver = Driver(
+        layout=groups, num_blocks=1200, block_size=4, max_model_len=128, max_num_seqs=8, enable_prefix_caching=caching
+    )
+    joined: list[str] = []
+    join = SteadyDecode.join
+    monkeypatch.setattr(
+        SteadyDecode,
+        "join",
+        lambda self, request, *args: (joined.append(request.request_id), join(self, request, *args)),
+    )
+    for index in range(6):
+        driver.add(f"x{index}", [index] * 9, max_tokens=90, ignore_eos=True)
+    driver.finish()
+    assert sorted(joined) == [f"x{index}" for index in range(6)]
+
+
+def test_groups_that_disagree_are_found() -> None:
+    driver = Driver(layout=layout_like("gemma-3-1b", 6, 4), num_blocks=200, block_size=4)
+    driver.add("x", [1] * 9, max_tokens=20, ignore_eos=True)
+    for _ in range(6):
+        driver.step()
+    check = driver.scheduler.planner.decode_blocks.check
+    check()
+    managers = driver.scheduler.kv.coordinator.managers
+    for counts, name in ((managers[2].num_cached_block, "cached"), (managers[2].num_skipped_blocks, "skipped")):
+        before = dict(counts)
+        counts[0] = counts.get(0, 0) + 1
+        with pytest.raises(AssertionError, match=f"{name} entries differ between KV groups"):
+            check()
+        counts.clear()
+        counts.update(before)
+    managers[2].req_to_blocks[0].pop()
+    with pytest.raises(AssertionError, match="blocks differ between KV groups"):
+        check()
 
 
 def test_waiting_request_is_not_checked_in_each_step() -> None:

@@ -18,8 +18,8 @@ def test_the_map_returns_the_first_block_of_a_key() -> None:
     found, a, b, c = BlockHashToBlockMap(), *(KVCacheBlock(i) for i in (3, 1, 2))
     assert found.get_one_block(b"k") is None and len(found) == 0
     for block in (a, b, c):
-        found.insert(b"k", block)
-    found.insert(b"other", a)
+        found.insert_blocks([b"k"], [block])
+    found.insert_blocks([b"other"], [a])
     assert found.get_one_block(b"k") is a and len(found) == 2
     assert found.pop(b"k", a.block_id) is a
     assert found.get_one_block(b"k") is b
@@ -28,10 +28,10 @@ def test_the_map_returns_the_first_block_of_a_key() -> None:
 
 def test_pop_removes_only_the_given_block() -> None:
     found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
-    found.insert(b"k", a)
+    found.insert_blocks([b"k"], [a])
     assert found.pop(b"k", 2) is None and found.pop(b"x", 1) is None
     assert found.get_one_block(b"k") is a
-    found.insert(b"k", b)
+    found.insert_blocks([b"k"], [b])
     assert found.pop(b"k", 9) is None
     assert found.pop(b"k", 1) is a and found.pop(b"k", 1) is None
     assert found.pop(b"k", 2) is b
@@ -235,7 +235,7 @@ def _damage(pool: BlockPool, damage: str) -> None:
             null.ref_cnt = 1
         case "null cached":
             null.block_hash = b"n"
-            pool.cached_block_hash_to_block.insert(b"n", null)
+            pool.cached_block_hash_to_block.insert_blocks([b"n"], [null])
         case "null moved":
             pool.null_block = other
         case "two nulls":
@@ -280,7 +280,7 @@ def test_check_counts_holders() -> None:
 def test_check_of_the_map_detects_violations(damage: str) -> None:
     found, a, b = BlockHashToBlockMap(), KVCacheBlock(1), KVCacheBlock(2)
     for block in (a, b):
-        found.insert(b"k", block)
+        found.insert_blocks([b"k"], [block])
     found.check()
     if damage == "id":
         a.block_id = 3
