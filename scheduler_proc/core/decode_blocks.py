@@ -1,6 +1,7 @@
 """Block allocation for steady decode: the next block, in every KV group, for each of many requests in one call."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from quire.scheduler_proc.core.step import NewBlocks
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -57,48 +58,47 @@ class SteadyBlockAllocator:
         """Allocate the next block of each request in each group that needs one; windows first free theirs."""
         if not self._handles_together:
             return self._allocate_one_by_one(requests)
-        if self._num_skipped:
-            count = self._skip(requests)
-            if count < len(requests):
-                return self.allocate(requests[:count]).followed_by(self._allocate_one_by_one(requests[count:]))
-        tables = [blocks for request in requests for blocks in request.tables]
-        new = self._pool.get_new_blocks(len(tables))
+        count = self._skip(requests) if self._num_skipped else len(requests)
+        if count < len(requests):
+            return self.allocate(requests[:count]).followed_by(self._allocate_one_by_one(requests[count:]))
+        groups = [*range(len(self._suffixes))]
+        new = self._pool.get_new_blocks(len(requests) * len(groups))
+        tables = chain.from_iterable([request.tables for request in requests])
         for blocks, block in zip(tables, new, strict=True):
             blocks.append(block)
-        num_groups = len(self._suffixes)
-        handles = [request.handle for request in requests for _ in range(num_groups)]
-        return NewBlocks(handles, [block.block_id for block in new], [*range(num_groups)] * len(requests))
+        handles = [request.handle for request in requests]
+        if len(groups) > 1:
+            handles = [handle for handle in handles for _ in groups]
+        return NewBlocks(handles, [block.block_id for block in new], groups * len(requests))
 
     def _skip(self, requests: Sequence[Request]) -> int:
-        """Free the block that each request's window has left, if any. Returns ``len(requests)``.
+        """Free the block that each request's window has left, if any. Returns the number of requests handled.
 
-        Otherwise it changes nothing and returns the number of leading requests which it can handle. The next one frees
-        several blocks (after a prefill; it is usually the last), or one without content. Such a block is reused first,
-        by the request that frees it, while enough others are free before those with content are reused.
+        It stops at a request that frees several blocks (after a prefill; it is usually the last), or one without
+        content: such a block is reused first, by the request that frees it. Blocks with content are reused after all
+        blocks that are free now, and these are enough.
         """
         num_skipped, num_full, past, size = self._num_skipped[0], self._num_full, self._window - 1, self._block_size
+        null = self._pool.null_block
         freed: list[KVCacheBlock] = []
-        leaving: list[tuple[Request, int]] = []
         ends: dict[int, int] = {}
-        for count, request in enumerate(requests):
+        count = 0
+        for request in requests:
             index = num_skipped.get(request.handle, 0)
             end = (request.num_acknowledged_tokens - past) // size
             if end > index:
-                if end > index + 1:
-                    return count
-                freed += [blocks[index] for blocks in request.tables[num_full:]]
-                leaving.append((request, index))
+                tables = request.tables[num_full:]
+                if end > index + 1 or tables[0][index].block_hash is None:
+                    break
+                for blocks in tables:
+                    freed.append(blocks[index])
+                    blocks[index] = null
                 ends[request.handle] = end
-        if None in [block.block_hash for block in freed]:
-            return 0
-        null = self._pool.null_block
-        for request, index in leaving:
-            for blocks in request.tables[num_full:]:
-                blocks[index] = null
+            count += 1
         for skipped in self._num_skipped:
             skipped.update(ends)
         self._pool.free_blocks(freed)
-        return len(requests)
+        return count
 
     def _allocate_one_by_one(self, requests: Sequence[Request]) -> NewBlocks:
         handles, block_ids, groups = new = NewBlocks([], [], [])
@@ -122,15 +122,19 @@ class SteadyBlockAllocator:
         num_cached = self._num_cached[0]
         ends: dict[int, int] = {}
         blocks: list[KVCacheBlock] = []
+        filled: list[tuple[Sequence[list[KVCacheBlock]], int]] = []
+        several = len(self._suffixes) > 1
         keys: list[bytes] = []
         for request in requests:
-            handle, tables, hashes = request.handle, request.tables, request.tokens.block_hashes
-            ends[handle] = end = min(len(tables[0]), len(hashes))  # with block size 1, the new block is full already
+            handle, held, hashes = request.handle, request.tables[0], request.tokens.block_hashes
+            ends[handle] = end = min(len(held), len(hashes))  # with block size 1, the new block is full already
             for index in range(num_cached.get(handle, 0), end):  # usually one block
-                blocks += [held[index] for held in tables]
+                blocks.append(held[index])
                 keys.append(hashes[index])
-        if len(self._suffixes) > 1:
-            keys = [key + suffix for key in keys for suffix in self._suffixes]
+                if several:
+                    filled.append((request.tables[1:], index))
+        blocks += [held[index] for tables, index in filled for held in tables]
+        keys += [key + suffix for key in keys[:] for suffix in self._suffixes[1:]]
         if self._num_skipped and self._pool.null_block in blocks:
             kept = [at for at, block in enumerate(blocks) if not block.is_null]
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
@@ -143,9 +147,11 @@ class SteadyBlockAllocator:
         if not self._is_regular:
             return
         for handle, held in self._tables[0].items():
-            for name, counts in (
+            windows = [table.get(handle, []) for table in self._tables[self._num_full :]]
+            for name, different in (
                 ("blocks", {len(table.get(handle, ())) for table in self._tables} | {len(held)}),
                 ("cached entries", {num_cached.get(handle, 0) for num_cached in self._num_cached}),
                 ("skipped entries", {num_skipped.get(handle, 0) for num_skipped in self._num_skipped}),
+                ("contents", {tuple(block.block_hash is None for block in blocks) for blocks in windows}),
             ):
-                assert len(counts) <= 1, f"handle {handle}: {name} differ between KV groups: {sorted(counts)}"
+                assert len(different) <= 1, f"handle {handle}: {name} differ between KV groups: {sorted(different)}"

@@ -141,16 +141,17 @@ class HashChain:
         """
         size = self._size
         start = len(self.hashes) * size
-        if len(data) - start < size:
+        missing = len(data) - start
+        if missing < size:
             return
-        if len(data) - start == size == len(added) and not self._features:
+        if missing == size == len(added) and not self._features:
             self._state.update(added)
             self.hashes.append(self._state.digest())
             return
         if self._features:
             self._extend_with_features(data, size)
             return
-        if len(data) - start >= size * CHUNK_BLOCKS:
+        if missing >= size * CHUNK_BLOCKS:
             start = self._extend_by_chunks(data, size)
         self._append_blocks(bytes(memoryview(data)[start:]), size)
 

@@ -199,7 +199,9 @@ class Request:
         clock = self._clock
         if clock is None:
             return self._num_acknowledged_tokens
-        return self._num_acknowledged_tokens + max(clock.acknowledged - self.joined_step, 0)
+        if clock.acknowledged <= self.joined_step:
+            return self._num_acknowledged_tokens
+        return self._num_acknowledged_tokens + clock.acknowledged - self.joined_step
 
     @property
     def num_output_placeholders(self) -> int:

@@ -62,11 +62,13 @@ class Tokens:
         self._data += raw
         if self._chain is None:
             return
+        if self._on_full_block is None:
+            self._chain.extend(self._data, raw)
+            return
         known = len(self.block_hashes)
         self._chain.extend(self._data, raw)
-        if self._on_full_block is not None:
-            for name in self.block_hashes[known:]:
-                self._on_full_block(name)
+        for name in self.block_hashes[known:]:
+            self._on_full_block(name)
 
     def array(self) -> Int32:
         return np.frombuffer(bytes(self._data), "<i4")

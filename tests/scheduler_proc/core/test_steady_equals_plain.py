@@ -245,6 +245,11 @@ def test_groups_that_disagree_are_found() -> None:
             check()
         counts.clear()
         counts.update(before)
+    kept = next(block for block in managers[2].req_to_blocks[0] if block.block_hash)
+    kept.block_hash, key = None, kept.block_hash
+    with pytest.raises(AssertionError, match="contents differ between KV groups"):
+        check()
+    kept.block_hash = key
     managers[2].req_to_blocks[0].pop()
     with pytest.raises(AssertionError, match="blocks differ between KV groups"):
         check()
