@@ -55,7 +55,7 @@ class SteadyBlockAllocator:
         return min(ends) - request.num_computed_tokens
 
     def allocate(self, requests: Sequence[Request]) -> NewBlocks:
-        """Allocate the next block of each request in each group that needs one; windows first free theirs."""
+        """Allocate the next block of each request in each group that needs one, after the windows' releases."""
         if not self._handles_together:
             return self._allocate_one_by_one(requests)
         count = self._skip(requests) if self._num_skipped else len(requests)
