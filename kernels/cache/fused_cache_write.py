@@ -4,6 +4,7 @@ The projection is read once, and no intermediate result is written. A decode ste
 about six, each of which takes longer to launch than to run.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, check_target, stored_constants, write_cache_reference
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.fp8 import as_bits
+from quire.kernels.common.launches import Launches, layout_of
 from quire.kernels.common.triton_runtime import require_launchable
 
 TOLERANCES = {
@@ -118,6 +120,46 @@ def fused_cache_write(
         ValueError: a tensor does not have the shape, dtype or device above, or one of a pair is missing.
         RuntimeError: Triton cannot launch in this process.
     """
+    tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
+    layouts = (layout_of(qkv), num_heads, *(layout_of(tensor) for tensor in tensors))
+    launch = _launches.of(layouts, lambda: _prepare(qkv, num_heads, *tensors))
+    query = torch.empty(qkv.shape[0], num_heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
+    if launch is not None:
+        launch.kernel(
+            qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
+            k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps,
+            *launch.sizes, **launch.constants,
+        )  # fmt: skip
+    return query
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch of the kernel: with its grid, the sizes and strides of its tensors, and compile-time constants."""
+
+    kernel: Any
+    sizes: tuple[int, ...]
+    constants: dict[str, int]
+
+
+_launches: Launches[_Launch | None] = Launches()
+
+
+def _prepare(
+    qkv: torch.Tensor,
+    num_heads: int,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    rotary_table: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    key_out: torch.Tensor | None,
+    value_out: torch.Tensor | None,
+) -> _Launch | None:
+    """Check the tensors and return their launch; None without tokens."""
     num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
     fresh = qkv[:, num_heads : num_heads + num_kv_heads]
     if kv_cache is not None and slot_mapping is not None:
@@ -126,21 +168,19 @@ def fused_cache_write(
     rotary_dim = _check_rotary(rotary_table, positions, qkv)
     _check_outputs(key_out, value_out, fresh)
     kernel = _kernel(qkv.device)
-    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
-        return query
+        return None
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-    kernel[(sum(programs),)](
-        qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
-        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps, num_tokens,
+    sizes = (
+        num_tokens,
         0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2],
         0 if rotary_table is None else rotary_table.shape[1],
-        *((0, 0) if rotary_table is None else rotary_table.stride()[:2]), *qkv.stride()[:2],
+        *((0, 0) if rotary_table is None else rotary_table.stride()[:2]),
+        *qkv.stride()[:2],
         *((0, 0, 0, 0) if kv_cache is None else kv_cache.stride()[:4]),
-        **constants,
-    )  # fmt: skip
-    return query
+    )
+    return _Launch(kernel[(sum(programs),)], sizes, constants)
 
 
 def launch_constants(

@@ -1,11 +1,14 @@
 """Gated activations: ``activation(gate) * up`` of a fused projection, in one pass."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launches, layout_of
 from quire.kernels.common.triton_runtime import require_launchable
 
 GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -52,19 +55,9 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         ValueError: the tensor does not have this shape, dtype or device, or the activation is unknown.
         RuntimeError: Triton cannot launch here.
     """
-    check_tensor("gate_up", gate_up, {"num_tokens": None, "2 * width": None}, GATE_DTYPES, gate_up.device)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
-    num_tokens, columns = gate_up.shape
-    if columns % 2 != 0:
-        raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
-    out = torch.empty(num_tokens, columns // 2, dtype=gate_up.dtype, device=gate_up.device)
-    kernel = _kernel(gate_up.device)
-    if out.numel() == 0:
-        return out
-    constants = launch_constants(columns // 2, activation)
-    grid = (num_tokens, -(-(columns // 2) // constants["TILE_ELEMENTS"]))
-    kernel[grid](gate_up, out, columns // 2, gate_up.stride(0), out.stride(0), **constants)
+    launch = _launches.of((layout_of(gate_up), activation), lambda: _prepare(gate_up, activation))
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    launch(gate_up, out)
     return out
 
 
@@ -74,6 +67,34 @@ def launch_constants(width: int, activation: str) -> dict[str, int]:
         "ACTIVATION": ACTIVATIONS[activation],
         "TILE_ELEMENTS": min(1 << (width - 1).bit_length(), TILE_ELEMENTS),
     }
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor], None]
+"""Launches the kernel for gate_up and out."""
+
+_launches: Launches[Launch] = Launches()
+
+
+def _prepare(gate_up: torch.Tensor, activation: str) -> Launch:
+    """Check the arguments and return their launch."""
+    check_tensor("gate_up", gate_up, {"num_tokens": None, "2 * width": None}, GATE_DTYPES, gate_up.device)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
+    num_tokens, columns = gate_up.shape
+    if columns % 2 != 0:
+        raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
+    kernel, width = _kernel(gate_up.device), columns // 2
+    if num_tokens == 0 or width == 0:
+        return lambda gate_up, out: None
+    constants = launch_constants(width, activation)
+    launch = kernel[(num_tokens, -(-width // constants["TILE_ELEMENTS"]))]
+    return partial(_run, launch, (width, gate_up.stride(0), width), constants)
+
+
+def _run(
+    kernel: Any, sizes: tuple[int, int, int], constants: dict[str, int], gate_up: torch.Tensor, out: torch.Tensor
+) -> None:
+    kernel(gate_up, out, *sizes, **constants)
 
 
 def _kernel(device: torch.device) -> Any:

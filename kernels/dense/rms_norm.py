@@ -1,10 +1,13 @@
 """Root mean square norm (arXiv 1910.07467), with or without the addition of a residual, in one pass over the row."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launches, layout_of
 from quire.kernels.common.triton_runtime import require_launchable
 
 NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,12 +50,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         ValueError: a tensor does not have this shape, dtype or device, or a row is wider than ``MAX_WIDTH``.
         RuntimeError: Triton cannot launch here.
     """
-    dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
-    if x.dim() == 2:
-        del dims["heads"]
-    check_tensor("x", x, dims, NORM_DTYPES, x.device)
+    launch = _launches.of((layout_of(x), layout_of(weight)), lambda: _prepare(x, None, weight))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, out, eps, add=False)
+    launch(x, x, x if weight is None else weight, out, eps)
     return out
 
 
@@ -67,11 +67,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Raises:
         ValueError, RuntimeError: as ``rms_norm``.
     """
-    check_tensor("x", x, {"num_tokens": None, "width": None}, NORM_DTYPES, x.device)
-    dims = {"num_tokens": x.shape[0], "width": x.shape[1]}
-    check_tensor("residual", residual, dims, NORM_DTYPES, x.device)
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    _launch(x, residual, weight, out, eps, add=True)
+    layouts = layout_of(x), layout_of(residual), layout_of(weight)
+    launch = _launches.of(layouts, lambda: _prepare(x, residual, weight))
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    launch(x, residual, weight, out, eps)
     return out
 
 
@@ -91,9 +90,20 @@ def launch_options(width: int) -> dict[str, int]:
     return {"num_warps": 4 if width <= 2048 else 8 if width <= 8192 else 16}
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor, eps: float, add: bool
-) -> None:
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Launches the kernel for x, residual, weight, out and eps."""
+
+_launches: Launches[Launch] = Launches()
+
+
+def _prepare(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> Launch:
+    """Check the tensors of ``rms_norm``, or with ``residual`` of ``add_rms_norm``, and return their launch."""
+    dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
+    if x.dim() == 2 or residual is not None:
+        del dims["heads"]
+    check_tensor("x", x, dims, NORM_DTYPES, x.device)
+    if residual is not None:
+        check_tensor("residual", residual, dict(zip(dims, x.shape, strict=True)), NORM_DTYPES, x.device)
     width = x.shape[-1]
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"x: the innermost dimension (width) is {width}, expected 1 to {MAX_WIDTH}")
@@ -103,13 +113,24 @@ def _launch(
     heads = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
     if rows == 0:
-        return
-    constants = launch_constants(width, add, weight is not None)
-    kernel[(-(-rows // constants["TILE_ROWS"]),)](
-        x, residual, x if weight is None else weight, out, eps, rows, heads, x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0, residual.stride(0),
-        **constants, **launch_options(width),
-    )  # fmt: skip
+        return lambda *arguments: None
+    constants = launch_constants(width, residual is not None, weight is not None)
+    head_stride = x.stride(1) if x.dim() == 3 else 0
+    strides = (rows, heads, x.stride(0), head_stride, (x if residual is None else residual).stride(0))
+    return partial(_run, kernel[(-(-rows // constants["TILE_ROWS"]),)], strides, constants | launch_options(width))
+
+
+def _run(
+    kernel: Any,
+    strides: tuple[int, ...],
+    constants: dict[str, int],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+) -> None:
+    kernel(x, residual, weight, out, eps, *strides, **constants)
 
 
 def _kernel(device: torch.device) -> Any:

@@ -211,6 +211,8 @@ async def _check_shutdown(server: FaultServer, outcome: Outcome, unfinished: int
     status = await asyncio.to_thread(server.stop)
     if status != 0:
         outcome.problems.append(f"the server exited with status {status}")
+    # Helpers of a front end exit when their pipe closes, which a busy machine delays.
+    await asyncio.to_thread(wait_until, lambda: not server.leftovers(), RECOVERY_S)
     outcome.problems += server.leftovers()
 
 
