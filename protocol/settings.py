@@ -76,6 +76,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "an error that names what is missing. The log names the selected backend and the reason",
         ),
     ] = "auto"
+    calculate_kv_scales: Annotated[
+        bool,
+        Setting(
+            MODEL,
+            "at start, calculate the scales of an fp8 KV cache that the checkpoint lacks, from the keys and values of "
+            "fixed random tokens ([models.md](models.md#fp8-kv-cache))",
+        ),
+    ] = False
     enforce_eager: Annotated[
         bool, Setting(MODEL, "do not use CUDA graphs. Uses less memory and starts faster, but steps are slower")
     ] = False

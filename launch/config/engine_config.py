@@ -52,6 +52,7 @@ def make_engine_config(
     speculative, num_drafts = _speculative(options, model)
     max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
     _check(options, model)
+    kv_cache_dtype = _kv_cache_dtype(options, model, dtype)
     thinking_start, thinking_end = thinking_markers(
         folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
     )
@@ -65,7 +66,7 @@ def make_engine_config(
         model_path=str(folder) if folder is not None else "",
         device=device,
         dtype=dtype,
-        kv_cache_dtype=KV_CACHE_DTYPES.get(options.kv_cache_dtype, dtype),
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -147,6 +148,15 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
     check_processor_names(options.logits_processors or [])
     check_grammar_library(options.structured_outputs_backend)
+
+
+def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:
+    """Resolve ``auto``: fp8 for a checkpoint that is meant for it, as in vLLM, or the dtype of the weights."""
+    default = KV_CACHE_DTYPES["fp8"] if model.fp8_kv_cache else dtype
+    resolved = KV_CACHE_DTYPES.get(options.kv_cache_dtype, default)
+    if options.calculate_kv_scales and not resolved.startswith("float8"):
+        raise ConfigError(f"--calculate-kv-scales needs an fp8 KV cache (got {resolved}): add --kv-cache-dtype fp8")
+    return resolved
 
 
 def _device(wanted: str) -> str:

@@ -40,8 +40,8 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Setting(
             MODEL,
-            "data type of the KV cache; auto: that of the weights; fp8: fp8_e4m3. The fp8 types fit twice as many "
-            "tokens as 16-bit types, with less precision",
+            "data type of the KV cache; auto: that of the weights, or fp8 if the checkpoint has a scheme for it; fp8: "
+            "fp8_e4m3. The fp8 types fit twice as many tokens as 16-bit types, with less precision",
         ),
     ] = "auto"
 

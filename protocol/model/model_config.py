@@ -21,6 +21,7 @@ from quire.protocol.model.families import (
     layer_windows,
     layers_without_rope,
 )
+from quire.protocol.model.quantisation import wants_fp8_kv_cache
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -74,6 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         windows: per layer, the tokens that a token attends to, itself included; 0: all. Empty: all in every layer.
         cache_sources: per layer, the layer that owns the KV cache it reads. A layer writes only its own. Empty: each
             reads its own.
+        fp8_kv_cache: the checkpoint is meant for an fp8 KV cache, and may have its scales.
     """
 
     architecture: str
@@ -110,6 +112,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[int] = []
     cache_sources: list[int] = []
     moe: MoeConfig | None = None
+    fp8_kv_cache: bool = False
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -151,6 +154,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     """
     architecture = _architecture(raw, where)
     family = FAMILIES[architecture]
+    fp8_kv_cache = wants_fp8_kv_cache(raw, architecture, where)
     field = _merged(raw, family, where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
@@ -188,6 +192,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         windows=_unless_trivial(layer_windows(family, field, types, max_position)),
         cache_sources=cache_sources(field, types),
         moe=_moe(field, num_layers, architecture) if family.experts else None,
+        fp8_kv_cache=fp8_kv_cache,
         **_scales(field, family, hidden),
         **family.model_settings,
     )
@@ -200,13 +205,6 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
         raise ConfigError(
             f"{where}: architecture {printable(architecture)} is not supported{_own_code(raw)}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    quantised = raw.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-    if quantised and not (method == "mxfp4" and architecture == "GptOssForCausalLM"):
-        raise ConfigError(
-            f"{where}: quantization_config: method {printable(method)} is not supported for {architecture}; "
-            f"supported: none, and mxfp4 for GptOssForCausalLM"
         )
     return architecture
 

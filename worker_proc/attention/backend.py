@@ -105,7 +105,28 @@ class Rotary:
         return self._gathered
 
 
-class AttentionBackend(Protocol):
+class LayerAttention(Protocol):
+    """The part of an ``AttentionBackend`` that a model calls."""
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """Compute a layer's attention from its projection: head norms, rotation, cache write, attention.
+
+        ``attention/prologue.py`` does this without fusion.
+
+        Args:
+            qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
+                (``[num_tokens, num_heads, head_dim]``) if the layer reads an earlier layer's cache; may be modified.
+            rotary: None if this layer has no rotary embedding.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]``.
+        """
+        ...
+
+
+class AttentionBackend(LayerAttention, Protocol):
     """Causal attention over a paged cache, which also writes the step's keys and values.
 
     A backend makes one *plan* per step and KV group (index tensors, tiles: everything that the layers can share) and
@@ -137,22 +158,5 @@ class AttentionBackend(Protocol):
 
         Raises:
             NotImplementedError: this backend needs the lengths on the host.
-        """
-        ...
-
-    def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
-    ) -> torch.Tensor:
-        """Compute a layer's attention from its projection: head norms, rotation, cache write, attention.
-
-        ``attention/prologue.py`` does this without fusion.
-
-        Args:
-            qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
-                (``[num_tokens, num_heads, head_dim]``) if the layer reads an earlier layer's cache; may be modified.
-            rotary: None if this layer has no rotary embedding.
-
-        Returns:
-            ``[num_tokens, num_heads, head_dim]``.
         """
         ...

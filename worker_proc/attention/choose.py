@@ -53,13 +53,19 @@ class BackendFactory(Protocol):
 
 
 def pick_backend(
-    config: EngineConfig, layout: KVLayout, device: torch.device, capability: Capability | None
+    config: EngineConfig,
+    layout: KVLayout,
+    device: torch.device,
+    capability: Capability | None,
+    *,
+    head_scales: bool = False,
 ) -> AttentionBackend:
     """Select the attention backend and log the reason. ``auto`` is cpu on a CPU and triton on a GPU.
 
     Args:
         layout: this rank's layout, with the cache's ``dtype``.
         capability: the GPU's compute capability; None on a CPU.
+        head_scales: the fp8 cache has scales per head.
 
     Raises:
         ConfigError: the requested backend cannot run here or with this model; the message has the flag, the missing
@@ -73,7 +79,7 @@ def pick_backend(
     if wanted == "cpu":
         raise ConfigError(f"--attention-backend cpu needs --device cpu: use {', '.join(ON_GPU)} or auto on a GPU")
     assert capability is not None
-    needs, gpu = Needs.of(config, layout), Gpu(device, capability)
+    needs, gpu = Needs.of(config, layout, head_scales=head_scales), Gpu(device, capability)
     name = "triton" if wanted == "auto" else wanted
     try:
         chosen = ON_GPU[name](config, needs, gpu)

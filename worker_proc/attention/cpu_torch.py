@@ -89,7 +89,7 @@ def _fusable(spec: AttentionSpec) -> bool:
     return not spec.soft_cap and spec.sinks is None
 
 
-def _attend_explicitly(
+def attend_explicitly(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -148,7 +148,7 @@ def _decode(
     if _fusable(spec):
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=spec.scale)
     hidden = tile.mask.unsqueeze(1) != 0
-    out = _attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, spec)
+    out = attend_explicitly(grouped.unsqueeze(3), keys.unsqueeze(2), values.unsqueeze(2), hidden, spec)
     return out.squeeze(3)
 
 
@@ -195,5 +195,5 @@ def _attend_chunk(
                 queries[:, :, first:last], keys, values, attn_mask=mask, scale=spec.scale
             )
         else:
-            attended = _attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, spec)
+            attended = attend_explicitly(queries[:, :, first:last], seen[0], seen[1], hidden, spec)
         target[:, :, first:last] = attended

@@ -37,6 +37,7 @@ SUPPORTS = Supports(
     head_dims=(64, 128, 256),
     sinks=False,
     deterministic=False,
+    head_scales=False,
     capabilities=(8, 12),
 )
 """Sinks are not supported: the library has them in a separate wrapper class whose kernels are compiled per model."""

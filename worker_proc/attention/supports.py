@@ -17,6 +17,7 @@ class Needs:
 
     Attributes:
         dtype, kv_dtype: dtypes of the activations and of the cache.
+        head_scales: the scales of the fp8 cache differ between the heads of a layer.
     """
 
     head_dim: int
@@ -26,9 +27,10 @@ class Needs:
     soft_cap: bool = False
     sinks: bool = False
     deterministic: bool = False
+    head_scales: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, layout: KVLayout) -> "Needs":
+    def of(cls, config: EngineConfig, layout: KVLayout, *, head_scales: bool = False) -> "Needs":
         model = config.model
         return cls(
             head_dim=layout.head_dim,
@@ -38,6 +40,7 @@ class Needs:
             soft_cap=model.attention_soft_cap > 0,
             sinks=model.attention_sinks,
             deterministic=config.deterministic,
+            head_scales=head_scales,
         )
 
 
@@ -56,6 +59,7 @@ class Supports:
         block_multiple: if none of ``block_sizes`` divides the pool's block, the kernels read it whole if it is a
             multiple of this; 0: not at all.
         deterministic: a request's result has the same bits in every batch and for any chunks of its prompt.
+        head_scales: each head of an fp8 cache may have its own scales.
         capabilities: lowest and highest major compute capability; 0 as the highest: all later ones.
     """
 
@@ -71,6 +75,7 @@ class Supports:
     soft_cap: bool = True
     sinks: bool = True
     deterministic: bool = True
+    head_scales: bool = True
     capabilities: tuple[int, int] = (0, 0)
 
     def kernel_block_size(self, block_size: int) -> int | None:
@@ -96,6 +101,7 @@ class Supports:
             "a soft cap on scores (attn_logit_softcapping)": needs.soft_cap and not self.soft_cap,
             "attention sinks": needs.sinks and not self.sinks,
             "batch-independent results (--deterministic)": needs.deterministic and not self.deterministic,
+            "KV scales per head": needs.head_scales and not self.head_scales,
         }
         return missing + [name for name, is_missing in features.items() if is_missing]
 

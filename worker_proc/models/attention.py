@@ -1,10 +1,11 @@
 """The attention sublayer: fused QKV projection, the attention backend, output projection."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quire.worker_proc.attention.backend import AttentionBackend, AttentionSpec, Rotary
+from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
 from quire.worker_proc.models.weights import Build, Heads, Rows, WeightSlot, column_slots, row_slots
 
 
@@ -47,7 +48,7 @@ class Attention(torch.nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: AttentionBackend, rotary: Rotary | None
+        self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: LayerAttention, rotary: Rotary | None
     ) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         qkv = self.qkv(x)
@@ -58,6 +59,15 @@ class Attention(torch.nn.Module):
         return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
 
     __call__ = forward
+
+    def set_kv_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+        """Set the scales of an fp8 cache: float32 ``[1]``, or ``[num_kv_heads]`` for all heads of all ranks."""
+        first, count = self.heads.first_kv_head, self.heads.num_kv_heads
+
+        def own(scale: torch.Tensor) -> torch.Tensor:
+            return scale.expand(self.config.num_kv_heads)[first : first + count].to(self.build.device).contiguous()
+
+        self.spec = replace(self.spec, k_scale=own(k_scale), v_scale=own(v_scale))
 
     def _normalise_width(self, qkv: torch.Tensor) -> None:
         """Normalise queries and keys in place, each over all heads of all ranks (OLMo 2)."""

@@ -27,6 +27,12 @@ _PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
+_KV_SCALE = re.compile(
+    r"model\.layers\.(\d{1,9})\.self_attn\."
+    r"(?:(?:attn\.|[qkv]_proj\.)?(?:(kv|[qkv])_scale)|([qkv])_proj\.output_scale|(?:attn\.)?prob(?:_output)?_scale)"
+)
+"""Scales of attention as llm-compressor (``k_scale``), ModelOpt (``k_proj.k_scale``), Quark and older formats of
+compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) and vLLM (``attn.k_scale``) name them."""
 _VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -80,6 +86,16 @@ def find_tensor_sources(
     return list(sources.values())
 
 
+def kv_scale_of(name: str) -> tuple[int, str] | None:
+    """Return the layer of a KV cache's scale, and ``k``, ``v`` or ``kv``; None if the tensor is no such scale.
+
+    Scales of queries and of softmax weights are none: these are not quantised.
+    """
+    match = _KV_SCALE.fullmatch(name)
+    kind = (match[2] or match[3]) if match else None
+    return None if match is None or kind in (None, "q") else (int(match[1]), str(kind))
+
+
 def _normalised_name(name: str) -> str:
     for old, new in _RENAMED:
         name = name.replace(old, new)
@@ -91,9 +107,11 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor without a slot is allowed.
 
     These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
-    and scales, which are loaded with their blocks.
+    scales of MXFP4 blocks, which are loaded with their blocks, and scales of attention (``kv_scale_of``).
     """
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
+        return True
+    if _KV_SCALE.fullmatch(name):
         return True
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
     if match and int(match[1]) < config.num_layers:

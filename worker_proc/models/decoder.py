@@ -4,7 +4,7 @@ Owns the weights and the arithmetic between token ids and logits. It knows nothi
 attention backend reads and writes the KV cache, and gets a plan per layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.rope_config import RopeConfig
-from quire.worker_proc.attention.backend import AttentionBackend, Rotary
+from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear
@@ -96,7 +96,7 @@ class Decoder(torch.nn.Module):
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         plans: Sequence[Any],
-        backend: AttentionBackend,
+        backend: LayerAttention,
     ) -> torch.Tensor:
         """Run the tokens of one step through all layers, writing their keys and values.
 
@@ -120,6 +120,11 @@ class Decoder(torch.nn.Module):
             layer, source = self._layer(index), config.cache_source(index)
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
         return join(self.build, residual, pending, self.norm)
+
+    def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""
+        for index in range(self.config.num_layers):
+            self._layer(index).attention.set_kv_scales(*scales[self.config.cache_source(index)])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
@@ -225,7 +230,7 @@ class DecoderLayer(torch.nn.Module):
         pending: torch.Tensor | None,
         kv_cache: torch.Tensor,
         plan: Any,
-        backend: AttentionBackend,
+        backend: LayerAttention,
         rotary: Rotary | None,
     ) -> torch.Tensor:
         """Run the block, updating the residual stream in place except for its last addition.

@@ -64,7 +64,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     total = sum(_num_bytes(piece) for piece in pieces)
     sums: list[torch.Tensor] = []
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
-    with bar, _OpenFiles() as files:
+    with bar, OpenFiles() as files:
         for piece in pieces:
             _fill(piece.slot, files.read(piece))
             sums.append(piece.slot.target.sum())
@@ -102,14 +102,14 @@ def init_dummy_weights(model: Decoder, seed: int) -> None:
             slot.target.copy_(whole[slot.part])
 
 
-class _OpenFiles:
+class OpenFiles:
     """Memory maps of a checkpoint's files, each opened when its first tensor is read."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
 
-    def __enter__(self) -> "_OpenFiles":
+    def __enter__(self) -> "OpenFiles":
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -128,18 +128,19 @@ class _OpenFiles:
         index = [rows, *part[1:]]
         if piece.transposed:
             index.reverse()
-        tensor = self._get(piece.stored, (*piece.lead, *index))
+        tensor = self.get(piece.stored, (*piece.lead, *index))
         return tensor.T if piece.transposed else tensor
 
     def _dequantised(self, piece: TensorSource, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
         """Dequantise the MXFP4 blocks that overlap this rank's columns, and cut the result to the columns."""
         groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
         index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
-        numbers = dequantise_mxfp4(self._get(piece.stored, index), self._get(scales, index), piece.slot.target.dtype)
+        numbers = dequantise_mxfp4(self.get(piece.stored, index), self.get(scales, index), piece.slot.target.dtype)
         first = groups.start * GROUP_SIZE
         return numbers[:, columns.start - first : columns.stop - first]
 
-    def _get(self, stored: StoredTensor, index: tuple[int | slice, ...]) -> torch.Tensor:
+    def get(self, stored: StoredTensor, index: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """Return a part of a stored tensor; with no index, all of it."""
         try:
             if stored.file not in self._opened:
                 self._opened[stored.file] = self._stack.enter_context(
@@ -184,7 +185,7 @@ def _num_bytes(piece: TensorSource) -> int:
     return piece.slot.target.numel() * piece.slot.target.element_size()
 
 
-def _check_tied(head: StoredTensor, embedding: WeightSlot, files: _OpenFiles) -> None:
+def _check_tied(head: StoredTensor, embedding: WeightSlot, files: OpenFiles) -> None:
     """Raise ConfigError if a stored output head differs from the embedding although they are tied."""
     same = head.shape == embedding.shape
     if same:

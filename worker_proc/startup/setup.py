@@ -25,6 +25,7 @@ from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
+from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
 from quire.worker_proc.startup.loader import fill_model
 from quire.worker_proc.startup.measured import measured_plan
 from quire.worker_proc.startup.memory import log_plan, plan_memory
@@ -67,13 +68,14 @@ def make_runner(
 
     model = build(config.model, "meta", group)
     layout = _own_layout(config, layout, model.num_kv_heads, dtypes.weights)
+    scales = checkpoint_kv_scales(config, layout.dtype)
     draft_plan = plan_draft(config, build, _name(dtypes.weights))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     size += draft_plan.weight_bytes if draft_plan is not None else 0
     if device.type == "cpu":
         set_threads(size, group.size)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    backend = pick_backend(config, layout, device, capability)
+    backend = pick_backend(config, layout, device, capability, head_scales=have_head_scales(scales))
     draft_backend = None
     if draft_plan is not None:
         draft_backend = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
@@ -85,6 +87,7 @@ def make_runner(
     log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
+    set_kv_scales(model, scales, config, layout.dtype)
     draft = None
     if draft_plan is not None and draft_backend is not None:
         draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)

@@ -197,6 +197,13 @@ def test_feature_that_a_library_lacks_is_an_error_at_start(
     assert "usable backends: triton" in message
 
 
+def test_scales_per_head_need_a_backend_that_supports_them(libraries: None) -> None:
+    config = config_of("flashinfer", kv_cache_dtype="float8_e4m3fn")
+    layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
+    with pytest.raises(ConfigError, match=r"flashinfer: does not support KV scales per head; usable backends: triton$"):
+        choose.pick_backend(config, layout, torch.device("cuda"), (9, 0), head_scales=True)
+
+
 def test_gpu_that_is_too_old_or_too_new(libraries: None) -> None:
     with pytest.raises(ConfigError, match=r"compute capability 7\.5 \(supported: 8\.x to 12\.x\)"):
         pick(config_of("flashinfer"), TURING)

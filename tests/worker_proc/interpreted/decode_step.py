@@ -67,7 +67,9 @@ class Scripted:
         return {row: own[: wanted[row]] for row, own in self._drafts.pop(0).items()}
 
 
-def _runner(backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[int]], ...]) -> ModelRunner:
+def _runner(
+    backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[int]], ...], kv_dtype: str
+) -> ModelRunner:
     config = CONFIG
     if drafts:
         speculative = SpeculativeConfig(method="ngram")
@@ -77,7 +79,8 @@ def _runner(backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[in
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
             slot.target.mul_(12)  # with the usual 0.02 all logits are nearly equal
-    runner = ModelRunner(config, LAYOUT, NUM_BLOCKS, model, backend, CPU)
+    layout = KVLayout(LAYOUT.groups, LAYOUT.num_kv_heads, LAYOUT.head_dim, kv_dtype)
+    runner = ModelRunner(config, layout, NUM_BLOCKS, model, backend, CPU)
     if drafts:
         runner._proposer = Scripted(*drafts)
     return runner
@@ -86,9 +89,9 @@ def _runner(backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[in
 class Both:
     """Two runners that receive the same steps and must return the same tokens."""
 
-    def __init__(self, *drafts: dict[int, list[int]], fresh_from: int = 0) -> None:
-        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts)
-        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps(), drafts)
+    def __init__(self, *drafts: dict[int, list[int]], fresh_from: int = 0, kv_dtype: str = "float32") -> None:
+        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts, kv_dtype)
+        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps(), drafts, kv_dtype)
         self.steps = self.steady_steps = self.verify_steps = 0
         assert self.device.steady is not None
         launch = self.device.steady.launch
@@ -200,6 +203,18 @@ def test_fresh_attention_leaves_the_same_cache() -> None:
     both.step()
     both.step(**adding((2, [3, 1, 4, 1], [7, 8])))  # together with decoding rows, the prompt uses the cache
     both.step()
+
+
+def test_fp8_cache_with_scales_per_head() -> None:
+    both = Both(kv_dtype="float8_e4m3fn")
+    for runner in (both.host, both.device):
+        scales = torch.tensor([0.01, 2.0]), torch.tensor([0.5, 0.03])
+        runner.forward.model.set_kv_scales({0: scales, 1: scales[::-1]})
+    both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [8, 8], [4, 5, 6])))
+    for _ in range(3):
+        both.step()
+    assert both.steady_steps == 3
+    both.step(**adding((2, [3, 1, 4], [7, 8])))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}], ids=["greedy", "random"])
