@@ -5,15 +5,14 @@
 //
 // The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys are at absolute positions,
 // each split has its own sums, and splits are merged in ascending order. So a query's result depends only on its query,
-// keys and values, not on the batch, the prefill chunks or the number of threads.
-#include <algorithm>
-#include <atomic>
+// keys and values, not on the batch, the prefill chunks or the number of threads. Nor does it depend on whether the
+// splits that several rows share are computed for all of them at once: their merged sums are kept per query, and the
+// row's own splits are merged into these.
 #include <utility>
-#include <vector>
 
 #include "attention_rows.h"
 #include "attention_state.h"
-#include "attention_structs.h"
+#include "attention_work.h"
 #include "attention_write.h"
 #include "pool.h"
 
@@ -21,34 +20,7 @@ using namespace quire;
 
 namespace {
 
-constexpr int64_t SPLIT = 4 * TILE;      // keys that are never divided among items
-constexpr int64_t BLOCK_ROWS = 64;       // approximate query rows of an item
-constexpr int64_t ITEMS_PER_THREAD = 4;  // minimum, if there are enough keys: balances rows of different length
 constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking other threads may cost
-
-// Some tokens of one row and the keys of one head, or only some splits of these keys. In the latter case `partial` is
-// the index of the result to be merged.
-struct Item {
-    int64_t row, token, count, position, head;
-    int64_t first_split, last_split, partial;
-};
-
-struct Call {
-    char* out;
-    const char* query;
-    int64_t token_stride, head_stride;  // query strides, in elements
-    const char* cache;
-    const QuireStep* step;
-    const QuireLayer* layer;
-    std::atomic<int64_t> error{0};
-
-    int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
-    int64_t width() const { return padded(layer->head_dim); }
-    // First key visible to a query.
-    int64_t first_key(int64_t position) const {
-        return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
-    }
-};
 
 // Scratch memory of a thread, which is kept between calls.
 struct Workspace {
@@ -98,7 +70,7 @@ class Attend {
     Attend(Call& call, const Item& item, Workspace& work)
         : call_(call), item_(item), work_(work), width_(call.width()), rows_(item.count * call.group()) {
         first_ = call.first_key(item.position);
-        last_ = item.position + item.count;
+        last_ = item.shared ? item.position : item.position + item.count;
         work.fit(rows_, width_);
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
         staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > QUERIES);
@@ -106,7 +78,7 @@ class Attend {
 
     void run(float* partials, int64_t partial_size) {
         load_query();
-        std::fill(work_.total, work_.total + rows_, 0.0f);
+        begin();
         const int64_t first_tile = std::max(first_, item_.first_split * SPLIT) / TILE;
         locate(call_, item_, first_tile, first_, last_, false, keys_);
         for (int64_t split = item_.first_split; split < item_.last_split; split++) {
@@ -116,28 +88,57 @@ class Attend {
             else
                 keep_split(partials + (item_.partial + split - item_.first_split) * partial_size);
         }
-        if (item_.partial < 0) finish();
+        if (item_.partial < 0) end();
     }
 
     // Merges [count] partial results of other items.
     void join_kept(const float* partials, int64_t partial_size, int64_t count) {
-        std::fill(work_.total, work_.total + rows_, 0.0f);
+        begin();
         for (int64_t i = 0; i < count; i++, partials += partial_size)
             for (int64_t row = 0; row < rows_; row++) {
                 const float* kept = partials + row * (width_ + 2);
                 float* joined = work_.joined + row * width_;
                 join(work_.most[row], work_.total[row], joined, kept[0], kept[1], kept + 2, width_);
             }
-        finish();
+        end();
     }
 
   private:
+    // Index of a query row's token in the step.
+    int64_t token_of(int64_t row) const {
+        const int64_t token = item_.token + row / call_.group();
+        return item_.shared ? call_.sharing[token] : token;
+    }
+
+    float* state_of(int64_t row) const {
+        const int64_t head = item_.head * call_.group() + row % call_.group();
+        return call_.states + (token_of(row) * call_.layer->num_heads + head) * (width_ + 2);
+    }
+
+    void begin() {
+        if (!item_.resumes) return std::fill(work_.total, work_.total + rows_, 0.0f);
+        for (int64_t row = 0; row < rows_; row++) {
+            const float* state = state_of(row);
+            work_.most[row] = state[0], work_.total[row] = state[1];
+            std::memcpy(work_.joined + row * width_, state + 2, width_ * sizeof(float));
+        }
+    }
+
+    void end() {
+        if (!item_.shared) return finish();
+        for (int64_t row = 0; row < rows_; row++) {
+            float* state = state_of(row);
+            state[0] = work_.most[row], state[1] = work_.total[row];
+            std::memcpy(state + 2, work_.joined + row * width_, width_ * sizeof(float));
+        }
+    }
+
     void load_query() {
         const QuireLayer& layer = *call_.layer;
         const float factor = float(layer.scale) * head_scale(layer.k_scale, item_.head) * F::FACTOR;
         const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
         for (int64_t row = 0; row < rows_; row++) {
-            const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
+            const int64_t token = token_of(row), head = item_.head * group + row % group;
             const char* from = call_.query + (token * call_.token_stride + head * call_.head_stride) * bytes;
             widen_row(layer.query_format, from, layer.head_dim, factor, work_.query + row * width_);
         }
@@ -221,7 +222,7 @@ class Attend {
         const QuireLayer& layer = *call_.layer;
         const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
         for (int64_t row = 0; row < rows_; row++) {
-            const int64_t token = item_.token + row / group, head = item_.head * group + row % group;
+            const int64_t token = token_of(row), head = item_.head * group + row % group;
             float* out = work_.joined + row * width_;
             if (layer.sinks) {
                 std::fill(work_.out, work_.out + width_, 0.0f);
@@ -246,59 +247,6 @@ class Attend {
     const float* widened_[TILE];
 };
 
-// The items of a step. Items whose keys are divided among several are also in `joints`.
-struct Work {
-    std::vector<Item> items, joints;
-    int64_t partials = 0;
-
-    void plan(Call& call, int threads) {
-        items.clear(), joints.clear(), partials = 0;
-        std::vector<Item> whole;
-        int64_t splits = 0;
-        add_rows(call, whole, splits);
-        const int64_t most = std::max<int64_t>(1, splits / (threads * ITEMS_PER_THREAD));
-        for (Item& item : whole) {
-            const int64_t count = item.last_split - item.first_split;
-            if (threads == 1 || count <= most) {
-                items.push_back(item);
-                continue;
-            }
-            item.partial = partials;
-            joints.push_back(item);
-            const int64_t pieces = (count + most - 1) / most;
-            for (int64_t piece = 0; piece < pieces; piece++) {
-                Item part = item;
-                part.first_split = item.first_split + count * piece / pieces;
-                part.last_split = item.first_split + count * (piece + 1) / pieces;
-                part.partial = partials + part.first_split - item.first_split;
-                items.push_back(part);
-            }
-            partials += count;
-        }
-    }
-
-  private:
-    static void add_rows(Call& call, std::vector<Item>& whole, int64_t& splits) {
-        const QuireStep& step = *call.step;
-        const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / call.group());
-        for (int64_t row = 0; row < step.num_rows; row++) {
-            const int64_t start = step.query_start_loc[row], end = step.query_start_loc[row + 1];
-            const int64_t length = step.seq_lens[row], context = length - (end - start);
-            if (context < 0 || length > step.table_width * step.block_size || end > step.num_tokens) {
-                call.error = BAD_LENGTH;
-                continue;
-            }
-            for (int64_t token = start; token < end; token += block)
-                for (int64_t head = 0; head < call.layer->num_kv_heads; head++) {
-                    const int64_t count = std::min(block, end - token), position = context + token - start;
-                    const int64_t first = call.first_key(position) / SPLIT, last = (position + count - 1) / SPLIT + 1;
-                    whole.push_back(Item{row, token, count, position, head, first, last, -1});
-                    splits += last - first;
-                }
-        }
-    }
-};
-
 // Not a local variable of the function that starts the threads: the other threads do not run its declaration.
 Workspace& own_workspace() {
     static thread_local Workspace workspace;
@@ -306,18 +254,9 @@ Workspace& own_workspace() {
 }
 
 template <class F>
-void attend(Call& call) {
-    static thread_local Work work;
+void run_items(Call& call, const Work& work, int threads) {
     static thread_local std::vector<float> partials;
-    const QuireStep& step = *call.step;
-    int64_t macs = 0;
-    for (int64_t i = 0; i < step.num_rows; i++)
-        macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
-    macs *= call.layer->num_heads * call.layer->head_dim;
-    const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
-    work.plan(call, threads);
-    const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / call.group());
-    const int64_t partial_size = block * call.group() * (call.width() + 2);
+    const int64_t partial_size = call.block_tokens() * call.group() * (call.width() + 2);
     if (int64_t(partials.size()) < work.partials * partial_size) partials.resize(work.partials * partial_size);
     float* kept = partials.data();
     const Item *items = work.items.data(), *joints = work.joints.data();
@@ -329,6 +268,29 @@ void attend(Call& call) {
             .join_kept(kept + joints[i].partial * partial_size, partial_size,
                        joints[i].last_split - joints[i].first_split);
     });
+}
+
+template <class F>
+void attend(Call& call) {
+    static thread_local Work own, shared;
+    static thread_local std::vector<int32_t> sharing;
+    static thread_local std::vector<float> states;
+    const QuireStep& step = *call.step;
+    int64_t macs = 0;
+    for (int64_t i = 0; i < step.num_rows; i++)
+        macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
+    macs *= call.layer->num_heads * call.layer->head_dim;
+    const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
+    own.plan_rows(call, threads);
+    if (call.error) return;
+    if (step.num_prefixes > 0) {
+        const size_t needed = step.num_tokens * call.layer->num_heads * (call.width() + 2);
+        if (states.size() < needed) states.resize(needed);
+        call.states = states.data();
+        shared.plan_prefixes(call, threads, sharing);
+        run_items<F>(call, shared, threads);
+    }
+    run_items<F>(call, own, threads);
 }
 
 }  // namespace

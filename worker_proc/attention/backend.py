@@ -13,6 +13,19 @@ from quire.worker_proc.attention.supports import Supports
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Leading keys that several rows of a step have in the same blocks.
+
+    Attributes:
+        rows: int64, at least 2: indices among the step's rows, ascending. No token of theirs is before the prefix's end.
+        length: number of keys, a multiple of the block size.
+    """
+
+    rows: npt.NDArray[np.int64]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The rows of one step in one KV group. Rows are in batch order; tokens are flattened row by row.
 
@@ -26,6 +39,7 @@ class StepBatch:
         block_size: tokens per block of the table: of the kernels' blocks, which may be smaller than the pool's.
         window: number of tokens that a token of this group sees, itself included; 0: all before it. Blocks left of the
             window of a row's first query are undefined, because the scheduler may have freed them.
+        prefixes: prefixes that rows share; a row is in at most one. A backend may ignore them.
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
         send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
             copies them itself.
@@ -39,6 +53,7 @@ class StepBatch:
     seq_lens_cpu: npt.NDArray[np.int32]
     block_size: int
     window: int = 0
+    prefixes: tuple[SharedPrefix, ...] = ()
     layer_shapes: tuple[AttentionShape, ...] = ()
     send: Callable[..., list[torch.Tensor]] | None = None
 

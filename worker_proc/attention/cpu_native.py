@@ -3,6 +3,8 @@
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.cpu.native import Native
@@ -27,13 +29,18 @@ ERRORS = {
 }
 
 
+MIN_SHARED_KEYS = 256
+"""Shortest common prefix that is computed once for its rows: one of ``SPLIT`` of ``attention_work.h``."""
+
+
 class Step(ctypes.Structure):
     """``QuireStep`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
+        *((name, ctypes.c_void_p) for name in ("prefix_of_row", "prefix_lens")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "num_prefixes")),
     )
 
 
@@ -61,10 +68,11 @@ class Tokens(ctypes.Structure):
 
 @dataclass(slots=True)
 class NativePlan:
-    """A step in the library's layout, and the batch, which keeps the memory that the step points to."""
+    """A step in the library's layout, and what keeps the memory that it points to."""
 
     step: Step
     batch: StepBatch
+    prefixes: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None
 
 
 class NativeAttention:
@@ -95,19 +103,22 @@ class NativeAttention:
                 raise ValueError(f"{name}: {tensor.dtype} with strides {tensor.stride()}, expected {dtype}, dense")
         if min(len(table), len(batch.seq_lens), len(batch.query_start_loc) - 1) < batch.num_rows:
             raise ValueError(f"a tensor of the step has fewer than {batch.num_rows} rows")
+        prefixes = _prefixes(batch)
         step = Step(
             table.data_ptr(),
             batch.query_start_loc.data_ptr(),
             batch.seq_lens.data_ptr(),
             batch.slot_mapping.data_ptr(),
+            *((None, None) if prefixes is None else (array.ctypes.data for array in prefixes)),
             batch.num_rows,
             len(batch.slot_mapping),
             table.shape[1],
             table.stride(0),
             batch.block_size,
             batch.window,
+            0 if prefixes is None else len(prefixes[1]),
         )
-        return NativePlan(step, batch)
+        return NativePlan(step, batch, prefixes)
 
     def attend(
         self,
@@ -151,6 +162,17 @@ class NativeAttention:
         cache = kv_cache.data_ptr()
         _check(self._attention(out.data_ptr(), query.data_ptr(), token_stride, head_stride, cache, plan.step, layer))
         return out
+
+
+def _prefixes(batch: StepBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
+    """Return ``prefix_of_row`` and ``prefix_lens`` of ``QuireStep``, or None if no prefix is worth a pass of its own."""
+    worth = [prefix for prefix in batch.prefixes if prefix.length >= MIN_SHARED_KEYS]
+    if not worth:
+        return None
+    of_row = np.full(batch.num_rows, -1, np.int32)
+    for index, prefix in enumerate(worth):
+        of_row[prefix.rows] = index
+    return of_row, np.array([prefix.length for prefix in worth], np.int32)
 
 
 def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:

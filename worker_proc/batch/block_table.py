@@ -159,6 +159,11 @@ class BlockTable:
 
     # ---- reading
 
+    @property
+    def host_ids(self) -> npt.NDArray[np.int32]:
+        """The host's table, int32 ``[max_rows, max_blocks]``; must not be changed."""
+        return self._ids
+
     def block_ids(self, row: int) -> Ints:
         """Return the scheduler's blocks that a row holds."""
         return self._ids[row, : self.num_blocks_per_row[row] : self.ratio] // self.ratio

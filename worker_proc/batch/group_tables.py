@@ -20,6 +20,7 @@ class MultiGroupBlockTable:
 
     Attributes:
         table_set: all device copies, as ``slot_mapping`` and ``prepare_decode`` take them.
+        version: changes whenever rows are added, moved or cleared.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class MultiGroupBlockTable:
         """
         self.tables = list(tables)
         self._owners = owners
+        self.version = 0
         self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
         self._transfer = transfer or Transfer(self.table_set.device)
 
@@ -68,12 +70,14 @@ class MultiGroupBlockTable:
             self._owners.require_free(block_ids, leaving)
 
     def move_row(self, source: int, target: int) -> None:
+        self.version += 1
         for table in self.tables:
             table.move_row(source, target)
         if self._owners is not None:
             self._owners.move_row(source, target)
 
     def clear_row(self, row: int) -> None:
+        self.version += 1
         for table in self.tables:
             table.clear_row(row)
         if self._owners is not None:

@@ -13,6 +13,7 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.shared_prefixes import SharedPrefixes
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 
@@ -54,6 +55,10 @@ class InputSender:
         """
         self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
         self._last_sampled, self._transfer = last_sampled, transfer
+        # Only full attention groups: a window may have passed the prefix.
+        self._prefixes = [
+            None if group.sliding_window else SharedPrefixes(tables, index) for index, group in enumerate(groups)
+        ]
 
     def of(self, inputs: StepInputs) -> DeviceInputs:
         """Gather the inputs for the step's one copy; the tensors have their content after ``Transfer.send``.
@@ -74,7 +79,7 @@ class InputSender:
             # A token that the host does not have is the row's last sampled one, which may exist only on the device.
             self._transfer.then(lambda: token_ids.index_copy_(0, at, self._last_sampled[owners]))
         slots = self._slots(inputs, starts, positions, rows)
-        longest = int(inputs.seq_lens.max())
+        longest, contexts = int(inputs.seq_lens.max()), inputs.seq_lens - inputs.query_lens
         batches = [
             StepBatch(
                 query_start_loc=starts,
@@ -85,10 +90,13 @@ class InputSender:
                 seq_lens_cpu=inputs.seq_lens,
                 block_size=table.block_size,
                 window=group.sliding_window,
+                prefixes=() if prefixes is None else prefixes.of_step(inputs.rows, contexts),
                 layer_shapes=shapes,
                 send=self._transfer,
             )
-            for table, group, shapes, own in zip(self._tables.tables, self._groups, self._shapes, slots, strict=True)
+            for table, group, shapes, prefixes, own in zip(
+                self._tables.tables, self._groups, self._shapes, self._prefixes, slots, strict=True
+            )
         ]
         sampled_rows = inputs.rows[inputs.sampling] if inputs.drafts is None else inputs.sampled.rows
         index, own_rows = self._transfer(places, sampled_rows)
