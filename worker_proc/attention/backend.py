@@ -17,7 +17,8 @@ class SharedPrefix:
     """Leading keys that several rows of a step have in the same blocks.
 
     Attributes:
-        rows: int64, at least 2: indices among the step's rows, ascending. No token of theirs is before the prefix's end.
+        rows: int64, at least 2: indices among the step's rows, ascending. Their tokens in the step are all after the
+            prefix.
         length: number of keys, a multiple of the block size.
     """
 

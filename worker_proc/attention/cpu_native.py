@@ -29,10 +29,6 @@ ERRORS = {
 }
 
 
-MIN_SHARED_KEYS = 256
-"""Shortest common prefix that is computed once for its rows: one of ``SPLIT`` of ``attention_work.h``."""
-
-
 class Step(ctypes.Structure):
     """``QuireStep`` of ``attention_structs.h``, field by field."""
 
@@ -165,14 +161,13 @@ class NativeAttention:
 
 
 def _prefixes(batch: StepBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
-    """Return ``prefix_of_row`` and ``prefix_lens`` of ``QuireStep``, or None if no prefix is worth a pass of its own."""
-    worth = [prefix for prefix in batch.prefixes if prefix.length >= MIN_SHARED_KEYS]
-    if not worth:
+    """Return ``prefix_of_row`` and ``prefix_lens`` of ``QuireStep``, or None without prefixes."""
+    if not batch.prefixes:
         return None
     of_row = np.full(batch.num_rows, -1, np.int32)
-    for index, prefix in enumerate(worth):
+    for index, prefix in enumerate(batch.prefixes):
         of_row[prefix.rows] = index
-    return of_row, np.array([prefix.length for prefix in worth], np.int32)
+    return of_row, np.array([prefix.length for prefix in batch.prefixes], np.int32)
 
 
 def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:

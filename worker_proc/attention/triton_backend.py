@@ -19,6 +19,10 @@ FRESH_FROM = 512
 Triton does not reach (vLLM's blog of 2026-07-06 measures its Triton kernel 2.9 times slower on an H20, for prompts of
 8k). With shorter rows the launches cost too much. Measure with section prefill_attention of ``quire bench kernels``."""
 
+MIN_SHARED_READS = 16384
+"""Keys that a pass over a common prefix must save, over all rows. An estimate, to be measured on a GPU: the pass adds a
+launch and a merge of every token in each layer, some 10 µs, in which a GPU reads about 16,000 keys of 8 heads."""
+
 FIXED_SPLIT = 1024
 """Keys per piece in deterministic mode, small enough that a long row still occupies many programs."""
 
@@ -41,11 +45,20 @@ class TritonPlan:
                 shape,
                 batch.seq_lens.device,
                 window=batch.window,
+                common_prefix_len=0 if self.fixed_split else common_prefix(batch),
                 fixed_split=self.fixed_split,
                 num_tokens=num_tokens,
                 send=batch.send,
             )
         return self._plans[shape]
+
+
+def common_prefix(batch: StepBatch) -> int:
+    """Return the number of leading keys that one pass reads for all rows; 0 if that would not save time."""
+    for prefix in batch.prefixes:
+        if len(prefix.rows) == batch.num_rows and (batch.num_rows - 1) * prefix.length >= MIN_SHARED_READS:
+            return prefix.length
+    return 0
 
 
 AnyPlan = TritonPlan | DecodePlan

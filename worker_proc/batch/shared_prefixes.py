@@ -42,7 +42,7 @@ class SharedPrefixes:
             contexts: number of computed tokens of each; a row that is still computing its prefix is left out.
         """
         if self._version != self._tables.version:
-            self._version, self._found = self._tables.version, find_prefixes(self._table)
+            self._version, self._found = self._tables.version, find_prefixes(self._table, MIN_KEYS)
         shared = []
         for prefix in self._found:
             length = prefix.num_blocks * self._table.block_size
@@ -52,7 +52,7 @@ class SharedPrefixes:
         return tuple(shared)
 
 
-def find_prefixes(table: BlockTable, min_keys: int = MIN_KEYS) -> list[RowsOfPrefix]:
+def find_prefixes(table: BlockTable, min_keys: int) -> list[RowsOfPrefix]:
     """Return prefixes that rows share, each row in at most one.
 
     Rows are followed from their first block to where most of them stay together, and the place at which the most keys

@@ -1,11 +1,13 @@
 """Paged attention on a CPU: Quire's C++, Quire's implementation with torch's operators, and a simple loop."""
 
+import dataclasses
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import AttentionSpec
+from quire.worker_proc.attention.backend import AttentionSpec, SharedPrefix
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.bench.gpu_attention import prefill_flops
 from quire.worker_proc.bench.paged_case import Heads, PagedCase, make_case
@@ -13,6 +15,10 @@ from quire.worker_proc.bench.record import Bench
 from quire.worker_proc.bench.timing import Call
 
 SMOLLM, SMALL = Heads(9, 3, 64), Heads(16, 8, 64)
+QWEN, LLAMA = Heads(16, 8, 128), Heads(32, 8, 128)
+OWN_TOKENS = 16
+"""Tokens of each row after a shared prefix."""
+
 CACHES = (torch.float32, torch.bfloat16)
 """Dtypes of the KV cache; queries are float32, like the worker's activations."""
 
@@ -36,6 +42,40 @@ def cpu_attention(bench: Bench) -> None:
                 name = f"{rows} x {length:,}, {heads}, {_name(dtype)}"
                 for implementation, calls in _implementations(case, spec_of(heads)).items():
                     bench.measure(name, implementation, partial(list, calls), read=num_bytes)
+
+
+def cpu_shared_prefix(bench: Bench) -> None:
+    """Measure decoding of rows that share a prefix, with one pass over it and row by row, alternating."""
+    native = CpuBackend()
+    if "native," not in native.describe():
+        return
+    cases = bench.pick(
+        full=((64, 8192), (64, 1024), (64, 256), (8, 8192), (8, 1024), (2, 8192), (2, 1024), (2, 256)),
+        quick=((64, 8192),),
+        dry=((2, 256),),
+    )
+    for rows, length in cases:
+        for heads in bench.pick(full=(SMOLLM, QWEN, LLAMA), quick=(SMOLLM,), dry=(SMOLLM,)):
+            for dtype in CACHES:
+                case = make_case(
+                    [1] * rows,
+                    [length + OWN_TOKENS] * rows,
+                    heads,
+                    dtype,
+                    bench.device,
+                    1,
+                    query_dtype=torch.float32,
+                    head_major=True,
+                )
+                (table,) = case.tables
+                table[:, : length // heads.block_size] = table[0, : length // heads.block_size]
+                batch = case.batch(table)
+                shared = dataclasses.replace(batch, prefixes=(SharedPrefix(np.arange(rows), length),))
+                calls = [
+                    partial(native.attend, case.query, case.kv_cache, native.plan(each), spec_of(heads), None)
+                    for each in (shared, batch)
+                ]
+                bench.compare(f"{rows} x {length:,}, {heads}, {_name(dtype)}", ("quire", "row by row"), calls)
 
 
 def cpu_prefill(bench: Bench) -> None:

@@ -122,6 +122,20 @@ class Bench:
                 row.figures["of_matmul"] = flops / seconds / self.limits.matmul[dtype]
         return row
 
+    def compare(self, case: str, implementations: Sequence[str], calls: Sequence[Call]) -> None:
+        """Time one call of each implementation in turn; append a row each, with the first's share of the others' time.
+
+        Raises:
+            OutOfTime: the deadline has passed; no row is added.
+        """
+        self.require_time()
+        times = self.clock.alternating(calls)
+        others = zip(implementations[1:], times[1:], strict=True)
+        figures = {f"of_{name}".replace(" ", "_"): times[0] / seconds for name, seconds in others}
+        for name, seconds in zip(implementations, times, strict=True):
+            self.note(case, name, seconds, **figures)
+            figures = {}
+
     def note(self, case: str, implementation: str, seconds: float | None, **figures: float) -> None:
         """Append a row with a time that the caller measured."""
         self.rows.append(Row(case, implementation, None if seconds is None else seconds * 1e6, figures))

@@ -19,6 +19,9 @@ class Section:
 
 SECTIONS = (
     Section("cpu_attention", "cpu", "decoding: rows x tokens, heads, cache", cpu_attention.cpu_attention),
+    Section(
+        "cpu_shared_prefix", "cpu", "decoding: rows x shared tokens, heads, cache", cpu_attention.cpu_shared_prefix
+    ),
     Section("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
     Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
     Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),

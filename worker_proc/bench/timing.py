@@ -56,6 +56,14 @@ class Clock:
         """Return seconds per call of the fastest round, the device's limit without interference of other processes."""
         return min(self._rounds(calls, graph=True))
 
+    def alternating(self, calls: Sequence[Call]) -> list[float]:
+        """Return the seconds of each call's fastest round on the host, in rounds of all calls."""
+        rounds = _MIN_ROUNDS if self._figure_s else 0
+        times = [_host_seconds(call) for call in calls]
+        for _ in range(rounds):
+            times = [min(best, _host_seconds(call)) for best, call in zip(times, calls, strict=True)]
+        return times
+
     def _rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
         """Return the seconds of one call in each round."""
         if self._figure_s == 0:
@@ -65,17 +73,13 @@ class Clock:
         return self._device_rounds(calls, graph)
 
     def _host_rounds(self, calls: Sequence[Call], min_rounds: int) -> list[float]:
-        started = time.perf_counter()
-        calls[0]()
-        first = time.perf_counter() - started
+        first = _host_seconds(calls[0])
         if first > _MAX_FIRST_CALL * self._figure_s > 0:
             return [first]
         times: list[float] = []
         end = time.perf_counter() + self._figure_s
         while len(times) < min_rounds or time.perf_counter() < end:
-            started = time.perf_counter()
-            calls[len(times) % len(calls)]()
-            times.append(time.perf_counter() - started)
+            times.append(_host_seconds(calls[len(times) % len(calls)]))
         return times
 
     def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
@@ -100,6 +104,12 @@ class Clock:
         while len(times) < _MIN_ROUNDS or time.perf_counter() < end:
             times.append(elapsed(run) / count)
         return times
+
+
+def _host_seconds(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def elapsed(run: Call) -> float:

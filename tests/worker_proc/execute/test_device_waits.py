@@ -19,6 +19,8 @@ from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SampleInputs, SchedulerOutput
+from quire.worker_proc.attention import triton_backend
+from quire.worker_proc.batch import shared_prefixes
 from quire.worker_proc.execute.device_inputs import InputSender
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import HostCopies, HostCopy
@@ -118,6 +120,18 @@ def test_prefill_mixed_and_steady_steps(windows: list[int]) -> None:
         require(runner.step(**runner.add((2, [3, 1, 4], [6, 7])))[0])
         require(runner.step(parked=[1])[0])
         require(runner.step(removed=[0])[0])
+
+
+def test_mixed_step_of_rows_with_a_common_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "MIN_KEYS", 4)
+    monkeypatch.setattr(triton_backend, "MIN_SHARED_READS", 1)
+    with counted() as runner:
+        require(runner.step(**runner.add((0, [5, 9, 2, 7, 7, 1], [1, 2, 3])))[0])
+        plain = runner.step(**runner.add((1, [3, 3], [4, 5])))[0]
+        records = runner.step(**runner.add((2, [5, 9, 2, 7, 6, 8], [1, 6, 7]), computed=4), removed=[1])[0]
+        require(records)
+        assert sum(r.kind == "launch" for r in records) > sum(r.kind == "launch" for r in plain)
+        require(runner.step()[0])
 
 
 @pytest.mark.parametrize(

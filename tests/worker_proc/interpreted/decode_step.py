@@ -15,9 +15,11 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
+from quire.worker_proc.attention import triton_backend
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.triton_backend import TritonBackend
+from quire.worker_proc.batch import shared_prefixes
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.execute.decode_graphs import capture_sizes
 from quire.worker_proc.execute.model_runner import ModelRunner
@@ -177,6 +179,27 @@ def test_request_admitted_with_one_token_to_compute() -> None:
     both.step(**fields)
     both.step()
     assert both.steady_steps == 2
+
+
+def test_mixed_step_of_rows_with_a_common_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "MIN_KEYS", 4)
+    monkeypatch.setattr(triton_backend, "MIN_SHARED_READS", 1)
+    planned = []
+    plan = triton_backend.plan_attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        planned.append(options["common_prefix_len"])
+        return plan(*args, **options)
+
+    monkeypatch.setattr(triton_backend, "plan_attention", counted)
+    both = Both()
+    both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2, 3])))
+    fields = adding((1, [5, 9, 2, 7, 6, 8], [1, 4, 5]), computed=4)
+    fields["block_ids"] = np.array([1, 4, 5, 21, 24, 25], np.int32)
+    both.step(**fields)
+    assert planned == [0, 0, 4, 0]  # full attention and a window, in each step
+    both.step()
+    assert both.steady_steps == 1
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.8}, {"logprobs": 2}], ids=str)

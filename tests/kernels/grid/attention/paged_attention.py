@@ -1,5 +1,6 @@
 """The attention kernels compared with their reference, and the Triton backend; run by test_triton.py."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
 from quire.kernels.cache.cache_write import write_cache_reference
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
-from quire.worker_proc.attention.backend import AttentionSpec
+from quire.worker_proc.attention import triton_backend
+from quire.worker_proc.attention.backend import AttentionSpec, SharedPrefix
 from quire.worker_proc.attention.triton_backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -275,6 +277,20 @@ def test_backend_plans_decoding_on_the_device(make_case: Any) -> None:
         for plan in (backend.plan(case.batch), backend.plan_decode(case.batch))
     ]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("num_sharing", [3, 2], ids=["all rows", "some rows"])
+def test_backend_with_a_shared_prefix(num_sharing: int, make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "MIN_SHARED_READS", 64)
+    case = make_case([1, 12, 1], [70, 90, 66], torch.float32, block_size=16, prefix_len=64)
+    backend = TritonBackend()
+    batch = dataclasses.replace(case.batch, prefixes=(SharedPrefix(np.arange(num_sharing), 64),))
+    plan = backend.plan(batch)
+    result = backend.attend(projection(case), case.kv_cache, plan, AttentionSpec(4, 2, 32, 0.2), None)
+    expected = paged_attention_reference(case.query, case.filled_cache, *rows_of(case), 0.2)
+    torch.testing.assert_close(result, expected, **TOLERANCES[torch.float32])
+    prefix = plan.of_layer(AttentionShape(4, 2, 32, torch.float32), len(case.query)).visible.prefix_len
+    assert prefix == (64 if num_sharing == 3 else 0)
 
 
 def test_deterministic_backend_plans_on_the_host(make_case: Any) -> None:
