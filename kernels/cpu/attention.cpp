@@ -22,6 +22,8 @@ namespace {
 
 constexpr int64_t ONE_THREAD_MACS = 1 << 18;  // tens of microseconds: less than waking other threads may cost
 
+constexpr int64_t STAGED_FROM = 4 * QUERIES;  // query rows; measured: with fewer, widening again costs less than copies
+
 // Scratch memory of a thread, which is kept between calls.
 struct Workspace {
     std::vector<float> memory;
@@ -73,7 +75,7 @@ class Attend {
         last_ = item.shared ? item.position : item.position + item.count;
         work.fit(rows_, width_);
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
-        staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > QUERIES);
+        staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > STAGED_FROM);
     }
 
     void run(float* partials, int64_t partial_size) {

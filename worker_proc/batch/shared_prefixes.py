@@ -15,7 +15,13 @@ from quire.worker_proc.batch.block_table import BlockTable, Ints
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 
 MIN_KEYS = 256
-"""Shorter prefixes are not reported: a pass of their own would cost as much as it saves."""
+"""Shorter prefixes are not reported: the CPU's kernel computes whole runs of 256 keys (``SPLIT``) for all rows."""
+
+MAX_PREFIXES = 32
+"""Prefixes of one batch, and ..."""
+
+MAX_FORKS = 32
+"""... places at which rows of a prefix part that a search looks at: limits of its time, milliseconds for 256 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,9 @@ class SharedPrefixes:
         self._tables, self._table = tables, tables.tables[group]
         self._version = -1
         self._found: list[RowsOfPrefix] = []
+        self._rows = np.zeros(0, np.int64)
+        self._needed = np.zeros(0, np.int64)  # context at which each of `_rows` has its prefix
+        self._shared: tuple[SharedPrefix, ...] = ()
 
     def of_step(self, rows: npt.NDArray[np.int64], contexts: Ints) -> tuple[SharedPrefix, ...]:
         """Return the prefixes that rows of a step share, in indices of the step.
@@ -43,12 +52,22 @@ class SharedPrefixes:
         """
         if self._version != self._tables.version:
             self._version, self._found = self._tables.version, find_prefixes(self._table, MIN_KEYS)
-        shared = []
+            self._rows = self._rows[:0]
+        if not self._found:
+            return ()
+        if np.array_equal(rows, self._rows) and (contexts >= self._needed).all():
+            return self._shared
+        needed, shared, whole = np.zeros(len(rows), np.int64), [], True
         for prefix in self._found:
             length = prefix.num_blocks * self._table.block_size
-            own = np.flatnonzero(np.isin(rows, prefix.rows) & (contexts >= length))
-            if len(own) > 1:
-                shared.append(SharedPrefix(own, length))
+            own = np.flatnonzero(np.isin(rows, prefix.rows))
+            ready = own[contexts[own] >= length]
+            whole = whole and len(ready) == len(own)
+            needed[own] = length
+            if len(ready) > 1:
+                shared.append(SharedPrefix(ready, length))
+        if whole:  # as long as the same rows run and no context shrinks below its prefix, this holds
+            self._rows, self._needed, self._shared = rows, needed, tuple(shared)
         return tuple(shared)
 
 
@@ -61,10 +80,9 @@ def find_prefixes(table: BlockTable, min_keys: int) -> list[RowsOfPrefix]:
     lengths = table.num_blocks_per_row
     remaining = np.flatnonzero(lengths)
     min_blocks = -(-min_keys // table.block_size)
-    found = []
-    while len(remaining) > 1:
-        first = _most_common(table.host_ids[remaining, 0])
-        rows = remaining[first]
+    found: list[RowsOfPrefix] = []
+    for _ in range(MAX_PREFIXES):
+        rows = remaining[_most_common(table.host_ids[remaining, 0])] if len(remaining) > 1 else remaining
         if len(rows) < 2:
             break
         prefix = _best(table.host_ids, lengths, rows)
@@ -77,17 +95,29 @@ def find_prefixes(table: BlockTable, min_keys: int) -> list[RowsOfPrefix]:
 
 def _best(ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]) -> RowsOfPrefix:
     """Return the prefix of some of ``rows``, which have the same first block, that saves the most reads of blocks."""
-    best, most, depth = RowsOfPrefix(rows, 0), 0, 0
-    while len(rows) > 1 and (len(rows) - 1) * int(lengths[rows].max()) > most:
-        end = int(lengths[rows].min())
-        differ = (ids[rows[1:], depth:end] != ids[rows[0], depth:end]).any(0)
-        depth = depth + int(differ.argmax()) if differ.any() else end
+    best, most, depth = RowsOfPrefix(rows, 0), 0, 1
+    for _ in range(MAX_FORKS):
+        if (len(rows) - 1) * int(lengths[rows].max(initial=0)) <= most:
+            break
+        depth = _fork(ids, rows, depth, int(lengths[rows].min()))
         if (len(rows) - 1) * depth > most:
             best, most = RowsOfPrefix(rows, depth), (len(rows) - 1) * depth
         rows = rows[lengths[rows] > depth]
-        if len(rows) > 1:
+        if len(rows):
             rows = rows[_most_common(ids[rows, depth])]
     return best
+
+
+def _fork(ids: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], depth: int, end: int) -> int:
+    """Return the first column from ``depth`` on in which ``rows`` differ, at most ``end``."""
+    step = 16
+    while depth < end:
+        stop = min(depth + step, end)
+        differ = (ids[rows[1:], depth:stop] != ids[rows[0], depth:stop]).any(0)
+        if differ.any():
+            return depth + int(differ.argmax())
+        depth, step = stop, 2 * step
+    return end
 
 
 def _most_common(values: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
