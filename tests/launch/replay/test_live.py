@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,14 @@ from quire.launch.replay.report.summary import summary
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, also in a background job, which shells start with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def call(number: int, prompt: int = 20, output: int = 4, ids: tuple[int, ...] = (), **more: Any) -> Call:
@@ -174,7 +182,7 @@ class TestResults:
         assert found["finish_reasons"] == {"error": 3, "length": 2}
         assert "error: 2 x http 503 busy: try later" in record.notes
 
-    def test_ctrl_c_keeps_finished_requests(self) -> None:
+    def test_ctrl_c_keeps_finished_requests(self, ctrl_c: None) -> None:
         def interrupt(number: int) -> None:
             if number == 2:
                 signal.raise_signal(signal.SIGINT)
