@@ -4,10 +4,13 @@ import ctypes
 
 import torch
 
+from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native
+from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 
 # As in linear.cpp.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MXFP4 = 3
 
 # Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 512 fused
 # multiply-adds, with one more addition for each further 512.
@@ -33,7 +36,7 @@ class _Layer(ctypes.Structure):
 
 
 class PackedLinear:
-    """A linear layer with its weight in the library's packed layout and in the weight's dtype.
+    """A linear layer with its weight in the library's packed layout, 16 and 32 bits wide or in MXFP4.
 
     Products and sums are float32. A row's bits do not depend on the other rows, their number or the number of threads:
     see linear.cpp.
@@ -52,18 +55,50 @@ class PackedLinear:
                 "weight: expected a contiguous matrix of a supported dtype on the CPU, "
                 f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
             )
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        kind = KINDS[weight.dtype]
+        self._allocate(native, *weight.shape, kind, bias)
+        pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
+        pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape, kind)
+
+    @classmethod
+    def from_mxfp4(
+        cls, native: Native, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> "PackedLinear":
+        """Pack a weight in MXFP4, which stays four bits wide. Its sums are those of the same numbers in bfloat16.
+
+        Args:
+            blocks: uint8 ``[outputs, inputs / 32, 16]``, contiguous; copied.
+            scales: uint8 ``[outputs, inputs / 32]``, contiguous; copied.
+
+        Raises:
+            ValueError: a tensor has another shape, dtype or device, or is not contiguous.
+        """
+        dims = {"outputs": None, "inputs / 32": None, "bytes": GROUP_BYTES}
+        check_tensor("blocks", blocks, dims, (torch.uint8,), torch.device("cpu"))
+        outputs, groups, _ = blocks.shape
+        dims = {"outputs": outputs, "inputs / 32": groups}
+        check_tensor("scales", scales, dims, (torch.uint8,), torch.device("cpu"))
+        if not (blocks.is_contiguous() and scales.is_contiguous() and outputs and groups):
+            raise ValueError("blocks and scales: expected contiguous tensors that are not empty")
+        self = cls.__new__(cls)
+        self._allocate(native, outputs, groups * GROUP_SIZE, MXFP4, bias)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        pack = native.function("quire_pack_mxfp4", pointer, pointer, pointer, integer, integer)
+        pack(blocks.data_ptr(), scales.data_ptr(), self._packed.data_ptr(), outputs, self.inputs)
+        return self
+
+    def _allocate(self, native: Native, outputs: int, inputs: int, kind: int, bias: torch.Tensor | None) -> None:
+        """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
-        pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
         self._run = native.function("quire_linear", pointer, pointer, long, pointer, integer)
         self._run_narrow = native.function("quire_linear_bf16", pointer, pointer, long, pointer, integer)
-        self.outputs, self.inputs = weight.shape
-        kind = KINDS[weight.dtype]
-        self._packed = torch.empty(size(*weight.shape, kind), dtype=torch.uint8)
+        self.outputs, self.inputs = outputs, inputs
+        self._packed = torch.empty(size(outputs, inputs, kind), dtype=torch.uint8)
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape, kind)
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._layer = _Layer(self._packed.data_ptr(), bias_at, *weight.shape, kind)
+        self._layer = _Layer(self._packed.data_ptr(), bias_at, outputs, inputs, kind)
         self._layer_at = ctypes.addressof(self._layer)
         self._takes_bfloat16 = bool(native.function("quire_takes_bf16", pointer, returns=integer)(self._layer_at))
 
