@@ -5,8 +5,8 @@ import ctypes
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.cpu.native import Native
-from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 
 # As in linear.cpp.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,7 +36,7 @@ class _Layer(ctypes.Structure):
 
 
 class PackedLinear:
-    """A linear layer with its weight in the library's packed layout, 16 and 32 bits wide or in MXFP4.
+    """A linear layer with its weight in the library's packed layout and in the weight's dtype, or in MXFP4.
 
     Products and sums are float32. A row's bits do not depend on the other rows, their number or the number of threads:
     see linear.cpp.
@@ -57,9 +57,10 @@ class PackedLinear:
             )
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         kind = KINDS[weight.dtype]
-        self._allocate(native, *weight.shape, kind, bias)
+        outputs, inputs = weight.shape
+        self._allocate(native, outputs, inputs, kind, bias)
         pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
-        pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape, kind)
+        pack(weight.data_ptr(), self._packed.data_ptr(), outputs, inputs, kind)
 
     @classmethod
     def from_mxfp4(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import ACTIVATIONS
 from quire.kernels.moe.fused_experts import EXPERT_DTYPES, pick_tile_pairs, sum_launch_constants
 from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
-from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
 
 MAX_TILE_PAIRS = 64
 """Larger tiles do not fit in registers. For experts with more tokens, dequantise and use ``fused_experts``."""

@@ -25,7 +25,7 @@ from quire.protocol.errors import ConfigError, EngineError
 DEVICE_LOST = 3
 """Exit status of a process that can no longer use its device; a new process may."""
 
-MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
+MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b", "gpt-oss-20b")
 
 
 @dataclass(slots=True)

@@ -43,13 +43,13 @@ _FURTHER: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_theta": 1e6,
     },
-    # Experts in 16 bits, unlike the published checkpoint.
     "gpt-oss-20b": {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
         "rope_theta": 150000,
         "rope_scaling": {"original_max_position_embeddings": 4096} | _YARN,
+        "quantization_config": {"quant_method": "mxfp4"},
     },
 }
 
@@ -79,6 +79,11 @@ def find_shape(name: str) -> ModelConfig:
 
 
 def checkpoint_config(name: str) -> dict[str, Any]:
-    """Return the ``config.json`` of a checkpoint of this shape, for engines that load Hugging Face folders."""
+    """Return the ``config.json`` of a checkpoint of this shape, for engines that load Hugging Face folders.
+
+    Weights are not quantised, since random ones are written with 16 or 32 bits.
+    """
     # With the usual 0.02, random logits are nearly equal; a wider range makes argmax stable across engines.
-    return _published(name) | {"initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2}
+    config = _published(name) | {"initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2}
+    config.pop("quantization_config", None)
+    return config

@@ -1,4 +1,4 @@
-"""Matrix products and element-wise steps of a decoder on a CPU, in the shapes of smollm2-135m."""
+"""Matrix products, experts and element-wise steps of a decoder on a CPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -7,12 +7,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, dequantise_mxfp4
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.bench.record import Bench
 from quire.worker_proc.bench.timing import Call
-from quire.worker_proc.models.ops import TorchOps
+from quire.worker_proc.models.cpu_ops import CpuOps
+from quire.worker_proc.models.ops import Experts, TorchOps
 
 Product = Callable[[torch.Tensor], object]
 
@@ -85,6 +87,48 @@ def _packed(weight: torch.Tensor) -> Product:
 
 def _plain(weight: torch.Tensor) -> Product:
     return lambda x: F.linear(x, weight)
+
+
+def cpu_experts(bench: Bench) -> None:
+    """Measure the experts of a layer, packed in MXFP4 and widened to bfloat16, over random routes.
+
+    A decode step of few tokens reads the weights of their experts: packed, about a quarter of the bytes.
+    """
+    native = load_native()
+    model = bench.models["gpt-oss-20b"]
+    if native is None or model.moe is None:
+        return
+    top_k, count = model.moe.num_experts_per_token, bench.pick(full=16, quick=8, dry=4)
+    hidden, width = (bench.pick(full=size, quick=size, dry=64) for size in (model.hidden_size, model.intermediate_size))
+    packed, wide = [], []
+    for _ in range(count):
+        first, second = _random_mxfp4(2 * width, hidden), _random_mxfp4(hidden, width)
+        packed.append((PackedLinear.from_mxfp4(native, *first), PackedLinear.from_mxfp4(native, *second)))
+        first_wide, second_wide = (dequantise_mxfp4(*layer, torch.bfloat16) for layer in (first, second))
+        wide.append((PackedLinear(native, first_wide), PackedLinear(native, second_wide)))
+    empty, ops = torch.empty(0), CpuOps(native)
+    experts = {
+        "quire, MXFP4": Experts(empty, empty, activation=model.moe.activation, packed=packed),
+        "quire, bfloat16": Experts(empty, empty, activation=model.moe.activation, packed=wide),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in bench.pick(full=(1, 4, 16, 256), quick=(1, 16), dry=(2,)):
+            steps = [torch.rand(tokens, count).topk(top_k).indices.int() for _ in range(8)]
+            x, weights = torch.randn(tokens, hidden).to(dtype), torch.full((tokens, top_k), 1 / top_k)
+            for name, of in experts.items():
+                calls = [partial(ops.experts, x, of, chosen, weights) for chosen in steps]
+                bench.measure(
+                    f"{tokens} tokens, {str(dtype).removeprefix('torch.')}",
+                    name,
+                    partial(list, calls),
+                    flops=6 * tokens * top_k * hidden * width,
+                    dtype=dtype,
+                )
+
+
+def _random_mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (outputs, inputs // GROUP_SIZE)
+    return torch.randint(0, 256, (*shape, GROUP_BYTES), dtype=torch.uint8), torch.full(shape, 120, dtype=torch.uint8)
 
 
 def cpu_ops(bench: Bench) -> None:

@@ -24,6 +24,7 @@ SECTIONS = (
     ),
     Section("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
     Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
+    Section("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
     Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
     Section("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
     Section("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),

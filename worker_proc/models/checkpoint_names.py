@@ -2,7 +2,8 @@
 
 Experts are stored as one tensor each (Mixtral's ``w1``, ``w2``, ``w3``; Qwen's ``gate_proj``, ``up_proj``,
 ``down_proj``) or as one tensor per layer (``[experts, 2 * width, hidden]``, gate rows before up rows). gpt-oss stores
-one tensor per layer with inputs before outputs and gate and up interleaved, or in MXFP4 blocks.
+one tensor per layer with inputs before outputs and gate and up interleaved, or blocks and scales of MXFP4, which have
+slots of their own.
 """
 
 import re
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.kernels.moe.mxfp4 import GROUP_BYTES, GROUP_SIZE
+import torch
+
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import StoredTensor
+from quire.protocol.model.checkpoint import PACKED_BYTES, StoredTensor
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.weights import WeightSlot
 
@@ -44,7 +46,6 @@ class TensorSource:
         lead: index into the stored tensor's leading dimensions (an expert).
         start, step: the slot's row ``r`` is the stored row ``start + step * r``.
         transposed: whether rows are the last dimension of the stored tensor.
-        scales: the scales of a tensor in MXFP4 blocks.
     """
 
     stored: StoredTensor
@@ -53,7 +54,6 @@ class TensorSource:
     start: int = 0
     step: int = 1
     transposed: bool = False
-    scales: StoredTensor | None = None
 
 
 def find_tensor_sources(
@@ -67,7 +67,7 @@ def find_tensor_sources(
     sources: dict[str, TensorSource] = {}
     unused = []
     for name, tensor in stored.items():
-        found = _sources_of(_normalised_name(name), tensor, stored, slots, config)
+        found = _sources_of(_normalised_name(name), tensor, slots, config)
         if not found and not _is_ignored(name, config):
             unused.append(tensor)
         for slot, source in found.items():
@@ -107,7 +107,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor without a slot is allowed.
 
     These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
-    scales of MXFP4 blocks, which are loaded with their blocks, and scales of attention (``kv_scale_of``).
+    and scales of attention (``kv_scale_of``).
     """
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
@@ -116,33 +116,36 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
     if match and int(match[1]) < config.num_layers:
         return config.cache_source(int(match[1])) != int(match[1])
-    return bool(config.moe and config.moe.mxfp4 and name.endswith("_scales") and _ALL_EXPERTS.fullmatch(name))
+    return False
 
 
 def _sources_of(
     name: str,
     tensor: StoredTensor,
-    stored: Mapping[str, StoredTensor],
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
 ) -> dict[str, TensorSource]:
     """Return the slots that one stored tensor fills; empty if it is not part of the model."""
     if name in slots:
         _check_shape(tensor, slots[name].shape)
+        if slots[name].target.dtype is torch.uint8 and tensor.dtype not in PACKED_BYTES:
+            raise ConfigError(f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}; MXFP4 is stored as U8")
         return {name: TensorSource(tensor, slots[name])}
     match = _FUSED.fullmatch(name)
     if match:
         names = [f"{match[1]}.{part}.{match[3]}" for part in _PARTS[match[2]]]
         return _fused(tensor, names, slots) if all(part in slots for part in names) else {}
     match = _ALL_EXPERTS.fullmatch(name)
-    if match is None or match[3] == "_scales" or config.moe is None or f"{match[1]}.0.down_proj.weight" not in slots:
+    if match is None or config.moe is None:
         return {}
-    if match[3] == "_blocks":
-        scales = stored.get(f"{match[1]}.{match[2]}_scales")
-        if scales is None:
-            raise ConfigError(f"{tensor.file}: tensor {tensor.name} needs {match[2]}_scales, which is missing")
-        return _all_experts(tensor, match, slots, config, scales)
-    return _all_experts(tensor, match, slots, config, None)
+    if match[3] in ("_blocks", "_scales"):
+        if config.moe.mxfp4:
+            return {}
+        raise ConfigError(
+            f"{tensor.file}: tensor {tensor.name} is in MXFP4, but config.json has no quantization_config with "
+            f"quant_method mxfp4"
+        )
+    return _all_experts(tensor, match, slots, config)
 
 
 def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, TensorSource]:
@@ -161,7 +164,6 @@ def _all_experts(
     match: re.Match[str],
     slots: Mapping[str, WeightSlot],
     config: ModelConfig,
-    scales: StoredTensor | None,
 ) -> dict[str, TensorSource]:
     """Split a tensor that holds all experts of a layer."""
     base, fused, kind = match.groups()
@@ -176,18 +178,13 @@ def _all_experts(
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
     transposed = is_gpt_oss and kind == ""
-    if scales is not None:
-        groups = (moe.num_experts, matrix[0], -(-matrix[1] // GROUP_SIZE))
-        _check_shape(tensor, (*groups, GROUP_BYTES))
-        _check_shape(scales, groups)
-    else:
-        _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))
+    _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))
     sources = {}
     for expert in range(moe.num_experts):
         for index, part in enumerate(parts):
             name = f"{base}.{expert}.{part}.{suffix}"
             start, step = (index, len(parts)) if is_gpt_oss else (index * rows, 1)
-            sources[name] = TensorSource(tensor, slots[name], (expert,), start, step, transposed, scales)
+            sources[name] = TensorSource(tensor, slots[name], (expert,), start, step, transposed)
     return sources
 
 

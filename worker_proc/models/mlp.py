@@ -1,12 +1,15 @@
 """The feed-forward sublayers: one gated MLP for all tokens, or a few experts per token."""
 
-from dataclasses import replace
-
 import torch
+import torch.nn.functional as F
 
+from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
+from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.native import load_native
+from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
-from quire.worker_proc.models.linear import Linear
-from quire.worker_proc.models.ops import Experts
+from quire.worker_proc.models.linear import Linear, in_tiles
+from quire.worker_proc.models.ops import Experts, Product, expert_weight
 from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slots, row_slots, summed_bias_slot
 
 
@@ -44,8 +47,10 @@ class GatedMlp(torch.nn.Module):
 class SparseMlp(torch.nn.Module):
     """Mixture of experts, each expert sharded by its width; every rank routes every token.
 
+    Experts in MXFP4 stay packed, and are sharded in whole groups of 32 columns.
+
     Raises:
-        ConfigError: an expert's width cannot be divided among the ranks.
+        ConfigError: an expert's width cannot be divided among the ranks, or the hidden size into MXFP4's groups.
     """
 
     def __init__(self, build: Build, moe: MoeConfig) -> None:
@@ -53,11 +58,12 @@ class SparseMlp(torch.nn.Module):
         self.build = build
         self.moe = moe
         hidden, count = build.config.hidden_size, moe.num_experts
-        self.part = build.share("expert width", moe.intermediate_size)
+        name, total = "expert width", moe.intermediate_size
+        self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total)
         width = self.part.stop - self.part.start
         self.router = build.linear(count, hidden, moe.bias)
-        self.gate_up = build.weight(count, 2 * width, hidden)
-        self.down = build.weight(count, hidden, width)
+        self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)
+        self.down, self.down_scales = self._matrices(hidden, width)
         self.gate_up_bias = build.weight(count, 2 * width) if moe.bias else None
         self.down_bias = build.weight(count, hidden) if moe.bias and build.parallel.rank == 0 else None
         self.experts = Experts(
@@ -66,7 +72,19 @@ class SparseMlp(torch.nn.Module):
             self.gate_up_bias,
             self.down_bias,
             moe.activation,
+            gate_up_scales=self.gate_up_scales,
+            down_scales=self.down_scales,
         )
+
+    def _matrices(self, outputs: int, inputs: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        """Allocate every expert's matrix, and the scales of MXFP4."""
+        count, build = self.moe.num_experts, self.build
+        if not self.moe.mxfp4:
+            return build.weight(count, outputs, inputs), None
+        if inputs % GROUP_SIZE:
+            raise ConfigError(f"experts in MXFP4 need a hidden_size that is a multiple of {GROUP_SIZE} (got {inputs})")
+        shape = (count, outputs, inputs // GROUP_SIZE)
+        return build.weight(*shape, GROUP_BYTES, dtype=torch.uint8), build.weight(*shape, dtype=torch.uint8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
@@ -82,17 +100,39 @@ class SparseMlp(torch.nn.Module):
             return True
         packed = []
         for expert in range(self.moe.num_experts):
-            layers = (
-                _layer(self.gate_up, self.gate_up_bias, expert),
-                _layer(self.down, self.down_bias, expert),
-            )
-            if not all(layer.prepack(deterministic=deterministic) for layer in layers):
+            first = self._layer(self.gate_up, self.gate_up_scales, self.gate_up_bias, expert, deterministic)
+            second = self._layer(self.down, self.down_scales, self.down_bias, expert, deterministic)
+            if first is None or second is None:
                 return False
-            packed.append(layers)
-        for name in ("gate_up", "down"):
-            setattr(self, name, torch.nn.Parameter(self.gate_up.new_empty(0), requires_grad=False))
-        self.experts = replace(self.experts, gate_up=self.gate_up, down=self.down, packed=packed)
+            packed.append((first, second))
+        for name in ("gate_up", "down", "gate_up_scales", "down_scales"):
+            if getattr(self, name) is not None:
+                setattr(self, name, torch.nn.Parameter(self.gate_up.new_empty(0), requires_grad=False))
+        self.experts = Experts(self.gate_up, self.down, activation=self.moe.activation, packed=packed)
         return True
+
+    def _layer(
+        self,
+        weights: torch.Tensor,
+        scales: torch.Tensor | None,
+        biases: torch.Tensor | None,
+        expert: int,
+        deterministic: bool,
+    ) -> Product | None:
+        """Prepack one layer of an expert, or return None if no library accepts it."""
+        bias = None if biases is None else biases.data[expert]
+        if scales is None:
+            layer = Linear(_frozen(weights.data[expert]), None if bias is None else _frozen(bias))
+            return layer if layer.prepack(deterministic=deterministic) else None
+        native = load_native() if weights.is_cpu else None
+        if native is not None:
+            return PackedLinear.from_mxfp4(native, weights.data[expert], scales.data[expert], bias)
+        dtype = self.build.activation_dtype
+
+        def widened(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, expert_weight(weights, scales, expert, dtype), None if bias is None else bias.to(dtype))
+
+        return in_tiles(widened, expert_weight(weights, scales, expert, dtype)) if deterministic else None
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of each expert's projections under separate names, for every layout of the checkpoint."""
@@ -100,14 +140,16 @@ class SparseMlp(torch.nn.Module):
         held = self.part.stop - self.part.start
         interleaved = self.moe.activation == "swiglu_oai"
         gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, held), slice(held, None))
-        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, count), count)])
+        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, count), count)]) | self._mxfp4_slots()
         for expert in range(count):
             name = f"mlp.experts.{expert}"
             columns = (slice(0, hidden), self.part)
-            slots[f"{name}.down_proj.weight"] = WeightSlot(self.down.data[expert], (hidden, width), columns)
+            if not self.moe.mxfp4:
+                slots[f"{name}.down_proj.weight"] = WeightSlot(self.down.data[expert], (hidden, width), columns)
             for part, rows in (("gate_proj", gates), ("up_proj", ups)):
-                weight = self.gate_up.data[expert, rows]
-                slots[f"{name}.{part}.weight"] = WeightSlot(weight, (width, hidden), (self.part,))
+                if not self.moe.mxfp4:
+                    weight = self.gate_up.data[expert, rows]
+                    slots[f"{name}.{part}.weight"] = WeightSlot(weight, (width, hidden), (self.part,))
                 if self.gate_up_bias is not None:
                     bias = self.gate_up_bias.data[expert, rows]
                     slots[f"{name}.{part}.bias"] = WeightSlot(bias, (width,), (self.part,))
@@ -116,7 +158,24 @@ class SparseMlp(torch.nn.Module):
                 slots[f"{name}.down_proj.bias"] = summed_bias_slot(own, hidden, self.down)
         return slots
 
+    def _mxfp4_slots(self) -> dict[str, WeightSlot]:
+        """Slots of the packed tensors, which hold all experts in the order in which they are computed."""
+        if self.gate_up_scales is None or self.down_scales is None:
+            return {}
+        hidden, width, count = self.build.config.hidden_size, self.moe.intermediate_size, self.moe.num_experts
+        rows = (slice(0, count), slice(2 * self.part.start, 2 * self.part.stop))
+        groups = slice(self.part.start // GROUP_SIZE, self.part.stop // GROUP_SIZE)
+        columns = (slice(0, count), slice(0, hidden), groups)
+        slots = {}
+        for name, outputs, inputs, blocks, scales, part in (
+            ("gate_up_proj", 2 * width, hidden, self.gate_up, self.gate_up_scales, rows),
+            ("down_proj", hidden, width, self.down, self.down_scales, columns),
+        ):
+            shape = (count, outputs, inputs // GROUP_SIZE)
+            slots[f"mlp.experts.{name}_blocks"] = WeightSlot(blocks.data, (*shape, GROUP_BYTES), part)
+            slots[f"mlp.experts.{name}_scales"] = WeightSlot(scales.data, shape, part)
+        return slots
 
-def _layer(weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> Linear:
-    weight = torch.nn.Parameter(weights.data[expert], requires_grad=False)
-    return Linear(weight, None if biases is None else torch.nn.Parameter(biases.data[expert], requires_grad=False))
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)

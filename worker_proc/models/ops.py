@@ -1,14 +1,16 @@
 """Element-wise operations and expert layers of a decoder, as an interface with one implementation per device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.dense.gated_activation import OAI_ALPHA, OAI_LIMIT
-from quire.worker_proc.models.linear import Linear
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,14 @@ class Experts:
 
     Attributes:
         gate_up: ``[num_experts, 2 * width, hidden_size]``: gate rows, then up rows; interleaved for swiglu_oai.
-        down: ``[num_experts, hidden_size, width]``.
+            In MXFP4 uint8 ``[num_experts, 2 * width, hidden_size / 32, 16]``.
+        down: ``[num_experts, hidden_size, width]``; in MXFP4 uint8 ``[num_experts, hidden_size, width / 32, 16]``.
         gate_up_bias: ``[num_experts, 2 * width]`` or None.
         down_bias: ``[num_experts, hidden_size]`` or None.
         activation: as for ``Ops.gate``.
-        packed: each expert's two layers in the CPU's packed layout; if given, the four tensors above are empty.
+        packed: each expert's two layers, with their biases, in the CPU's packed layout; if given, the weights above
+            are empty.
+        gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
     """
 
     gate_up: torch.Tensor
@@ -29,7 +34,9 @@ class Experts:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     activation: str = "silu"
-    packed: Sequence[tuple[Linear, Linear]] = ()
+    packed: Sequence[tuple[Product, Product]] = ()
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -136,10 +143,11 @@ class TorchOps:
     def _expert(self, x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
         if experts.packed:
             first, second = experts.packed[expert]
-            result: torch.Tensor = second(self._gated(first(x), experts))
-            return result
-        gated = self._gated(_linear(x, experts.gate_up, experts.gate_up_bias, expert), experts)
-        return _linear(gated, experts.down, experts.down_bias, expert)
+            return second(self._gated(first(x), experts))
+        gate_up = expert_weight(experts.gate_up, experts.gate_up_scales, expert, x.dtype)
+        gated = self._gated(_linear(x, gate_up, experts.gate_up_bias, expert), experts)
+        down = expert_weight(experts.down, experts.down_scales, expert, x.dtype)
+        return _linear(gated, down, experts.down_bias, expert)
 
     def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
         # Not ``self.gate``: a device's implementation need not support swiglu_oai, which only expert layers use.
@@ -159,9 +167,13 @@ class RowByRowOps(TorchOps):
         return torch.cat([super(RowByRowOps, self).gate(row[None], activation) for row in gate_up])
 
 
-def _linear(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
-    """Multiply ``x`` by one expert's weight, widened to ``x``'s dtype as in ``Linear``."""
-    return F.linear(x, weights[expert].to(x.dtype), None if biases is None else biases[expert].to(x.dtype))
+def expert_weight(weights: torch.Tensor, scales: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return one expert's weight, ``[outputs, inputs]``, widened to ``dtype`` as in ``Linear``."""
+    return weights[expert].to(dtype) if scales is None else dequantise_mxfp4(weights[expert], scales[expert], dtype)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
+    return F.linear(x, weight, None if biases is None else biases[expert].to(x.dtype))
 
 
 def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense import gated_activation, rms_norm
-from quire.kernels.moe import fused_experts, moe_routing
+from quire.kernels.moe import fused_experts, fused_experts_mxfp4, moe_routing
 from quire.worker_proc.models.ops import Experts
 
 
@@ -43,6 +43,19 @@ class TritonOps:
         """
         if experts.packed:
             raise ValueError("experts: weights are packed for the CPU, expected plain tensors")
+        if experts.gate_up_scales is not None and experts.down_scales is not None:
+            return fused_experts_mxfp4.fused_experts_mxfp4(
+                x,
+                experts.gate_up,
+                experts.gate_up_scales,
+                experts.down,
+                experts.down_scales,
+                expert_ids,
+                weights,
+                experts.activation,
+                bias13=experts.gate_up_bias,
+                bias2=experts.down_bias,
+            )
         return fused_experts.fused_experts(
             x,
             experts.gate_up,

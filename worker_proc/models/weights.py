@@ -97,6 +97,17 @@ class Build:
         own = width // size
         return slice(self.parallel.rank * own, (self.parallel.rank + 1) * own)
 
+    def share_of_groups(self, name: str, width: int, group: int) -> slice:
+        """As ``share``, in whole groups of columns: ranks may differ by one group."""
+        size, rank = self.parallel.size, self.parallel.rank
+        groups = width // group
+        if width % group or groups < size:
+            raise ConfigError(
+                f"the model's {name} {width} must be a multiple of {group}, with at least {group} for each of the "
+                f"{size} ranks of tensor_parallel_size"
+            )
+        return slice(rank * groups // size * group, (rank + 1) * groups // size * group)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

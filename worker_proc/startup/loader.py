@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quire.kernels.moe.mxfp4 import GROUP_SIZE, dequantise_mxfp4
+from quire.kernels.common.mxfp4 import largest_scale
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
@@ -21,6 +21,9 @@ from quire.protocol.model.checksums import verify_checksums
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.weights import WeightSlot
+
+DUMMY_SCALE = 120
+"""2 ** -7: random codes, whose standard deviation is 2.9, become numbers with 0.023."""
 
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
@@ -62,14 +65,18 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     if model.build.parallel.rank == 0:
         verify_checksums(folder, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
     total = sum(_num_bytes(piece) for piece in pieces)
-    sums: list[torch.Tensor] = []
+    sums: list[tuple[TensorSource, torch.Tensor]] = []
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
     with bar, OpenFiles() as files:
         for piece in pieces:
-            _fill(piece.slot, files.read(piece))
-            sums.append(piece.slot.target.sum())
+            values = files.read(piece)
+            _fill(piece.slot, values)
+            if values.dtype is torch.uint8:
+                _check_scales(piece, values, dtype)
+            else:
+                sums.append((piece, piece.slot.target.sum()))
             bar.update(_num_bytes(piece))
-        _require_finite(pieces, sums)
+        _require_finite(sums)
         if head is not None:
             _check_tied(head, slots[EMBEDDING], files)
 
@@ -77,17 +84,23 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
 def init_dummy_weights(model: Decoder, seed: int) -> None:
     """Fill the model with dummy weights: norms are 1, all others normal with standard deviation 0.02.
 
-    They depend only on the seed and the model's shape: each rank takes its part of the weights that a single rank would
-    have. One pool of random numbers is repeated through all tensors, because drawing billions of numbers would take
-    minutes; its length is prime, so that rows differ.
+    Weights in MXFP4 are uniform codes, with about that deviation. They depend only on the seed and the model's shape:
+    each rank takes its part of the weights that a single rank would have. One pool of random numbers is repeated
+    through all tensors, because drawing billions of numbers would take minutes; its length is prime, so that rows
+    differ.
     """
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.empty(1_048_573).normal_(0.0, 0.02, generator=generator)
+    normal = torch.empty(1_048_573).normal_(0.0, 0.02, generator=generator)
+    codes = torch.randint(0, 256, normal.shape, dtype=torch.uint8, generator=generator)
     offset = 0
     for name, slot in model.weight_slots().items():
         if name.endswith("norm.weight"):
             slot.target.fill_(1.0)
             continue
+        if name.endswith("_scales"):
+            slot.target.fill_(DUMMY_SCALE)
+            continue
+        pool = codes if slot.target.dtype is torch.uint8 else normal
         whole = slot.target
         if not whole.is_contiguous() or whole.shape != slot.shape:
             whole = torch.empty(slot.shape, dtype=slot.target.dtype)
@@ -116,28 +129,18 @@ class OpenFiles:
         self._stack.close()
 
     def read(self, piece: TensorSource) -> torch.Tensor:
-        """Return the slot's part of the checkpoint, in the stored dtype, or for MXFP4 blocks in the slot's dtype."""
+        """Return the slot's part of the checkpoint, in the stored dtype."""
         slot = piece.slot
         if not slot.target.numel():
             return slot.target
         part = [slot.part[i] if i < len(slot.part) else slice(0, size) for i, size in enumerate(slot.shape)]
         last = piece.start + piece.step * (part[0].stop - 1)
         rows = slice(piece.start + piece.step * part[0].start, last + 1, piece.step)
-        if piece.scales is not None:
-            return self._dequantised(piece, piece.scales, rows, part[1])
         index = [rows, *part[1:]]
         if piece.transposed:
             index.reverse()
         tensor = self.get(piece.stored, (*piece.lead, *index))
         return tensor.T if piece.transposed else tensor
-
-    def _dequantised(self, piece: TensorSource, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
-        """Dequantise the MXFP4 blocks that overlap this rank's columns, and cut the result to the columns."""
-        groups = slice(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
-        index: tuple[int | slice, ...] = (*piece.lead, rows, groups)
-        numbers = dequantise_mxfp4(self.get(piece.stored, index), self.get(scales, index), piece.slot.target.dtype)
-        first = groups.start * GROUP_SIZE
-        return numbers[:, columns.start - first : columns.stop - first]
 
     def get(self, stored: StoredTensor, index: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """Return a part of a stored tensor; with no index, all of it."""
@@ -164,7 +167,17 @@ def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
     slot.target.copy_(values)
 
 
-def _require_finite(pieces: list[TensorSource], sums: list[torch.Tensor]) -> None:
+def _check_scales(piece: TensorSource, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ConfigError if ``values`` are scales of MXFP4 with which a number is NaN or infinite in ``dtype``."""
+    limit = largest_scale(dtype)
+    if piece.stored.name.endswith("_scales") and values.numel() and int(values.max()) > limit:
+        raise ConfigError(
+            f"{piece.stored.file}: tensor {piece.stored.name} has a scale of {int(values.max())}; numbers are finite "
+            f"in {str(dtype).removeprefix('torch.')} up to {limit}"
+        )
+
+
+def _require_finite(sums: list[tuple[TensorSource, torch.Tensor]]) -> None:
     """Raise ConfigError if a tensor has NaN or infinite values, which would make every output invalid.
 
     A finite sum proves that all its values are finite, at the speed of memory. Sums are computed in the weights' dtype,
@@ -173,9 +186,9 @@ def _require_finite(pieces: list[TensorSource], sums: list[torch.Tensor]) -> Non
     """
     if not sums:
         return
-    suspects = torch.stack(sums).isfinite().logical_not().nonzero().flatten().tolist()
+    suspects = torch.stack([total for _, total in sums]).isfinite().logical_not().nonzero().flatten().tolist()
     for index in suspects:
-        piece = pieces[index]
+        piece, _ = sums[index]
         if not piece.slot.target.isfinite().all():
             as_dtype = str(piece.slot.target.dtype).removeprefix("torch.")
             raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} has non-finite values in {as_dtype}")

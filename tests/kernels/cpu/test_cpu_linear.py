@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.cpu.linear import TOLERANCE, PackedLinear, linear_reference
 from quire.kernels.cpu.native import Native, load_native
 
@@ -100,6 +101,49 @@ def test_row_bits_do_not_depend_on_the_batch(native: Native, dtype: torch.dtype)
                 assert torch.equal(packed(x.flip(0)[:rows]), alone.flip(0)[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (31, 64), (100, 512), (65, 544), (40, 1120)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_gives_the_bits_of_the_same_numbers_in_bfloat16(
+    native: Native, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    """That holds for any number of rows, so a row's bits do not depend on its batch either."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(90, 140, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    scales[-1, -1] = 0
+    weight, bias = dequantise_mxfp4(blocks, scales, torch.bfloat16), _random(outputs, seed=1)
+    packed, wide = PackedLinear.from_mxfp4(native, blocks, scales, bias), PackedLinear(native, weight, bias)
+    padded = -(-outputs // (2 * native.vector_floats)) * 2 * native.vector_floats
+    assert packed.num_bytes == padded * inputs * 17 // 32
+    alone = torch.cat([packed(row, torch.float32) for row in _random(70, inputs, seed=2).to(dtype).split(1)])
+    for rows in (0, 1, 2, 3, 4, 5, 9, 10, 11, 16, 33, 70):
+        x = _random(70, inputs, seed=2).to(dtype)[:rows]
+        out = packed(x, torch.float32)
+        assert torch.equal(out, wide(x, torch.float32)) and torch.equal(out, alone[:rows])
+        _assert_close(out, x, weight, bias)
+
+
+def test_mxfp4_with_nan_scale_or_row(native: Native) -> None:
+    blocks, scales = torch.full((20, 2, 16), 0x22, dtype=torch.uint8), torch.full((20, 2), 127, dtype=torch.uint8)
+    scales[5, 1] = 255
+    x = torch.ones(12, 64)
+    x[3, 7] = float("nan")
+    for rows in (4, 12):
+        out = PackedLinear.from_mxfp4(native, blocks, scales)(x[:rows])
+        assert out[:, 5].isnan().all() and out[3].isnan().all()
+        assert (out[:3, :5] == 64).all() and (out[:3, 6:] == 64).all()
+
+
+def test_wrong_shapes_of_mxfp4_are_rejected(native: Native) -> None:
+    blocks, scales = torch.zeros(4, 2, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="blocks: "):
+        PackedLinear.from_mxfp4(native, blocks[..., :8], scales)
+    with pytest.raises(ValueError, match="scales: "):
+        PackedLinear.from_mxfp4(native, blocks, scales[:, :1])
+    with pytest.raises(ValueError, match="expected contiguous"):
+        PackedLinear.from_mxfp4(native, blocks[::2], scales[::2])
 
 
 def test_wrong_shapes_and_dtypes_are_rejected(native: Native) -> None:

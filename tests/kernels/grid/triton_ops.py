@@ -53,3 +53,19 @@ def test_experts(activation: str, renormalise: bool, dtype: torch.dtype, device:
     rtol, atol = fused_experts.TOLERANCES[dtype]
     result = TritonOps().experts(x, experts, ids, weights)
     torch.testing.assert_close(result, TorchOps().experts(x, experts, ids, weights), rtol=rtol, atol=2 * atol)
+
+
+def test_packed_experts(dtype: torch.dtype, device: torch.device) -> None:
+    """MXFP4 in the layout of gpt-oss's checkpoints."""
+    rng = torch.Generator().manual_seed(0)
+    x, scores = torch.randn(6, 64, generator=rng).to(dtype), torch.randn(6, 4, generator=rng).to(dtype)
+    shapes = ((4, 192, 2, 16), (4, 64, 3, 16))
+    blocks = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng).to(device) for shape in shapes]
+    scales = [torch.full(shape[:-1], 123, dtype=torch.uint8, device=device) for shape in shapes]
+    biases = [torch.randn(shape[:2], generator=rng).to(dtype).to(device) for shape in shapes]
+    experts = Experts(*blocks, *biases, "swiglu_oai", gate_up_scales=scales[0], down_scales=scales[1])
+    x, scores = x.to(device), scores.to(device)
+    ids, weights = TritonOps().route(scores, 2, renormalise=True)
+    rtol, atol = fused_experts.TOLERANCES[dtype]
+    result, expected = (ops.experts(x, experts, ids, weights) for ops in (TritonOps(), TorchOps()))
+    torch.testing.assert_close(result, expected, rtol=rtol, atol=2 * atol * float(expected.abs().max().clamp(min=1)))

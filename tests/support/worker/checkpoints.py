@@ -1,6 +1,7 @@
 """Tiny random checkpoints, saved by transformers: what the engine loads and is compared with in tests."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,32 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def pack_experts(folder: Path, seed: int = 0) -> dict[str, Any]:
+    """Replace the experts of a gpt-oss checkpoint with random ones in MXFP4.
+
+    Returns:
+        The same experts as transformers dequantises them in float32, by the names of its model's parameters.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    generator = torch.Generator().manual_seed(seed)
+    plain = {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape[:-1], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return plain
 
 
 def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

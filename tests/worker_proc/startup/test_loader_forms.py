@@ -1,4 +1,4 @@
-"""Forms of the same weights in checkpoints: fused tensors, separate or merged experts, MXFP4; and parts of ranks."""
+"""Forms of the same weights in checkpoints: fused tensors, separate or merged experts; and parts of ranks."""
 
 import hashlib
 import json
@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiers import thinned
 
-from quire.kernels.moe.mxfp4 import dequantise_mxfp4
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder
@@ -258,83 +257,6 @@ class TestExperts:
         folder = copy_of("llama")
         _edit(folder, lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.ones(4, 32, 48)}))
         assert "experts.down_proj is not part of the model" in _refused(folder)
-
-
-@pytest.mark.full
-class TestMxfp4:
-    def test_numbers(self) -> None:
-        blocks = torch.tensor([[[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2] * 2], dtype=torch.uint8)
-        scales = torch.tensor([[127, 125]], dtype=torch.uint8)
-        eight = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-        once = [*eight, *(-v for v in eight)] * 2
-        expected = torch.tensor([[*once, *(v / 4 for v in once)]])
-        assert torch.equal(dequantise_mxfp4(blocks, scales, torch.float32), expected)
-        assert torch.equal(dequantise_mxfp4(blocks, scales, torch.bfloat16), expected.bfloat16())
-
-    def _quantised(self, copy_of: Any) -> tuple[Path, Tensors]:
-        """Return a gpt-oss checkpoint in MXFP4, and its experts as ``transformers`` dequantises them."""
-        folder = copy_of("gpt_oss", hidden_size=64, intermediate_size=96)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-        generator = torch.Generator().manual_seed(0)
-        plain: Tensors = {}
-
-        def quantise(tensors: Tensors) -> None:
-            for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-                experts, inputs, outputs = tensors.pop(name).shape
-                shape = (experts, outputs, inputs // 32, 16)
-                blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-                scales = torch.randint(120, 128, shape[:-1], generator=generator, dtype=torch.uint8)
-                tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-                from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-                plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-
-        _edit(folder, quantise)
-        return folder, plain
-
-    @pytest.mark.parametrize("size", [1, 2, 4])
-    def test_experts_are_dequantised_as_transformers_does(self, size: int, copy_of: Any) -> None:
-        """With four ranks, a rank's 24 inputs end within a block of 32."""
-        folder, plain = self._quantised(copy_of)
-        ranks = [_load(folder, Rank(rank, size)) for rank in range(size)]
-
-        def dequantised(tensors: Tensors) -> None:
-            for name in [name for name in tensors if name.endswith(("_blocks", "_scales"))]:
-                del tensors[name]
-            tensors |= plain
-
-        _edit(folder, dequantised)
-        config = json.loads((folder / "config.json").read_text())
-        del config["quantization_config"]
-        (folder / "config.json").write_text(json.dumps(config))
-        for rank, model in enumerate(ranks):
-            _assert_equal(_load(folder, Rank(rank, size)), model)
-
-    def test_blocks_without_scales(self, copy_of: Any) -> None:
-        folder, _ = self._quantised(copy_of)
-        _edit(folder, lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"))
-        assert "experts.down_proj_blocks needs down_proj_scales, which is missing" in _refused(folder)
-
-    def test_wrong_shapes(self, copy_of: Any) -> None:
-        folder, _ = self._quantised(copy_of)
-        name = "model.layers.1.mlp.experts.down_proj_scales"
-        _edit(folder, lambda t: t.update({name: t[name][..., :1]}))
-        assert f"tensor {name} has shape [4, 64, 1], but config.json requires [4, 64, 3]" in _refused(folder)
-
-    def test_blocks_in_another_file_than_scales(self, copy_of: Any) -> None:
-        folder, _ = self._quantised(copy_of)
-        model = _load(folder)
-        tensors = load_file(folder / SINGLE)
-        files = {"a.safetensors": {}, "b.safetensors": {}}
-        for name, tensor in tensors.items():
-            files["b.safetensors" if name.endswith("_scales") else "a.safetensors"][name] = tensor.clone()
-        for file, content in files.items():
-            save_file(content, folder / file)
-        index = {name: file for file, content in files.items() for name in content}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        (folder / SINGLE).unlink()
-        _assert_equal(_load(folder), model)
 
 
 class TestChecksums:

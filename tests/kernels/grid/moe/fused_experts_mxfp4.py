@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.moe.fused_experts import TOLERANCES, fused_experts_reference
 from quire.kernels.moe.fused_experts_mxfp4 import fused_experts_mxfp4
 from quire.kernels.moe.moe_routing import route
-from quire.kernels.moe.mxfp4 import dequantise_mxfp4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.moe.mxfp4 import CHUNK_GROUPS, dequantise_mxfp4
+from quire.kernels.common.mxfp4 import CHUNK_GROUPS, dequantise_mxfp4
 
 
 def test_worked_example() -> None:

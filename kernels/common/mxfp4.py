@@ -4,6 +4,8 @@ A number is E2M1: a sign, two bits of exponent and one of mantissa. A byte holds
 The scale is E8M0: ``2 ** (byte - 127)``, and 255 is NaN.
 """
 
+import math
+
 import torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,6 +45,11 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
         values = table.index_select(0, index).view(torch.bfloat16).view(-1, GROUP_SIZE)
         torch.mul(values, powers.index_select(0, flat_scales[part].int())[:, None], out=flat_out[part])
     return out
+
+
+def largest_scale(dtype: torch.dtype) -> int:
+    """Return the largest scale with which every number is finite in ``dtype``."""
+    return math.floor(math.log2(torch.finfo(dtype).max / MAGNITUDES[-1])) + 127
 
 
 def _values_of_two_bytes(device: torch.device) -> torch.Tensor:
