@@ -21,7 +21,7 @@ from quire.protocol.model.families import (
     layer_windows,
     layers_without_rope,
 )
-from quire.protocol.model.quantisation import wants_fp8_kv_cache
+from quire.protocol.model.quantisation import quant_method, wants_fp8_kv_cache
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -281,7 +281,7 @@ def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
         renormalise=field.flag("norm_topk_prob", default=True),
         bias=gpt_oss,
         activation="swiglu_oai" if gpt_oss else _activation(field),
-        mxfp4=gpt_oss and bool(field.raw.get("quantization_config")),
+        mxfp4=gpt_oss and quant_method(field.raw) == "mxfp4",
     )
 
 

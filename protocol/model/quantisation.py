@@ -19,16 +19,21 @@ KV_CACHE_SCHEME: dict[str, tuple[object, ...]] = {
 """Supported values of the fields of ``kv_cache_scheme``; None: absent."""
 
 
+def quant_method(raw: dict[str, Any]) -> Any:
+    """Return the name of the quantisation method in ``config.json``, unchecked; None if there is none."""
+    given = raw.get("quantization_config")
+    return given.get("quant_method") if isinstance(given, dict) else given
+
+
 def wants_fp8_kv_cache(raw: dict[str, Any], architecture: str, where: str) -> bool:
     """Check ``quantization_config``, and return whether the checkpoint is meant for an fp8 KV cache.
 
     Raises:
         ConfigError: the weights or the KV cache are quantised in a form that is not supported.
     """
-    given = raw.get("quantization_config")
+    given, method = raw.get("quantization_config"), quant_method(raw)
     if not given:
         return False
-    method = given.get("quant_method") if isinstance(given, dict) else given
     is_mxfp4 = method == "mxfp4" and architecture == "GptOssForCausalLM"
     is_cache_only = isinstance(given, dict) and method in KV_CACHE_METHODS and _has_plain_weights(given)
     if not is_mxfp4 and not is_cache_only:

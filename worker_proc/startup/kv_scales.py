@@ -34,7 +34,7 @@ HEADROOM = 2.0
 divided the largest key by 200 and the largest value by 100, which leaves 2.2 and 4.5 times."""
 
 CALIBRATION_ROWS = 4
-CALIBRATION_TOKENS = 256
+CALIBRATION_TOKENS = 128
 """Tokens per row, if the context is not shorter."""
 
 

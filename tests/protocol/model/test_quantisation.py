@@ -85,6 +85,15 @@ def test_other_quantisation_is_refused(given: dict[str, Any], message: str) -> N
     assert message in str(raised.value)
 
 
+def test_gpt_oss_with_an_fp8_kv_cache() -> None:
+    gpt_oss = LLAMA | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+    for given, mxfp4 in (({"quant_method": "mxfp4"}, True), ({"quant_method": "compressed-tensors"}, False)):
+        model = parse_model_config(
+            gpt_oss | {"quantization_config": given | {"kv_cache_scheme": SCHEME}}, "config.json"
+        )
+        assert model.moe is not None and model.moe.mxfp4 is mxfp4 and model.fp8_kv_cache
+
+
 def test_calculated_scales_need_an_fp8_cache() -> None:
     model = parse_model_config(LLAMA, "config.json")
     with pytest.raises(ConfigError, match=r"--calculate-kv-scales needs an fp8 KV cache \(got bfloat16\): add --kv-ca"):
