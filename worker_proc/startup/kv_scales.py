@@ -100,8 +100,8 @@ def calculate_kv_scales(model: Decoder, dtype: torch.dtype, max_model_len: int) 
 
     A scale is ``HEADROOM * largest / finfo(dtype).max``, rounded up to a power of two. One scale for all heads, which
     every attention backend supports, suffices: fp8 numbers far below the largest are as precise as those near it. The
-    power of two hides last-bit differences of sums, so the scale is the same after a restart and for any number of
-    ranks; and as a divisor it changes no mantissa.
+    power of two hides last-bit differences of sums, which depend on the number of ranks; and as a divisor it changes no
+    mantissa. The same ranks calculate the same scales again after a restart.
 
     Raises:
         ConfigError: keys or values are not finite.

@@ -101,7 +101,7 @@ def flash_attn_engine(
     backend = FlashAttnBackend(library)
     backend.needs_host_lengths = True  # steps without Triton kernels
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "pick_backend", lambda *_: backend)
+        patched.setattr(setup, "pick_backend", lambda *_, **__: backend)
         patched.setattr(setup, "pick_ops", lambda *_: TorchOps())
         patched.setattr(setup, "_compute_dtypes", lambda *_: ComputeDtypes(torch.float16, torch.float16))
         return engine_tokens(folder, block_size=16, kv_cache_dtype="float16", dtype="float16", num_blocks_override=40)
