@@ -196,8 +196,7 @@ def _check_ranks(model: ModelConfig, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks divide the model's heads and widths evenly."""
 
     def divides(ranks: int) -> bool:
-        kv_heads = model.num_kv_heads
-        shared = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        shared = all(heads % ranks == 0 or ranks % heads == 0 for heads, _ in model.all_kv_shapes)
         dense = model.moe is None or len(model.moe.layers) < model.num_layers
         widths = [model.intermediate_size] * dense + ([model.moe.intermediate_size] if model.moe else [])
         return shared and model.num_heads % ranks == 0 and all(width % ranks == 0 for width in widths)

@@ -21,12 +21,15 @@ class KVGroup(msgspec.Struct, frozen=True):
         block_size: tokens in a block.
         layers: indices of the model's layers in this group.
         window: tokens that a token attends to, itself included (sliding_window); 0: all.
+        num_kv_heads, head_dim: shape of a token's entry in one layer; 0: that of the ``KVLayout``.
     """
 
     kind: str
     block_size: int
     layers: list[int]
     window: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def sliding_window(self) -> int:
@@ -35,22 +38,30 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """All groups, and the shape of one token's entry in one layer."""
+    """All groups, and the shape of one token's entry in one layer of a group without its own."""
 
     groups: list[KVGroup]
     num_kv_heads: int
     head_dim: int
     dtype: str
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer: keys and values."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+    def kv_shape(self, group: KVGroup) -> tuple[int, int]:
+        """Return the number of KV heads and their dimension in the layers of a group."""
+        return group.num_kv_heads or self.num_kv_heads, group.head_dim or self.head_dim
+
+    def token_bytes(self, group: KVGroup) -> int:
+        """Return the bytes of one token in one layer: keys and values."""
+        num_kv_heads, head_dim = self.kv_shape(group)
+        return 2 * num_kv_heads * head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, over the layers of the largest group (groups share the pool's blocks)."""
-        return max(g.block_size * len(g.layers) for g in self.groups) * self.token_bytes
+        """Bytes of one block in all tensors. Groups whose blocks have equal bytes per layer share their tensors."""
+        layers: dict[int, int] = {}
+        for group in self.groups:
+            page = group.block_size * self.token_bytes(group)
+            layers[page] = max(layers.get(page, 0), len(group.layers))
+        return sum(page * number for page, number in layers.items())
 
     def with_block_size(self, block_size: int) -> "KVLayout":
         """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
@@ -69,21 +80,29 @@ GROUP_RATIO = 1.5
 def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     """Group the layers by the positions that they keep.
 
-    All blocks of the pool have the same size, that of the largest group, so a smaller group wastes the rest of each of
-    its blocks. Layers of a frequent type are therefore split into groups with as many layers as the rarest type has
-    (Gemma 3's 22 layers with a window and 4 without: seven groups, the last with 2 layers). If the counts are within
-    GROUP_RATIO of each other, more block tables would cost more than they save. Layers that read another layer's cache
-    are not in any group.
+    A block of the pool has the same bytes in every group, so a group with fewer layers than the largest wastes the rest
+    of each of its blocks. Layers of a frequent type are therefore split into groups with as many layers as the rarest
+    type has (Gemma 3's 22 layers with a window and 4 without: seven groups, the last with 2 layers). If the counts are
+    within GROUP_RATIO of each other, more block tables would cost more than they save. Layers that read another layer's
+    cache are not in any group.
+
+    If layers differ in KV heads or head dimension, those with larger entries have blocks of ``block_size`` tokens. The
+    others have as many tokens as fit in the same bytes, if that is a whole multiple; otherwise ``block_size`` too, in
+    tensors of their own.
     """
-    kinds: dict[int, list[int]] = {}
+    kinds: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for layer in range(model.num_layers):
         if model.cache_source(layer) == layer:
-            kinds.setdefault(model.window(layer), []).append(layer)
+            kinds.setdefault((model.window(layer), model.kv_shape(layer)), []).append(layer)
+    largest = max(num_kv_heads * head_dim for _, (num_kv_heads, head_dim) in kinds)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) <= GROUP_RATIO * min(counts) else min(counts)
     groups = []
-    for window, layers in sorted(kinds.items()):
+    for (window, (num_kv_heads, head_dim)), layers in sorted(kinds.items()):
         kind = "sliding_window" if window else "full_attention"
+        own_shape = (num_kv_heads, head_dim) if model.kv_shapes else (0, 0)
+        times, rest = divmod(largest, num_kv_heads * head_dim) if model.kv_shapes else (1, 0)
+        own_size = block_size if rest else block_size * times
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
-        groups += [KVGroup(kind=kind, block_size=block_size, layers=cut, window=window) for cut in cuts]
+        groups += [KVGroup(kind, own_size, cut, window, *own_shape) for cut in cuts]
     return KVLayout(groups=groups, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)

@@ -73,6 +73,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         logits_scaling: divisor of the logits.
         attention_sinks: each head has a learnt score without a value (gpt-oss).
         windows: per layer, the tokens that a token attends to, itself included; 0: all. Empty: all in every layer.
+        kv_shapes: per layer, the numbers of KV heads and of dimensions of each head. Empty: ``num_kv_heads`` and
+            ``head_dim`` in every layer.
         cache_sources: per layer, the layer that owns the KV cache it reads. A layer writes only its own. Empty: each
             reads its own.
         fp8_kv_cache: the checkpoint is meant for an fp8 KV cache, and may have its scales.
@@ -113,9 +115,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_sources: list[int] = []
     moe: MoeConfig | None = None
     fp8_kv_cache: bool = False
+    kv_shapes: list[tuple[int, int]] = []
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return a layer's number of KV heads and their dimension, which its queries have too."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
+
+    @property
+    def all_kv_shapes(self) -> list[tuple[int, int]]:
+        """The distinct shapes of all layers."""
+        return sorted({self.kv_shape(layer) for layer in range(self.num_layers)})
 
     def cache_source(self, layer: int) -> int:
         return self.cache_sources[layer] if self.cache_sources else layer
@@ -159,13 +171,14 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
     hidden, heads = field.size("hidden_size"), field.size("num_attention_heads")
-    kv_heads = field.size("num_key_value_heads", default=heads)
     num_layers = field.size("num_hidden_layers", high=4096)
-    head_dim = _head_dim(field, hidden, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if not field.has("head_dim") and hidden % heads:
+        raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    own = _kv_shape(field, heads, ("num_key_value_heads", heads), ("head_dim", max(hidden // heads, 1)))
+    kv_heads, head_dim = own
+    whole = _kv_shape(field, heads, ("num_global_key_value_heads", kv_heads), ("global_head_dim", head_dim))
     max_position = field.size("max_position_embeddings", default=2048, high=2**31 - 1)
-    rope, local_rope = parse_ropes(field, head_dim, max_position)
+    rope, local_rope = parse_ropes(field, whole[1], head_dim, max_position)
     types = layer_types(family, field, num_layers)
     bias = field.flag("attention_bias")
     return ModelConfig(
@@ -193,6 +206,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         cache_sources=cache_sources(field, types),
         moe=_moe(field, num_layers, architecture) if family.experts else None,
         fp8_kv_cache=fp8_kv_cache,
+        kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
         **_scales(field, family, hidden),
         **family.model_settings,
     )
@@ -226,13 +240,14 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     return Fields({**family.defaults, **raw, **own}, where)
 
 
-def _head_dim(field: Fields, hidden: int, heads: int) -> int:
-    if not field.has("head_dim") and hidden % heads:
-        raise ConfigError(f"{field.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    head_dim = field.size("head_dim", default=max(hidden // heads, 1), high=1024)
+def _kv_shape(field: Fields, heads: int, count: tuple[str, int], dim: tuple[str, int]) -> tuple[int, int]:
+    """Return the number of KV heads and their dimension, from the fields with these names and defaults."""
+    kv_heads, head_dim = field.size(count[0], default=count[1]), field.size(dim[0], default=dim[1], high=1024)
+    if heads % kv_heads:
+        raise ConfigError(f"{field.where}: num_attention_heads {heads} is not a multiple of {count[0]} {kv_heads}")
     if head_dim % 2:
-        raise ConfigError(f"{field.where}: head_dim {head_dim} must be even")
-    return head_dim
+        raise ConfigError(f"{field.where}: {dim[0]} {head_dim} must be even")
+    return kv_heads, head_dim
 
 
 def _dtype(field: Fields) -> str:

@@ -48,17 +48,25 @@ class RopeConfig(msgspec.Struct, frozen=True):
         return int(head_dim * self.partial_factor)
 
 
-def parse_ropes(field: Fields, head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the model's rotary embedding, and that of its layers with a sliding window if they have their own."""
+def parse_ropes(
+    field: Fields, head_dim: int, local_head_dim: int, max_position: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the model's rotary embedding, and that of its layers with a sliding window if they have their own.
+
+    Args:
+        head_dim, local_head_dim: head dimensions of the other layers, and of those with a window. If they differ, so do
+            the rotary embeddings.
+    """
+    alike = head_dim == local_head_dim
     new = field.raw.get("rope_parameters")
     if isinstance(new, dict) and ("full_attention" in new or "sliding_attention" in new):
         whole = _rope(field, _object(field, "full_attention", new), head_dim, max_position)
-        local = _rope(field, _object(field, "sliding_attention", new), head_dim, max_position)
-        return whole, (None if local == whole else local)
+        local = _rope(field, _object(field, "sliding_attention", new), local_head_dim, max_position)
+        return whole, (None if local == whole and alike else local)
     name = "rope_parameters" if new is not None else "rope_scaling"
     whole = _rope(field, _object(field, name, field.raw), head_dim, max_position)
     if not field.has("rope_local_base_freq"):
-        return whole, None
+        return whole, None if alike else whole
     return whole, RopeConfig(theta=field.number("rope_local_base_freq", 1.0))
 
 

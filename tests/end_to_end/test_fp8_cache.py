@@ -115,7 +115,7 @@ def simulated_tokens(model: Decoder, prompt: list[int], count: int) -> list[int]
     config, dense, tokens = model.config, SimulatedFp8(), list(prompt)
     for _ in range(count):
         length = len(tokens)
-        shape = dense.kv_cache_shape(2, length, model.num_kv_heads, config.head_dim)
+        shape = dense.kv_cache_shape(2, length, model.attention_shape(0).num_kv_heads, config.head_dim)
         table = torch.ones(1, 1, dtype=torch.int32)
         windows = [config.window(layer) for layer in range(config.num_layers)]
         batches = [make_batch([(0, length)], table, length, Ask(window=window)) for window in windows]

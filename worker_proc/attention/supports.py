@@ -20,7 +20,7 @@ class Needs:
         head_scales: the scales of the fp8 cache differ between the heads of a layer.
     """
 
-    head_dim: int
+    head_dims: tuple[int, ...]
     dtype: torch.dtype
     kv_dtype: torch.dtype
     windows: bool = False
@@ -33,7 +33,7 @@ class Needs:
     def of(cls, config: EngineConfig, layout: KVLayout, *, head_scales: bool = False) -> "Needs":
         model = config.model
         return cls(
-            head_dim=layout.head_dim,
+            head_dims=tuple(sorted({layout.kv_shape(group)[1] for group in layout.groups})),
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, layout.dtype),
             windows=any(group.kind == "sliding_window" for group in layout.groups),
@@ -115,12 +115,12 @@ class Supports:
 
     def _lacks_sizes(self, needs: Needs) -> list[str]:
         missing = []
-        dim = needs.head_dim
-        if self.head_dims and dim not in self.head_dims:
-            missing.append(f"head_dim {dim} (supported: {', '.join(map(str, self.head_dims))})")
-        elif dim % self.head_dim_multiple or (self.max_head_dim and dim > self.max_head_dim):
-            limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
-            missing.append(f"head_dim {dim} (supported: multiples of {self.head_dim_multiple}{limit})")
+        for dim in needs.head_dims:
+            if self.head_dims and dim not in self.head_dims:
+                missing.append(f"head_dim {dim} (supported: {', '.join(map(str, self.head_dims))})")
+            elif dim % self.head_dim_multiple or (self.max_head_dim and dim > self.max_head_dim):
+                limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
+                missing.append(f"head_dim {dim} (supported: multiples of {self.head_dim_multiple}{limit})")
         return missing
 
     def _lacks_dtypes(self, needs: Needs) -> list[str]:

@@ -10,15 +10,13 @@ from quire.worker_proc.attention.backend import AttentionBackend
 
 
 def allocate_kv_caches(
-    layout: KVLayout, num_blocks: int, num_kv_heads: int, backend: AttentionBackend, device: torch.device
+    layout: KVLayout, num_blocks: int, backend: AttentionBackend, device: torch.device
 ) -> Mapping[int, torch.Tensor]:
     """Allocate zeroed caches for all layers that own one; return them by layer index.
 
     A block id belongs to one group at a time. So the first layers of all groups share one tensor, the second layers
-    another, and so on: the pool has as many blocks as if the largest group were the only one.
-
-    Args:
-        num_kv_heads: KV heads of this rank.
+    another, and so on: the pool has as many blocks as if the largest group were the only one. Block b occupies the same
+    bytes in every group that shares a tensor, in any shape; groups whose blocks differ in bytes share none.
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
     caches: dict[int, torch.Tensor] = {}
@@ -26,7 +24,7 @@ def allocate_kv_caches(
     for group in layout.groups:
         kernels = kernel_block_size(group.block_size, backend)
         ratio = group.block_size // kernels
-        shape = backend.kv_cache_shape(num_blocks * ratio, kernels, num_kv_heads, layout.head_dim)
+        shape = backend.kv_cache_shape(num_blocks * ratio, kernels, *layout.kv_shape(group))
         # Allocated as bytes, because not every device can zero 8-bit floats.
         size = torch.Size(shape).numel() * dtype.itemsize
         for place, layer in enumerate(group.layers):

@@ -97,7 +97,7 @@ def floor_s(model: ModelConfig, rows: int, length: int, dtype: torch.dtype, limi
     rate = max(limits.matmul.values())
     products = sum(max(size * dtype.itemsize / limits.read, 2 * size * rows / rate) for size in sizes)
     layout = kv_layout(model, BLOCK_SIZE, str(dtype).removeprefix("torch."))
-    per_token = layout.token_bytes * sum(len(group.layers) for group in layout.groups)
+    per_token = sum(layout.token_bytes(group) * len(group.layers) for group in layout.groups)
     return products + rows * length * per_token / limits.read
 
 

@@ -47,7 +47,7 @@ def static_step(model: Decoder, num_rows: int, length: int, dtype: torch.dtype, 
     """Return a greedy step of ``num_rows`` rows with ``length`` tokens (including the step's), ready to be captured."""
     config = model.config
     backend = StaticBackend()
-    shape = backend.kv_cache_shape(num_rows, length, model.num_kv_heads, config.head_dim)
+    shape = backend.kv_cache_shape(num_rows, length, model.attention_shape(0).num_kv_heads, config.head_dim)
     caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
     slots = torch.arange(num_rows, device=device) * length + length - 1
     positions = torch.full((num_rows,), length - 1, dtype=torch.int64, device=device)

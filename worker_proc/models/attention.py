@@ -21,10 +21,13 @@ class Attention(torch.nn.Module):
         config = build.config
         self.config = config
         self.build = build
-        self.heads = heads = Heads.of_rank(config, build.parallel.rank, build.parallel.size)
+        self.num_kv_heads, self.head_dim = config.kv_shape(layer)
+        self.heads = heads = Heads.of_rank(
+            config.num_heads, self.num_kv_heads, build.parallel.rank, build.parallel.size
+        )
         self.owns_cache = config.cache_source(layer) == layer
         self.num_projected = heads.num_heads + (2 * heads.num_kv_heads if self.owns_cache else 0)
-        dim = config.head_dim
+        dim = self.head_dim
         self.qkv = build.linear(self.num_projected * dim, config.hidden_size, config.qkv_bias)
         self.o = build.summed_linear(config.hidden_size, heads.num_heads * dim, config.o_bias)
         self.q_norm: torch.nn.Parameter | None = None
@@ -54,7 +57,7 @@ class Attention(torch.nn.Module):
         qkv = self.qkv(x)
         if self.config.qk_norm == "width":
             self._normalise_width(qkv)
-        qkv = qkv.view(len(x), self.num_projected, self.config.head_dim)
+        qkv = qkv.view(len(x), self.num_projected, self.head_dim)
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
         return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
 
@@ -65,7 +68,7 @@ class Attention(torch.nn.Module):
         first, count = self.heads.first_kv_head, self.heads.num_kv_heads
 
         def own(scale: torch.Tensor) -> torch.Tensor:
-            return scale.expand(self.config.num_kv_heads)[first : first + count].to(self.build.device).contiguous()
+            return scale.expand(self.num_kv_heads)[first : first + count].to(self.build.device).contiguous()
 
         self.spec = replace(self.spec, k_scale=own(k_scale), v_scale=own(v_scale))
 
@@ -76,7 +79,7 @@ class Attention(torch.nn.Module):
         pairs = [(qkv[:, : len(self.q_norm)], self.q_norm, config.num_heads)]
         if self.owns_cache:
             keys = qkv[:, len(self.q_norm) : len(self.q_norm) + len(self.k_norm)]
-            pairs.append((keys, self.k_norm, config.num_kv_heads * self.heads.kv_replicas))
+            pairs.append((keys, self.k_norm, self.num_kv_heads * self.heads.kv_replicas))
         if parallel.size == 1:
             for x, weight, _ in pairs:
                 x.copy_(self.build.ops.rms_norm(x, weight, config.rms_norm_eps))
@@ -84,14 +87,14 @@ class Attention(torch.nn.Module):
         squares = torch.stack([x.float().square().sum(-1) for x, _, _ in pairs], -1)
         squares = parallel.all_reduce(squares)
         for (x, weight, heads), square in zip(pairs, squares.unbind(-1), strict=True):
-            scale = torch.rsqrt(square / (heads * config.head_dim) + config.rms_norm_eps)
+            scale = torch.rsqrt(square / (heads * self.head_dim) + config.rms_norm_eps)
             x.copy_(x.float() * scale[:, None] * weight)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        config, heads, dim = self.config, self.heads, self.config.head_dim
+        config, heads, dim = self.config, self.heads, self.head_dim
         own = _head_slice(heads.first_head, heads.num_heads, dim)
         own_kv = _head_slice(heads.first_kv_head, heads.num_kv_heads, dim)
-        total, total_kv = config.num_heads * dim, config.num_kv_heads * dim
+        total, total_kv = config.num_heads * dim, self.num_kv_heads * dim
         parts = [Rows("q", own, total)]
         if self.owns_cache:
             parts += [Rows("k", own_kv, total_kv), Rows("v", own_kv, total_kv)]

@@ -77,18 +77,15 @@ class Decoder(torch.nn.Module):
         self.local_rope: torch.Tensor | None
         self.register_buffer("rope", self._table(config.rope, length), persistent=False)
         local = config.local_rope
-        self.register_buffer("local_rope", None if local is None else self._table(local, length), persistent=False)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads in this rank's KV caches."""
-        return self._layer(0).attention.heads.num_kv_heads
+        self.register_buffer(
+            "local_rope", None if local is None else self._table(local, length, local=True), persistent=False
+        )
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Return the heads and dtype of a layer's queries on this rank."""
         attention = self._layer(layer).attention
         heads = attention.heads
-        return AttentionShape(heads.num_heads, heads.num_kv_heads, self.config.head_dim, self.build.activation_dtype)
+        return AttentionShape(heads.num_heads, heads.num_kv_heads, attention.head_dim, self.build.activation_dtype)
 
     def forward(
         self,
@@ -186,8 +183,11 @@ class Decoder(torch.nn.Module):
         weight.data[self.vocab.stop - self.vocab.start :].zero_()
         return weight
 
-    def _table(self, rope: RopeConfig, length: int) -> torch.Tensor:
-        return rope_table(rope, self.config.head_dim, length, self.build.device).to(self.build.activation_dtype)
+    def _table(self, rope: RopeConfig, length: int, *, local: bool = False) -> torch.Tensor:
+        """Return the table of the layers in ``local_rope_layers``, or of the others."""
+        config = self.config
+        layer = next((i for i in range(config.num_layers) if (i in config.local_rope_layers) == local), 0)
+        return rope_table(rope, config.kv_shape(layer)[1], length, self.build.device).to(self.build.activation_dtype)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the first residual stream, ``[num_tokens, hidden_size]``, in newly allocated memory."""

@@ -44,8 +44,7 @@ class Heads:
     kv_replicas: int
 
     @classmethod
-    def of_rank(cls, config: ModelConfig, rank: int, size: int) -> "Heads":
-        num_heads, kv_heads = config.num_heads, config.num_kv_heads
+    def of_rank(cls, num_heads: int, kv_heads: int, rank: int, size: int) -> "Heads":
         if num_heads % size or (kv_heads % size and size % kv_heads):
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide the model's {num_heads} heads and {kv_heads} KV heads"

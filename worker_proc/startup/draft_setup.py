@@ -62,6 +62,11 @@ def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPla
             f"the draft model {_name(speculative.model_path)} has a vocabulary of {model.vocab_size} tokens, "
             f"the model {_name(config.model_path)} one of {config.model.vocab_size}: they must be equal"
         )
+    if len(model.all_kv_shapes) > 1:
+        raise ConfigError(
+            f"the draft model {_name(speculative.model_path)} has layers with different KV heads or head dimensions, "
+            f"which a draft model must not have: choose another one"
+        )
     if config.load_format != "dummy":
         try:
             stored_tensors(Path(speculative.model_path))
@@ -92,7 +97,7 @@ def load_draft(
     config = plan.config
     model = plan.build(config.model, device)
     fill_model(model, config, model.dtype, device, progress)
-    caches = allocate_kv_caches(plan.layout, num_blocks, plan.layout.num_kv_heads, backend, device)
+    caches = allocate_kv_caches(plan.layout, num_blocks, backend, device)
     sources = [config.model.cache_source(layer) for layer in range(config.model.num_layers)]
     return DraftModel(
         model, backend, [caches[source] for source in sources], plan.layout.groups[0].block_size, num_blocks

@@ -53,7 +53,7 @@ def checkpoint_kv_scales(config: EngineConfig, cache_dtype: str) -> KVScales | N
     scales: dict[tuple[int, str], torch.Tensor] = {}
     with OpenFiles() as files:
         for place, tensor in found.items():
-            scales[place] = _checked(tensor, files.get(tensor), config.model.num_kv_heads)
+            scales[place] = _checked(tensor, files.get(tensor), config.model.kv_shape(place[0])[0])
     for layer in _owners(config.model):
         for half in "kv":
             if (layer, half) not in scales:
@@ -146,8 +146,11 @@ class _WholeRow:
 def _largest(model: Decoder, owners: list[int], length: int) -> torch.Tensor:
     """Return this rank's largest absolute key and value per layer, float32 ``[len(owners), 2]``."""
     config, build = model.config, model.build
-    shape = (2, length, model.num_kv_heads, config.head_dim)
-    caches = {layer: torch.empty(shape, dtype=build.activation_dtype, device=build.device) for layer in owners}
+    shapes = {layer: model.attention_shape(layer) for layer in owners}
+    caches = {
+        layer: torch.empty(2, length, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=build.device)
+        for layer, shape in shapes.items()
+    }
     sources = [config.cache_source(layer) for layer in range(config.num_layers)]
     windows = [config.window(layer) for layer in range(config.num_layers)]
     positions = torch.arange(length, device=build.device)

@@ -103,13 +103,14 @@ def _activation_bytes(config: EngineConfig) -> int:
     counts for penalties if every request has some, the rotary tables, and the block tables on host and device.
     """
     model = config.model
-    per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
+    head_dim = max(dim for _, dim in model.all_kv_shapes)
+    per_token = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * head_dim
     if model.moe is not None:  # every token goes through several experts, each with its own input and output
         experts = 2 * model.moe.intermediate_size + 2 * model.hidden_size
         per_token = max(per_token, 4 * model.hidden_size + model.moe.num_experts_per_token * experts)
     hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]
     logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * model.vocab_size * 4
     counts = config.max_num_seqs * model.vocab_size * 4
-    rotary = 2 * config.max_model_len * model.head_dim * 4 * (1 if model.local_rope is None else 2)
+    rotary = 2 * config.max_model_len * head_dim * 4 * (1 if model.local_rope is None else 2)
     tables = 2 * config.max_num_seqs * (config.max_model_len // config.block_size + 1) * 4
     return max(hidden, logits) + counts + rotary + tables

@@ -67,7 +67,7 @@ def make_runner(
         )
 
     model = build(config.model, "meta", group)
-    layout = _own_layout(config, layout, model.num_kv_heads, dtypes.weights)
+    layout = _own_layout(config, layout, model, dtypes.weights)
     scales = checkpoint_kv_scales(config, layout.dtype)
     draft_plan = plan_draft(config, build, _name(dtypes.weights))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -102,10 +102,14 @@ def make_runner(
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 
 
-def _own_layout(config: EngineConfig, layout: KVLayout, num_kv_heads: int, dtype: torch.dtype) -> KVLayout:
+def _own_layout(config: EngineConfig, layout: KVLayout, model: Decoder, dtype: torch.dtype) -> KVLayout:
     """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one."""
     follows = config.kv_cache_dtype == config.dtype
-    return KVLayout(layout.groups, num_kv_heads, layout.head_dim, _name(dtype) if follows else config.kv_cache_dtype)
+    groups = [
+        msgspec.structs.replace(group, num_kv_heads=model.attention_shape(group.layers[0]).num_kv_heads)
+        for group in layout.groups
+    ]
+    return msgspec.structs.replace(layout, groups=groups, dtype=_name(dtype) if follows else config.kv_cache_dtype)
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:

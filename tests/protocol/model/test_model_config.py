@@ -153,7 +153,7 @@ def test_block_bytes() -> None:
     """8 KV heads of dimension 128 in 16 bits take 4 KB per token and layer."""
     model = parse(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128, num_hidden_layers=32)
     layout = kv_layout(model, 16, "float16")
-    assert layout.token_bytes == 4096
+    assert layout.token_bytes(layout.groups[0]) == 4096
     assert layout.block_bytes == 4096 * 16 * 32 == 2 * 2**20
     assert [g.layers for g in layout.groups] == [list(range(32))] and layout.groups[0].kind == "full_attention"
     assert kv_layout(model, 1, "float32").block_bytes == 2 * 4096 * 32

@@ -25,12 +25,17 @@ class Rows:
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, own in enumerate(ids.split(blocks)):
             self.tables[row, : len(own)] = own
-        shape = backend.kv_cache_shape(sum(blocks) + 1, BLOCK_SIZE, model.num_kv_heads, config.head_dim)
         dtype = model.build.activation_dtype
         self.caches: list[Any] = [
-            torch.zeros(shape, dtype=dtype) if config.cache_source(layer) == layer else None
+            torch.zeros(self._shape(layer, sum(blocks) + 1), dtype=dtype)
+            if config.cache_source(layer) == layer
+            else None
             for layer in range(config.num_layers)
         ]
+
+    def _shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
+        shape = self.model.attention_shape(layer)
+        return self.backend.kv_cache_shape(num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
 
     def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Run the next tokens of some rows; return their logits by row, ``[tokens, vocab]`` each."""

@@ -18,14 +18,15 @@ def plain_logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
         theta = (
             config.local_rope.theta if config.local_rope and layer in config.local_rope_layers else config.rope.theta
         )
-        query = _turned(_heads(x, mine, "q", config.head_dim, config.rms_norm_eps), theta)
+        dim = config.kv_shape(layer)[1]
+        query = _turned(_heads(x, mine, "q", dim, config.rms_norm_eps), theta)
         if config.cache_source(layer) == layer:
-            key = _turned(_heads(x, mine, "k", config.head_dim, config.rms_norm_eps), theta)
-            value = F.linear(x, mine["self_attn.v_proj.weight"]).unflatten(-1, (-1, config.head_dim))
+            key = _turned(_heads(x, mine, "k", dim, config.rms_norm_eps), theta)
+            value = F.linear(x, mine["self_attn.v_proj.weight"]).unflatten(-1, (-1, dim))
             caches[layer] = key, value
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1)
                       for part in caches[config.cache_source(layer)])  # fmt: skip
-        scores = torch.einsum("qhd,khd->hqk", query, key) * (config.attention_scale or config.head_dim**-0.5)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * (config.attention_scale or dim**-0.5)
         distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
         window = config.window(layer) or len(tokens)
         scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))

@@ -220,9 +220,9 @@ def test_error_lists_all_missing_features() -> None:
         soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),
     )  # fmt: skip
     everything = Needs(
-        head_dim=80, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True,
+        head_dims=(80,), dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True,
         soft_cap=True, sinks=True, deterministic=True,
     )  # fmt: skip
     assert len(nothing.lacks(everything, AMPERE)) == 8
     assert Supports().lacks(everything, AMPERE) == []
-    assert nothing.lacks(Needs(head_dim=64, dtype=HALVES[0], kv_dtype=HALVES[0]), HOPPER) == []
+    assert nothing.lacks(Needs(head_dims=(64,), dtype=HALVES[0], kv_dtype=HALVES[0]), HOPPER) == []

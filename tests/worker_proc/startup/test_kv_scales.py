@@ -201,7 +201,8 @@ def test_calibration_computes_what_the_engine_computes(family: str, tmp_path: Pa
     largest = torch.zeros(model.config.num_layers, 2)
     for tokens in rows:
         caches = [
-            torch.zeros(dense.kv_cache_shape(2, 64, model.num_kv_heads, model.config.head_dim)) for _ in model.layers
+            torch.zeros(dense.kv_cache_shape(2, 64, model.attention_shape(0).num_kv_heads, model.config.head_dim))
+            for _ in model.layers
         ]
         batches = [
             make_batch([(0, 64)], table, 64, Ask(window=model.config.window(n))) for n in range(len(model.layers))
