@@ -113,12 +113,12 @@ class Attend {
     }
 
     float* state_of(int64_t row) const {
-        const int64_t head = item_.head * call_.group() + row % call_.group();
-        return call_.states + (token_of(row) * call_.layer->num_heads + head) * (width_ + 2);
+        const int64_t group = call_.group(), head = item_.head * group + row % group;
+        return call_.states + ((item_.state + row / group) * call_.layer->num_heads + head) * (width_ + 2);
     }
 
     void begin() {
-        if (!item_.resumes) return std::fill(work_.total, work_.total + rows_, 0.0f);
+        if (item_.shared || item_.state < 0) return std::fill(work_.total, work_.total + rows_, 0.0f);
         for (int64_t row = 0; row < rows_; row++) {
             const float* state = state_of(row);
             work_.most[row] = state[0], work_.total[row] = state[1];
@@ -275,7 +275,7 @@ void run_items(Call& call, const Work& work, int threads) {
 template <class F>
 void attend(Call& call) {
     static thread_local Work own, shared;
-    static thread_local std::vector<int32_t> sharing;
+    static thread_local std::vector<int64_t> place;
     static thread_local std::vector<float> states;
     const QuireStep& step = *call.step;
     int64_t macs = 0;
@@ -283,15 +283,13 @@ void attend(Call& call) {
         macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
     macs *= call.layer->num_heads * call.layer->head_dim;
     const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
-    own.plan_rows(call, threads);
+    shared.plan_prefixes(call, threads, place);
+    own.plan_rows(call, threads, place);
     if (call.error) return;
-    if (step.num_prefixes > 0) {
-        const size_t needed = step.num_tokens * call.layer->num_heads * (call.width() + 2);
-        if (states.size() < needed) states.resize(needed);
-        call.states = states.data();
-        shared.plan_prefixes(call, threads, sharing);
-        run_items<F>(call, shared, threads);
-    }
+    const size_t needed = call.sharing.size() * call.layer->num_heads * (call.width() + 2);
+    if (states.size() < needed) states.resize(needed);
+    call.states = states.data();
+    run_items<F>(call, shared, threads);
     run_items<F>(call, own, threads);
 }
 
@@ -301,8 +299,9 @@ void attend(Call& call) {
 // Returns 0 or an error code (attention_structs.h), with undefined results.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
                                   const void* cache, const QuireStep* step, const QuireLayer* layer) {
+    static thread_local std::vector<int32_t> sharing;
     Call call{static_cast<char*>(out), static_cast<const char*>(query), token_stride, head_stride,
-              static_cast<const char*>(cache), step, layer};
+              static_cast<const char*>(cache), step, layer, sharing};
     const int64_t used = std::min<int64_t>(step->query_start_loc[step->num_rows], step->num_tokens);
     const int64_t token_bytes = layer->num_heads * layer->head_dim * format_bytes(layer->query_format);
     std::memset(call.out + used * token_bytes, 0, (step->num_tokens - used) * token_bytes);

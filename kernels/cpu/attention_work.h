@@ -19,8 +19,8 @@ constexpr int64_t ITEMS_PER_THREAD = 4;  // minimum, if there are enough keys: b
 struct Item {
     int64_t row, token, count, position, head;
     int64_t first_split, last_split, partial;
-    bool shared;   // over the keys before `position` that several rows share; `token` is an index into Call::sharing
-    bool resumes;  // merged into the sums that a shared item has kept for each query
+    bool shared;    // over the keys before `position` that several rows share; `token` is an index into Call::sharing
+    int64_t state;  // index into Call::sharing of the first token, whose queries' sums a shared item keeps; -1: none
 };
 
 struct Call {
@@ -30,8 +30,8 @@ struct Call {
     const char* cache;
     const QuireStep* step;
     const QuireLayer* layer;
-    const int32_t* sharing = nullptr;  // tokens of shared items
-    float* states = nullptr;           // merged sums of each query over its shared keys: [num_tokens, num_heads, width + 2]
+    std::vector<int32_t>& sharing;  // tokens of shared items
+    float* states = nullptr;        // merged sums of their queries over the shared keys: [sharing, num_heads, width + 2]
     std::atomic<int64_t> error{0};
 
     int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
@@ -41,9 +41,11 @@ struct Call {
     int64_t first_key(int64_t position) const {
         return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
     }
-    // Splits that a row shares with others; the rest of a prefix is computed with the row's own keys.
+    // Splits that a row shares with others; the rest of a prefix is computed with the row's own keys. Rows that fill an
+    // item alone share nothing: they would gain nothing, and each token's state needs memory.
     int64_t shared_splits(int64_t row) const {
         if (step->num_prefixes == 0 || step->prefix_of_row[row] < 0) return 0;
+        if (step->query_start_loc[row + 1] - step->query_start_loc[row] >= block_tokens()) return 0;
         return step->prefix_lens[step->prefix_of_row[row]] / SPLIT;
     }
 };
@@ -53,8 +55,8 @@ struct Work {
     std::vector<Item> items, joints;
     int64_t partials = 0;
 
-    // One row's tokens over its own keys: all that it sees, less the shared ones.
-    void plan_rows(Call& call, int threads) {
+    // Each row's tokens over its own keys: all that it sees, less the shared ones. `states`: from plan_prefixes.
+    void plan_rows(Call& call, int threads, const std::vector<int64_t>& states) {
         const QuireStep& step = *call.step;
         whole_.clear();
         for (int64_t row = 0; row < step.num_rows; row++) {
@@ -65,29 +67,30 @@ struct Work {
                 call.error = BAD_LENGTH;
                 continue;
             }
-            add(call, Item{row, start, 0, context, 0, shared, 0, -1, false, shared > 0}, end - start);
+            add(call, Item{row, start, 0, context, 0, shared, 0, -1, false, shared ? states[row] : -1}, end - start);
         }
         divide(threads);
     }
 
-    // The tokens of all rows that share a prefix, over its keys. Their indices become `sharing`.
-    void plan_prefixes(Call& call, int threads, std::vector<int32_t>& sharing) {
+    // The tokens of all rows that share a prefix, over its keys; fills Call::sharing, and each row's place in it.
+    void plan_prefixes(Call& call, int threads, std::vector<int64_t>& states) {
         const QuireStep& step = *call.step;
-        whole_.clear(), sharing.clear();
+        std::vector<int32_t>& sharing = call.sharing;
+        whole_.clear(), sharing.clear(), states.resize(step.num_rows);
         for (int64_t prefix = 0; prefix < step.num_prefixes; prefix++) {
             const int64_t first = int64_t(sharing.size());
             int64_t reader = -1;
             for (int64_t row = 0; row < step.num_rows; row++) {
                 if (step.prefix_of_row[row] != prefix || call.shared_splits(row) == 0) continue;
+                states[row] = int64_t(sharing.size());
                 for (int32_t token = step.query_start_loc[row]; token < step.query_start_loc[row + 1]; token++)
                     sharing.push_back(token);
                 reader = row;
             }
             const int64_t splits = reader < 0 ? 0 : call.shared_splits(reader);
-            const Item item{reader, first, 0, splits * SPLIT, 0, 0, splits, -1, true, false};
+            const Item item{reader, first, 0, splits * SPLIT, 0, 0, splits, -1, true, first};
             add(call, item, int64_t(sharing.size()) - first);
         }
-        call.sharing = sharing.data();
         divide(threads);
     }
 
@@ -99,6 +102,7 @@ struct Work {
             for (int64_t head = 0; head < call.layer->num_kv_heads; head++) {
                 Item part = item;
                 part.token += at, part.count = std::min(block, count - at), part.head = head;
+                if (item.state >= 0) part.state += at;
                 if (!item.shared) {
                     part.position += at;
                     part.first_split = std::max(item.first_split, call.first_key(part.position) / SPLIT);
