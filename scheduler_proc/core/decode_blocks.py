@@ -119,28 +119,29 @@ class SteadyBlockAllocator:
             for request in requests:
                 self._kv.cache_blocks(request, min(request.num_computed_tokens + 1, request.num_tokens))
             return
-        num_cached = self._num_cached[0]
-        ends: dict[int, int] = {}
+        num_cached, several = self._num_cached[0], len(self._suffixes) > 1
+        filled: list[tuple[Request, int]] = []
         blocks: list[KVCacheBlock] = []
-        filled: list[tuple[Sequence[list[KVCacheBlock]], int]] = []
-        several = len(self._suffixes) > 1
         keys: list[bytes] = []
         for request in requests:
             handle, held, hashes = request.handle, request.tables[0], request.tokens.block_hashes
-            ends[handle] = end = min(len(held), len(hashes))  # with block size 1, the new block is full already
+            end = min(len(held), len(hashes))  # with block size 1, the new block is full already
             for index in range(num_cached.get(handle, 0), end):  # usually one block
                 blocks.append(held[index])
                 keys.append(hashes[index])
                 if several:
-                    filled.append((request.tables[1:], index))
-        blocks += [held[index] for tables, index in filled for held in tables]
-        keys += [key + suffix for key in keys[:] for suffix in self._suffixes[1:]]
+                    filled.append((request, index))
+            num_cached[handle] = end
+        if several:
+            blocks += [held[index] for request, index in filled for held in request.tables[1:]]
+            keys += [key + suffix for key in keys[:] for suffix in self._suffixes[1:]]
+            ends = {request.handle: num_cached[request.handle] for request in requests}
+            for other in self._num_cached[1:]:
+                other.update(ends)
         if self._num_skipped and self._pool.null_block in blocks:
             kept = [at for at, block in enumerate(blocks) if not block.is_null]
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
         self._pool.cache_full_blocks(blocks, keys)
-        for num_cached in self._num_cached:
-            num_cached.update(ends)
 
     def check(self) -> None:
         """Raise AssertionError unless the groups agree on the entries of each request, as the class relies on."""
