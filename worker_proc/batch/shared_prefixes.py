@@ -72,7 +72,7 @@ class SharedPrefixes:
 
 
 def find_prefixes(table: BlockTable, min_keys: int) -> list[RowsOfPrefix]:
-    """Return prefixes that rows share, each row in at most one.
+    """Return prefixes of at least ``min_keys`` keys that rows share, each row in at most one.
 
     Rows are followed from their first block to where most of them stay together, and the place at which the most keys
     need not be read again is taken; then the same for the remaining rows.
