@@ -112,7 +112,7 @@ def cpu_experts(bench: Bench) -> None:
         "quire, bfloat16": Experts(empty, empty, activation=model.moe.activation, packed=wide),
     }
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens in bench.pick(full=(1, 4, 16, 256), quick=(1, 16), dry=(2,)):
+        for tokens in bench.pick(full=(1, 4, 16, 64), quick=(1, 16), dry=(2,)):
             steps = [torch.rand(tokens, count).topk(top_k).indices.int() for _ in range(8)]
             x, weights = torch.randn(tokens, hidden).to(dtype), torch.full((tokens, top_k), 1 / top_k)
             for name, of in experts.items():

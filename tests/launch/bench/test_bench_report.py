@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.launch.measure.report import (
@@ -99,7 +100,11 @@ class TestReport:
 class TestShapes:
     @pytest.mark.parametrize("name", sorted(SHAPES))
     def test_config_json_parses_to_the_shape(self, name: str) -> None:
-        assert parse_model_config(checkpoint_config(name), name) == SHAPES[name]
+        """Experts of the folder are not quantised."""
+        expected = SHAPES[name]
+        if expected.moe is not None:
+            expected = msgspec.structs.replace(expected, moe=msgspec.structs.replace(expected.moe, mxfp4=False))
+        assert parse_model_config(checkpoint_config(name), name) == expected
 
     def test_closest_name_is_suggested(self) -> None:
         with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
