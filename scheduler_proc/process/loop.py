@@ -343,9 +343,11 @@ class SchedulerLoop:
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
         scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks), ready.plan.block_size)
-        found, expected = min(ready.num_blocks), scheduler.kv.pool.num_usable_blocks + 1
+        found = min(ready.num_blocks), ready.plan.block_size
+        expected = scheduler.kv.pool.num_usable_blocks + 1, self._config.block_size
         if found != expected:
-            raise EngineError(f"the new workers have {found} KV blocks, but the previous workers had {expected}")
+            pools = "the new workers have {} KV blocks of {} tokens, but the previous workers had {} of {}"
+            raise EngineError(pools.format(*found, *expected))
         self._child.report(Report("ready", detail=ready.detail, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._report_progress()  # no request will generate a token

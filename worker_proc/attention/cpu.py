@@ -15,7 +15,7 @@ from quire.worker_proc.attention.supports import Supports
 
 NATIVE = Supports()
 TORCH = Supports(block_sizes=(32, 16))
-"""Torch operators gather whole blocks: rows of 20 tokens in blocks of 256 would take six times as long."""
+"""Torch operators gather whole blocks: rows of 20 tokens in blocks of 256 would take 20 times as long."""
 
 INSTRUCTIONS = {16: "avx512", 8: "avx2"}
 
