@@ -193,13 +193,15 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
 
 
 def _check_ranks(model: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless ``size`` ranks divide the model's heads and widths evenly."""
+    """Raise ConfigError unless ``size`` ranks divide the model's heads and widths."""
 
     def divides(ranks: int) -> bool:
         shared = all(heads % ranks == 0 or ranks % heads == 0 for heads, _ in model.all_kv_shapes)
         dense = model.moe is None or len(model.moe.layers) < model.num_layers
-        widths = [model.intermediate_size] * dense + ([model.moe.intermediate_size] if model.moe else [])
-        return shared and model.num_heads % ranks == 0 and all(width % ranks == 0 for width in widths)
+        widths = (model.intermediate_size % ranks == 0 or not dense) and (
+            not model.moe or model.moe.divides_among(ranks)
+        )
+        return shared and model.num_heads % ranks == 0 and widths
 
     if not divides(size):
         possible = ", ".join(str(ranks) for ranks in range(1, model.num_heads + 1) if divides(ranks))

@@ -57,6 +57,10 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation: str = "silu"
     mxfp4: bool = False
 
+    def divides_among(self, ranks: int) -> bool:
+        """Whether ranks can share the experts' width: evenly, or in MXFP4 in whole blocks, one or more each."""
+        return self.intermediate_size // 32 >= ranks if self.mxfp4 else self.intermediate_size % ranks == 0
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder as scheduler, worker and front end need it, without weights.

@@ -178,6 +178,8 @@ class TestRefusal:
         message = "expert width 96 must be a multiple of 32, with at least 32 for each of the 4 ranks"
         with pytest.raises(ConfigError, match=message):
             on_ranks(4, lambda rank: _build(folder, rank, "meta"))
+        moe = load_model_config(folder).moe
+        assert moe is not None and [ranks for ranks in range(1, 6) if moe.divides_among(ranks)] == [1, 2, 3]
 
     @pytest.mark.parametrize(
         ("field", "message"),
