@@ -45,6 +45,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in the smallest blocks."""
+        return min(group.block_size for group in self.groups)
+
     def kv_shape(self, group: KVGroup) -> tuple[int, int]:
         """Return the number of KV heads and their dimension in the layers of a group."""
         return group.num_kv_heads or self.num_kv_heads, group.head_dim or self.head_dim
@@ -65,9 +70,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def with_block_size(self, block_size: int) -> "KVLayout":
         """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
-        smallest = min(group.block_size for group in self.groups)
         groups = [
-            msgspec.structs.replace(group, block_size=group.block_size // smallest * block_size)
+            msgspec.structs.replace(group, block_size=group.block_size // self.block_size * block_size)
             for group in self.groups
         ]
         return msgspec.structs.replace(self, groups=groups)

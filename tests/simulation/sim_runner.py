@@ -14,6 +14,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.execute import model_runner
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.model_runner import ModelRunner
@@ -29,7 +30,7 @@ class Oracle:
         out_of_memory: the next forward pass raises MemoryError.
     """
 
-    name, needs_host_lengths = "oracle", True
+    name, needs_host_lengths, supports = "oracle", True, Supports()
     config = SimpleNamespace(num_layers=0)
 
     def __init__(self, vocab_size: int, sizes: list[int]) -> None:

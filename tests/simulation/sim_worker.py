@@ -188,7 +188,7 @@ class SimWorker(SimProcess):
         if self.world.shape.real_runner:
             self.runner = self.runner or self.world.make_runner(config, layout, num_blocks)
             self.runner.begin_worker_epoch(self.model, configure.last_step)
-        self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size), {}))
+        self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, layout.block_size), {}))
 
     # ---- steps
 

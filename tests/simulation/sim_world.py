@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import msgspec
 from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import check_ending, check_update
@@ -78,6 +79,7 @@ class World:
         self.num_blocks: int = settings.pop("num_blocks")
         self.config: EngineConfig = make_config(**settings)
         self.layout = layout or make_layout(self.config)
+        self.config = msgspec.structs.replace(self.config, block_size=self.layout.block_size)
         self.events = Events()
         self.faults = Faults(self, scenario.seed)
         self.net = Net(self.events, self.faults.tamper)

@@ -97,7 +97,7 @@ def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[At
     Raises:
         ConfigError: the kernels can read none of the sizes up to MAX_BLOCK_SIZE.
     """
-    for size in range(config.block_size, MAX_BLOCK_SIZE + 1):
+    for size in range(layout.block_size, MAX_BLOCK_SIZE + 1):
         blocks = {group.block_size for group in layout.with_block_size(size).groups}
         if all(backend.supports.kernel_block_size(block) for backend in backends for block in blocks):
             break
@@ -106,7 +106,7 @@ def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[At
             f"--block-size {config.block_size}: the attention kernels read {_describe_blocks(backends)}, and none of "
             f"these sizes is between {config.block_size} and {MAX_BLOCK_SIZE}: lower --block-size"
         )
-    if size != config.block_size:
+    if size != layout.block_size:
         reason = f"the attention kernels read {_describe_blocks(backends)}"
         log.warning("KV blocks are larger than --block-size", wanted=config.block_size, block_size=size, reason=reason)
     return size
