@@ -12,7 +12,7 @@ import torch
 from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, check_target, stored_constants, write_cache_reference
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.fp8 import as_bits
-from quire.kernels.common.launches import Launches, layout_of
+from quire.kernels.common.launches import layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 TOLERANCES = {
@@ -122,7 +122,7 @@ def fused_cache_write(
     """
     tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
     layouts = (layout_of(qkv), num_heads, *(layout_of(tensor) for tensor in tensors))
-    launch = _launches.of(layouts, lambda: _prepare(qkv, num_heads, *tensors))
+    launch = _prepare(layouts, qkv, num_heads, *tensors)
     query = torch.empty(qkv.shape[0], num_heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     if launch is not None:
         launch.kernel(
@@ -142,9 +142,7 @@ class _Launch:
     constants: dict[str, int]
 
 
-_launches: Launches[_Launch | None] = Launches()
-
-
+@once_per_layout
 def _prepare(
     qkv: torch.Tensor,
     num_heads: int,

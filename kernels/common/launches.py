@@ -5,10 +5,12 @@ grids and compile-time constants costs more host time than the launch.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+Arguments = ParamSpec("Arguments")
 Launch = TypeVar("Launch")
 
 MAX_LAYOUTS = 4096
@@ -20,17 +22,20 @@ def layout_of(tensor: torch.Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-class Launches(Generic[Launch]):
-    """Remembers the prepared launch of each layout."""
+def once_per_layout(prepare: Callable[Arguments, Launch]) -> Callable[Concatenate[Hashable, Arguments], Launch]:
+    """Decorate a function that checks tensors and returns their launch: its result is kept per layout.
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Launch] = {}
+    The layouts are the first argument of the decorated function. An error is not kept.
+    """
+    known: dict[Hashable, Launch] = {}
 
-    def of(self, layouts: Hashable, prepare: Callable[[], Launch]) -> Launch:
-        """Return the launch of these layouts; ``prepare`` checks the tensors and makes it, once."""
-        found = self._known.get(layouts)
+    @wraps(prepare)
+    def prepared(layouts: Hashable, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Launch:
+        found = known.get(layouts)
         if found is None:
-            if len(self._known) >= MAX_LAYOUTS:
-                self._known.clear()
-            found = self._known[layouts] = prepare()
+            if len(known) >= MAX_LAYOUTS:
+                known.clear()
+            found = known[layouts] = prepare(*args, **kwargs)
         return found
+
+    return prepared

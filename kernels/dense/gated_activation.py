@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.launches import Launches, layout_of
+from quire.kernels.common.launches import layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +55,7 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         ValueError: the tensor does not have this shape, dtype or device, or the activation is unknown.
         RuntimeError: Triton cannot launch here.
     """
-    launch = _launches.of((layout_of(gate_up), activation), lambda: _prepare(gate_up, activation))
+    launch = _prepare((layout_of(gate_up), activation), gate_up, activation)
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     launch(gate_up, out)
     return out
@@ -72,9 +72,8 @@ def launch_constants(width: int, activation: str) -> dict[str, int]:
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
 """Launches the kernel for gate_up and out."""
 
-_launches: Launches[Launch] = Launches()
 
-
+@once_per_layout
 def _prepare(gate_up: torch.Tensor, activation: str) -> Launch:
     """Check the arguments and return their launch."""
     check_tensor("gate_up", gate_up, {"num_tokens": None, "2 * width": None}, GATE_DTYPES, gate_up.device)

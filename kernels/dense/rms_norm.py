@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.launches import Launches, layout_of
+from quire.kernels.common.launches import layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,7 +50,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         ValueError: a tensor does not have this shape, dtype or device, or a row is wider than ``MAX_WIDTH``.
         RuntimeError: Triton cannot launch here.
     """
-    launch = _launches.of((layout_of(x), layout_of(weight)), lambda: _prepare(x, None, weight))
+    launch = _prepare((layout_of(x), layout_of(weight)), x, None, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(x, x, x if weight is None else weight, out, eps)
     return out
@@ -68,7 +68,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         ValueError, RuntimeError: as ``rms_norm``.
     """
     layouts = layout_of(x), layout_of(residual), layout_of(weight)
-    launch = _launches.of(layouts, lambda: _prepare(x, residual, weight))
+    launch = _prepare(layouts, x, residual, weight)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     launch(x, residual, weight, out, eps)
     return out
@@ -93,9 +93,8 @@ def launch_options(width: int) -> dict[str, int]:
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """Launches the kernel for x, residual, weight, out and eps."""
 
-_launches: Launches[Launch] = Launches()
 
-
+@once_per_layout
 def _prepare(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> Launch:
     """Check the tensors of ``rms_norm``, or with ``residual`` of ``add_rms_norm``, and return their launch."""
     dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}

@@ -70,6 +70,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def with_block_size(self, block_size: int) -> "KVLayout":
         """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
+        if block_size == self.block_size:
+            return self
         groups = [
             msgspec.structs.replace(group, block_size=group.block_size // self.block_size * block_size)
             for group in self.groups
