@@ -235,7 +235,7 @@ def test_start_logs_the_source_of_the_scales_once(
     make_scaled(tmp_path, scales)
     declare(tmp_path, quant_method="compressed-tensors", kv_cache_scheme=SCHEME)
     config = config_of(tmp_path, calculate_kv_scales=calculate, num_blocks_override=8)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "quire"):
         runner, _ = make_runner(config, kv_layout(config.model, config.block_size, FP8))
     lines = [record.getMessage() for record in caplog.records if "scales" in record.getMessage()]
     assert len(lines) == 1 and lines[0].startswith(message)
