@@ -17,9 +17,9 @@ ARGS ?=
 
 # Two test processes, each of which runs whole files, because a fixture that starts a server belongs to one file.
 # tests/conftest.py defines the order. The suite starts hundreds of Python processes; without cached bytecode each of
-# them would compile the package.
+# them would compile the package. A process that crashes is not replaced, because pytest-xdist then may wait for ever.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
-IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance lint install install-dev gpu-wheels gpu-check clean
