@@ -165,10 +165,17 @@ class Helper:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the helper; the kernel then kills its child."""
+    """Kill the helper; the kernel then kills its child.
+
+    The end of its output is not awaited: a child that was stopped before it asked for its parent's death signal holds
+    the pipe until it is continued, and then exits.
+    """
     if process.poll() is None:
         process.kill()
-    process.communicate()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
 
 
 def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:

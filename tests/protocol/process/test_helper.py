@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from engine_processes import engine_processes
 
+from quire.protocol.process import helper as helper_module
 from quire.protocol.process.helper import Helper, HelperDied
 
 CPU_S, WALL_S = 0.2, 20.0
@@ -140,3 +142,16 @@ def test_missing_file_descriptor_fails_one_question(helper: Helper) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert died.value.signal == 0 and ask(helper, b"echo x") == b"x"
+
+
+def test_closing_does_not_wait_for_a_stopped_child_that_holds_the_pipe() -> None:
+    """A child that was stopped before it asked for its parent's death signal."""
+    command = ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    try:
+        helper_module._end(process)
+        assert process.returncode == -signal.SIGKILL and child.is_running()
+    finally:
+        child.kill()

@@ -70,10 +70,10 @@ def preempted_requests_lose_their_step_blocks() -> Iterator[None]:
     real = step.StepPlan.withdraw
 
     def withdraw(self: Any, request: Any) -> None:
-        begun, ids = self.grown, self.grown_block_ids
-        self.grown, self.grown_block_ids = [], []
+        grown, blocks = self.grown, self.new_blocks
+        self.grown, self.new_blocks = [], step.NewBlocks([], [], [])
         real(self, request)
-        self.grown, self.grown_block_ids = begun, ids
+        self.grown, self.new_blocks = grown, blocks
 
     with mock.patch.object(step.StepPlan, "withdraw", withdraw):
         yield

@@ -260,7 +260,7 @@ def test_backend_with_scaled_cache(dtype: torch.dtype, make_case: Any) -> None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     write_cache_reference(case.key, case.value, expected_cache, case.batch.slot_mapping, **scales)
     backend = TritonBackend()
-    spec = AttentionSpec(4, 2, 32, 0.2, k_scale=0.5, v_scale=0.25)
+    spec = AttentionSpec(4, 2, 32, 0.2, k_scale=k_scale.repeat(2), v_scale=v_scale.repeat(2))
     result = backend.attend(projection(case), case.kv_cache, backend.plan(case.batch), spec, None)
     assert torch.equal(as_bits(case.kv_cache), as_bits(expected_cache))
     expected = paged_attention_reference(case.query, expected_cache, *rows_of(case), 0.2, **scales)
