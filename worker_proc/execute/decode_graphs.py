@@ -123,10 +123,10 @@ class DecodeGraphs:
         """Return whether ``run_verify`` can run a step with these inputs."""
         return self.verify is not None and self.verify.takes(inputs)
 
-    def store(self, inputs: StepInputs) -> None:
-        """Send the inputs of ``run_verify`` with the step's one copy; raises StepRefused as ``VerifyStep.store``."""
+    def store(self, inputs: StepInputs) -> torch.Tensor:
+        """Send the inputs of ``run_verify`` with the step's one copy, as ``VerifyStep.store`` does."""
         assert self.verify is not None
-        self.verify.store(inputs, self.size_for(len(inputs.rows)))
+        return self.verify.store(inputs, self.size_for(len(inputs.rows)))
 
     def run_verify(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """Run one step with draft tokens, whose inputs were stored; returns logits ``[num_tokens, vocab_size]``."""

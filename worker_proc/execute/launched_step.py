@@ -18,8 +18,8 @@ class LaunchedStep:
         began: launch time, by ``time.perf_counter``.
         positions: the positions to sample.
         inputs: the model's inputs; None for a steady decode step.
-        sampled_rows: int64 ``[num_positions]`` on the device: rows whose newest token is the sampled one; None for a
-            steady decode step, which stores it itself.
+        sampled_rows: int64 ``[num_positions]`` on the device: rows whose newest token is the sampled one, if no row
+            has draft tokens; None for a steady decode step, which stores it itself.
         logits: float32 ``[num_positions, vocab]``; None if nothing is sampled, or if ``sampled`` is set.
         sampled: tokens that the step's graph has sampled already.
         steady: whether it is a steady decode step.

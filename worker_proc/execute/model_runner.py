@@ -245,11 +245,11 @@ class ModelRunner:
         """Launch a step in which every row decodes, with draft tokens."""
         assert self.steady is not None
         graphs, positions = self.steady.graphs, inputs.sampled
-        graphs.store(inputs)
+        rows = graphs.store(inputs)
         self._prepare_sampling(positions)
         self._transfer.send()
         logits = graphs.run_verify(len(inputs.rows), len(positions))
-        return LaunchedStep(step.step, began, positions, inputs, None, logits)
+        return LaunchedStep(step.step, began, positions, inputs, rows, logits)
 
     def _prepare_sampling(self, positions: SampledPositions) -> None:
         """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""

@@ -49,16 +49,23 @@ class VerifyStep:
         self._memory: dict[int, _Memory] = {}
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Return whether the step can run here: all rows of the batch run, and every token is sampled."""
+        """Return whether the step can run here: all rows of the batch run, every token is sampled, and the host has it.
+
+        That includes a step that may have draft tokens and for which none were found.
+        """
+        known = self._batch.tokens.length
         return (
-            inputs.drafts is not None
-            and len(inputs.rows) == self._batch.num_rows
+            len(inputs.rows) == self._batch.num_rows
             and len(inputs.sampled_tokens) == len(inputs.positions)
             and int(inputs.query_lens.max()) <= self.max_query_len
+            and (inputs.drafts is not None or bool((inputs.positions < known[inputs.token_rows]).all()))
         )
 
-    def store(self, inputs: StepInputs, size: int) -> None:
+    def store(self, inputs: StepInputs, size: int) -> torch.Tensor:
         """Send the inputs to the memory of the graph of ``size`` rows, with the step's one copy.
+
+        Returns:
+            The rows, int64 ``[num_rows]`` on the device.
 
         Raises:
             StepRefused: a row has no block for one of its tokens, or only the null block.
@@ -75,9 +82,10 @@ class VerifyStep:
         lens[:num_rows] = inputs.seq_lens
         rows[:] = -1
         rows[:num_rows] = inputs.rows
-        (sent,) = self._transfer(np.concatenate([wide.ravel().view(np.uint8), narrow.view(np.uint8)]))
+        sent, own = self._transfer(np.concatenate([wide.ravel().view(np.uint8), narrow.view(np.uint8)]), inputs.rows)
         packed = self._of(size).packed
         self._transfer.then(lambda: packed.copy_(sent))
+        return own
 
     def forward(self, size: int) -> torch.Tensor:
         """Run the stored inputs.

@@ -180,6 +180,10 @@ def test_drafts_wait_for_their_own_result_alone() -> None:
         assert [record.kind for record in records if record.kind != "operation"][-1] == "event"
         require([record for record in records if record.kind != "event"])
         assert "graph" in [record.what for record in records]  # the forward pass, also with one row without drafts
+        runner.runner._proposer.propose = lambda wanted: {}  # type: ignore[union-attr,method-assign]
+        records, _ = runner.step(drafts=[(0, 2)], counts=[(0, 3)])
+        require(records)
+        assert "graph" in [record.what for record in records]  # and when none were found
         added = runner.add((2, [3, 1, 4], [6, 7]))
         records, _ = runner.step(**added | {"drafts": [(0, 2)], "counts": [(0, 3), *added["counts"]]})
         assert "graph" not in [record.what for record in records]

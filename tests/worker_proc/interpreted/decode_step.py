@@ -248,13 +248,14 @@ def test_drafts_of_several_lengths(sampling: dict[str, Any]) -> None:
     plain.step(**adding(*rows, **sampling))
     follow = list(zip(*(plain.step() for _ in range(4)), strict=True))
     right = list(follow[0][:2])
-    both = Both({0: [*right, 60], 2: [60]}, {0: [60], 1: list(follow[1][1:3])})
+    both = Both({0: [*right, 60], 2: [60]}, {0: [60], 1: list(follow[1][1:3])}, {})
     both.step(**adding(*rows, **sampling))
     drafting = {"drafts": [(0, 3), (1, 3), (2, 3)], "counts": [(0, 4), (1, 4), (2, 4)]}
     first = both.step(**drafting)
     assert first[:3] == list(follow[0][:3]) and len(first) == 5
     both.step(**drafting)
-    assert both.verify_steps == 2
+    both.step(**drafting)  # none were found
+    assert both.verify_steps == 3
     both.step()  # steady decode after drafts: the newest tokens are on the host
     assert both.steady_steps == 1
     both.step(**adding((3, [4, 4], [11, 12]), **sampling))
