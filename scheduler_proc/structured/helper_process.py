@@ -78,32 +78,41 @@ class MaskProcesses:
         memory = os.memfd_create("quire-masks")
         try:
             os.ftruncate(memory, HEAD_BYTES + 4 * num_words * self._num_places)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(control, [PRIVATE if private else SHARED], [theirs.fileno(), memory])
-            return HelperProcess(ours, mmap.mmap(memory, 0), num_words)
+            with contextlib.ExitStack() as on_failure:
+                ours, theirs = socket.socketpair()
+                on_failure.enter_context(ours)
+                with theirs:
+                    socket.send_fds(control, [PRIVATE if private else SHARED], [theirs.fileno(), memory])
+                helper = HelperProcess(ours, mmap.mmap(memory, 0), num_words)
+                on_failure.pop_all()
+                return helper
         finally:
             os.close(memory)
 
     def close(self) -> None:
         """Kill the parent; the kernel then kills its children."""
-        if self._process is not None and self._control is not None:
+        if self._control is not None:
             self._control.close()
+            self._control = None
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._process = None
+            self._process = None
 
     def _start(self) -> socket.socket:
         if self._process is None or self._control is None or self._process.poll() is not None:
             self.close()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-P", "-m", "quire.scheduler_proc.structured.mask_process"]
-                self._process = subprocess.Popen(command, stdin=theirs.fileno())
-            hello = msgspec.msgpack.encode(self._config)
-            ours.sendall(LENGTH.pack(len(hello)) + hello)
-            ours.setblocking(False)
-            self._control = ours
+            try:
+                self._control, theirs = socket.socketpair()
+                with theirs:
+                    command = [sys.executable, "-P", "-m", "quire.scheduler_proc.structured.mask_process"]
+                    self._process = subprocess.Popen(command, stdin=theirs.fileno())
+                hello = msgspec.msgpack.encode(self._config)
+                self._control.sendall(LENGTH.pack(len(hello)) + hello)
+                self._control.setblocking(False)
+            except OSError:
+                self.close()
+                raise
         return self._control
 
 

@@ -4,6 +4,8 @@ import contextlib
 import os
 import select
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured import helpers, limits, mask_process, masking
+from quire.scheduler_proc.structured.helper_process import MaskProcesses
 from quire.scheduler_proc.structured.manager import GrammarManager
 
 PROCESS = "quire.scheduler_proc.structured.mask_process"
@@ -114,6 +117,27 @@ def test_masks_are_those_of_the_library(manager: GrammarManager) -> None:
 @pytest.mark.parametrize("generation", ["child", "parent"])
 def test_killed_processes_are_replaced_and_the_masks_are_the_same(manager: GrammarManager, generation: str) -> None:
     assert masks_along(manager, signalled(signal.SIGKILL, generation)) == masks_here()
+
+
+@pytest.mark.parametrize("where", ["helper", "parent"])
+def test_a_helper_that_cannot_be_opened_leaves_no_descriptors(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = MaskProcesses(demo_config())
+    if where == "helper":
+        processes.open(private=False).close()
+        monkeypatch.setattr(socket, "send_fds", _refuse)
+    else:
+        monkeypatch.setattr(subprocess, "Popen", _refuse)
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="refused by the test") as refused:
+        processes.open(private=False)
+    assert psutil.Process().num_fds() == before, refused  # which would keep them open
+    monkeypatch.undo()
+    processes.open(private=False).close()
+    processes.close()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError("refused by the test")
 
 
 @pytest.mark.full
