@@ -216,6 +216,8 @@ def test_a_stopped_guard_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPat
     (helper,) = (p for p in set(engine_processes(GUARD)) - others if p.ppid() == os.getpid())
     for process in (helper, *helper.children()):
         process.send_signal(signal.SIGSTOP)
+        while process.status() != psutil.STATUS_STOPPED:  # it stops when it is next scheduled
+            time.sleep(0)
     with monkeypatch.context() as hurried, pytest.raises(GrammarBusy):
         hurried.setattr("quire.scheduler_proc.structured.guard.WALL_SECONDS", 0.05)
         guard.check(StructuredOutputs(regex="a"), 1.0)

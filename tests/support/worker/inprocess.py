@@ -78,9 +78,13 @@ class InProcessEngine:
             return
         self.scheduler.consume(Hold(request.request_id, "grammar"))
         while self.grammars.has_waiting_requests:
+            self._poll_grammars(wait=True)
+
+    def _poll_grammars(self, *, wait: bool) -> None:
+        if wait:
             select.select([self.grammars], [], [], 0.1)
-            for client, event in self.grammars.poll():
-                self.scheduler.consume(event, client)
+        for client, event in self.grammars.poll():
+            self.scheduler.consume(event, client)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.consume(Abort([request_id]))
@@ -107,6 +111,8 @@ class InProcessEngine:
                 self.scheduler.begin_worker_epoch()
                 self.scheduler.halve_token_budget()
             self._check()
+        if self.grammars.has_waiting_requests:  # a mask was late, so its request is held
+            self._poll_grammars(wait=received is None)
         self._collect()
 
     def _execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
