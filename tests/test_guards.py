@@ -1,8 +1,7 @@
 """Mutation tests without simulation: the test of each recurring bug must fail when its guard is removed.
 
 ``tests/simulation/test_mutations.py`` has the mutations that need a simulation; ``tests/simulation/README.md`` lists
-both by number. Defences against hostile input are removed in the same way; ``support/abuse/without_defences.py`` lists
-them.
+both by number. Defences against hostile input are removed in the same way; ``tests/abuse/findings.md`` lists them.
 """
 
 import gc
@@ -20,7 +19,7 @@ import torch
 import without_guards as without
 from kv_cases import full, layout_of
 from tiers import thinned
-from without_defences import DEFENCES, Defence
+from without_defences import DEFENCES, Row
 
 from quire.scheduler_proc.core.in_flight import WorkerFault
 
@@ -187,19 +186,33 @@ def test_guarded_test_fails_without_its_guard(guard: Guard) -> None:
         guard.check()
 
 
-@pytest.mark.parametrize(
-    ("defence", "test"), thinned(DEFENCES, keep=3), ids=[f"without_{defence.__name__}" for defence, _ in DEFENCES]
-)
-def test_defended_test_fails_without_its_defence(
-    defence: Defence, test: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+ROWS = thinned((pytest.param(row, marks=pytest.mark.full) if row.is_long else row for row in DEFENCES), keep=3)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"without_{row.defence.__name__}" for row in DEFENCES])
+def test_defended_test_fails_without_its_defence(row: Row, capfd: pytest.CaptureFixture[str]) -> None:
     """The test runs in a session of its own, which collects it with its fixtures."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:unraisableexception"]
-    with defence(), warnings.catch_warnings():
+    options = ["-x", "-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:unraisableexception"]
+    with row.defence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the failed test may leave a socket open
-        status = pytest.main([*options, str(TESTS / test)])
+        status = pytest.main([*options, str(TESTS / row.test)])
         gc.collect()
     assert status == pytest.ExitCode.TESTS_FAILED, capfd.readouterr().out
+
+
+def test_every_finding_has_a_defence_and_a_row_in_the_table() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \|.* \| ([^|]*) \| ([^|]*) \|$", (TESTS / "abuse/findings.md").read_text(), re.MULTILINE
+    )
+    assert [int(number) for number, _, _ in rows] == list(range(1, 25))
+    guards = {guard.patch.__name__ for guard in GUARDS}
+    for number, removed, tests in rows:
+        expected = [row for row in DEFENCES if row.finding == int(number)]
+        names = set(re.findall(r"`(\w+)`", removed))
+        assert names == {row.defence.__name__ for row in expected} or (not expected and names and names <= guards), (
+            number
+        )
+        assert {row.test.rpartition("::")[2] for row in expected} <= set(re.findall(r"`(\w+)`", tests)), number
 
 
 def test_guards_are_patched_by_public_names() -> None:

@@ -9,7 +9,7 @@ from quire.launch.config.options import EngineOptions
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON line to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON line to FILE; -: print it alone")
 
 
 def engine(parser: argparse.ArgumentParser) -> None:

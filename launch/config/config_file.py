@@ -23,7 +23,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raw = file.read(MAX_BYTES + 1)  # not the size in the directory, which a device or a pipe does not have
         if len(raw) > MAX_BYTES:
             raise ConfigError(f"{path}: the file must be at most {MAX_BYTES} bytes long")
-        loaded = _Loader(raw.decode()).get_single_data()
+        loaded = PlainLoader(raw.decode()).get_single_data()
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict | None):
@@ -31,7 +31,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return loaded or {}
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """YAML with plain values only, and each key once.
 
     Anchors and merges describe endless or exponentially large values in a few bytes, and tags give a value another
@@ -75,9 +75,9 @@ _NUMBERS = {
     ),
 }
 _KEPT = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
-_Loader.yaml_implicit_resolvers = {
+PlainLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _name, (_pattern, _first) in _NUMBERS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))

@@ -18,6 +18,7 @@ from quire.protocol.process.log import one_line
 from quire.version import __version__
 
 PERCENTILES = (50, 90, 99)
+STDOUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,20 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def publish(self, json_path: Path | None, stream: TextIO | None = None) -> None:
-        """Print the tables and the JSON line; also write the JSON to ``json_path``, if given.
+        """Print the tables and the JSON line; also write the JSON to ``json_path``, if given. STDOUT: print it alone.
 
         Raises:
             ConfigError: the file cannot be written (after everything is printed).
         """
         out = sys.stdout if stream is None else stream
-        for table in self.tables:
-            print(table.text(), end="\n\n", file=out)
-        for note in self.notes:
-            print(one_line(note), file=out)
+        if json_path != STDOUT:
+            for table in self.tables:
+                print(table.text(), end="\n\n", file=out)
+            for note in self.notes:
+                print(one_line(note), file=out)
         line = json.dumps(self.as_dict(), allow_nan=False)
         print(line, file=out, flush=True)
-        if json_path is not None:
+        if json_path not in (None, STDOUT):
             try:
                 json_path.write_text(line + "\n", encoding="utf-8")
             except OSError as error:

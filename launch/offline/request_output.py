@@ -66,8 +66,7 @@ class RequestOutput:
 class EngineStatistics(dict[str, int]):
     """The scheduler's counters and gauges, as keys and as attributes: the fields of the Statistics message.
 
-    A counter by reason has one key for each reason that has occurred, such as ``waiting_by_reason_budget``: read it
-    with ``get``. Histograms are left out.
+    A counter by reason has one key for each reason, such as ``waiting_by_reason_kv_blocks``. Histograms are left out.
     """
 
     @classmethod

@@ -85,7 +85,8 @@ def make_statistics(
     is_paused: bool,
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
-    reasons = Counter(str(request.wait_reason) for request in table.skipped_waiting.values())
+    reasons = Counter({str(reason): 0 for reason in WaitReason})  # a series that ends would be a gap in a graph
+    reasons.update(str(request.wait_reason) for request in table.skipped_waiting.values())
     if table.waiting:
         reasons[_queue_reason(table, is_paused)] += len(table.waiting)
     return Statistics(

@@ -73,8 +73,12 @@ async def check_pause(server: FaultServer) -> None:
 
 
 async def has(port: int, **values: object) -> bool:
+    """Whether the state has these values, and where one is a dict, at least its items."""
     found = await state(port)
-    return all(found.get(name) == value for name, value in values.items())
+    return all(
+        found[name].items() >= value.items() if isinstance(value, dict) else found[name] == value
+        for name, value in values.items()
+    )
 
 
 async def was_reset(port: int) -> bool:

@@ -38,7 +38,7 @@ class TestPort:
         with Listener(ServeOptions(port=0)) as listener:
             port = listener.socket.getsockname()[1]
             with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use: set --host and --port"):
-                Listener(ServeOptions(port=port))
+                Listener(ServeOptions(port=port)).close()
             for host in ("127.0.0.1", "0.0.0.0"):
                 with socket.socket() as other:
                     for option in options:

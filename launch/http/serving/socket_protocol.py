@@ -206,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._check_head()
+        self.check_head()
         self._enter(Phase.BODY)
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
@@ -239,7 +239,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._enter(Phase.REST)
         super().on_response_complete()
 
-    def _check_head(self) -> None:
+    def check_head(self) -> None:
         """Raise InvalidHead for what the parser accepts and RFC 9112 does not allow, or this server does not know.
 
         Two programs that understand such a head differently can disagree on the end of the request.

@@ -81,6 +81,13 @@ class TestReport:
         self.report().publish(tmp_path / "r.json", out)
         assert (tmp_path / "r.json").read_text() == out.getvalue().splitlines()[-1] + "\n"
 
+    def test_a_dash_prints_the_json_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        out = io.StringIO()
+        self.report().publish(Path("-"), out)
+        (line,) = out.getvalue().splitlines()
+        assert json.loads(line)["notes"] == ["a note"] and not list(tmp_path.iterdir())
+
     def test_file_that_cannot_be_written(self, tmp_path: Path) -> None:
         out = io.StringIO()
         with pytest.raises(ConfigError, match="--json"):

@@ -147,7 +147,7 @@ def test_pause_new_lets_running_requests_continue(asynchronous: bool) -> None:
     driver.step(8)
     assert driver.answers["a"].reason is EndReason.LENGTH and running(driver) == []
     assert waiting(driver) == ["b", "c"]
-    assert driver.scheduler.statistics().waiting_by_reason == {"paused": 2}
+    assert driver.scheduler.statistics().waiting_by_reason["paused"] == 2
     driver.control("resume")
     driver.finish()
 
