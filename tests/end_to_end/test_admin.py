@@ -76,7 +76,7 @@ async def has(port: int, **values: object) -> bool:
     """Whether the state has these values, and where one is a dict, at least its items."""
     found = await state(port)
     return all(
-        found[name].items() >= value.items() if isinstance(value, dict) else found[name] == value
+        found.get(name, {}).items() >= value.items() if isinstance(value, dict) else found.get(name) == value
         for name, value in values.items()
     )
 
