@@ -148,11 +148,9 @@ class ZmqEngineClient:
         self._idle.clear()
         return ZmqSequence(self._session, stream)
 
-    async def statistics(self) -> Statistics:
+    async def statistics(self) -> Statistics | None:
         self._session.require_alive()
-        if self.state in ("loading", "recovering"):
-            return Statistics(0, done=False)
-        return await self.control("statistics")
+        return await self.control("statistics") if self._session.accepts else None
 
     async def control(self, kind: str) -> Statistics:
         self._session.require_alive()

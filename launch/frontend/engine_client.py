@@ -122,8 +122,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def statistics(self) -> Statistics:
-        """Return the scheduler's current counters and gauges.
+    async def statistics(self) -> Statistics | None:
+        """Return the scheduler's current counters and gauges, or None while there is no scheduler that has been ready.
 
         Raises:
             EngineError: the engine has failed.

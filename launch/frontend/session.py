@@ -43,6 +43,7 @@ class Session:
         detail: the reason, if the state is failed.
         pause: pause, pause_new or empty, as in Control.
         link_number: number of the current link, incremented with each new one.
+        accepts: the scheduler of this link has been ready: it takes requests, and answers while workers are replaced.
         was_ready: the engine has been ready on some link, so "loading" means "recovering".
     """
 
@@ -58,7 +59,7 @@ class Session:
         self.table = StreamTable()
         self.link_number = 0
         self.was_ready = False
-        self._accepts = False
+        self.accepts = False
 
     # ---- the link
 
@@ -67,7 +68,7 @@ class Session:
         if after_death:
             self.count_scheduler_death()
         self.link_number += 1
-        self._accepts = False
+        self.accepts = False
         self.table.forget_handles()
         for stream in self.table.streams:
             if stream.muted:  # its end would have been a message on the previous link
@@ -118,8 +119,8 @@ class Session:
                     self.table.end_failed(stream, ENGINE_FAULT)
 
     def _take_state(self, kind: str) -> None:
-        if kind == "ready" and not self._accepts:
-            self._accepts = True
+        if kind == "ready" and not self.accepts:
+            self.accepts = True
             for stream in self.table.streams:
                 if stream.link_number != self.link_number:
                     self._submit(stream)
@@ -145,7 +146,7 @@ class Session:
         if not len(self.table):
             self.progress_at = self._clock()
         stream = self.table.add(request, on_update)
-        if self._accepts:
+        if self.accepts:
             self._submit(stream)
         return stream
 
@@ -194,7 +195,7 @@ class Session:
         """End every stream with ``reason``: the engine has failed."""
         self.become("failed")
         self.detail = reason
-        self._accepts = False
+        self.accepts = False
         self.table.fail(reason)
 
     def require_alive(self) -> None:

@@ -11,7 +11,14 @@ import zmq
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.front_end_messages import AddRequest, EngineState, FrontEndToScheduler, Rejected
+from quire.protocol.wire.front_end_messages import (
+    AddRequest,
+    Control,
+    EngineState,
+    FrontEndToScheduler,
+    Rejected,
+    Statistics,
+)
 from quire.protocol.wire.link_messages import Hello
 from quire.protocol.wire.zmq_channel import PeerMessage, ZmqHub, frontend_address
 
@@ -56,5 +63,30 @@ def test_priority_and_salt_are_sent_and_a_full_queue_is_reported(hub: ZmqHub, tm
         sequence.abort()  # the sequence has ended, so nothing is sent
         await client.close()
         assert hub.receive() is None
+
+    finish(talk())
+
+
+def test_statistics_are_those_of_a_scheduler_never_zeros_in_place_of_them(
+    hub: ZmqHub, tmp_path: Path, finish: Any
+) -> None:
+    """Zeros while workers are replaced would be a reset of all counters, after which they jump."""
+
+    async def talk() -> None:
+        client = ZmqEngineClient(tmp_path, 64, 300)
+        client.connect()
+        hello = await asyncio.to_thread(next_of, hub)
+        assert await client.statistics() is None
+        for state in ("ready", "recovering"):
+            hub.send(hello.peer, EngineState(state))
+            while client.state != state:
+                await asyncio.sleep(0)
+            asked = asyncio.create_task(client.statistics())
+            control = (await asyncio.to_thread(next_of, hub)).message
+            assert isinstance(control, Control) and control.kind == "statistics"
+            hub.send(hello.peer, Statistics(control.query, num_steps=7))
+            statistics = await asked
+            assert statistics is not None and statistics.num_steps == 7
+        await client.close()
 
     finish(talk())
