@@ -62,7 +62,7 @@ class SteadyBlockAllocator:
         if count < len(requests):
             return self.allocate(requests[:count]).followed_by(self._allocate_one_by_one(requests[count:]))
         groups = [*range(len(self._suffixes))]
-        new = self._pool.get_new_blocks(len(requests) * len(groups))
+        new = self._get_new_blocks(requests)
         tables = chain.from_iterable([request.tables for request in requests])
         for blocks, block in zip(tables, new, strict=True):
             blocks.append(block)
@@ -70,6 +70,16 @@ class SteadyBlockAllocator:
         if len(groups) > 1:
             handles = [handle for handle in handles for _ in groups]
         return NewBlocks(handles, [block.block_id for block in new], groups * len(requests))
+
+    def _get_new_blocks(self, requests: Sequence[Request]) -> list[KVCacheBlock]:
+        """Return a block per request and group; if the pool is shared by tenants, each for the request's own."""
+        if not self._pool.by_tenant:
+            return self._pool.get_new_blocks(len(requests) * len(self._tables))
+        new: list[KVCacheBlock] = []
+        for request in requests:
+            self._pool.act_for(request.tenant)
+            new += self._pool.get_new_blocks(1)
+        return new
 
     def _skip(self, requests: Sequence[Request]) -> int:
         """Free the block that each request's window has left, if any. Returns the number of requests handled.

@@ -101,7 +101,6 @@ class Scheduler:
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
         )
-        self.kv.pool.count_held_by(self.planner.tenants.blocks)
         self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
         self._steady_allowed = steady_decode
         self.arrivals = Arrivals(config, self.table, self.kv, self.results, self.stats, self.decisions, hooks)

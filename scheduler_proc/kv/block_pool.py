@@ -1,6 +1,6 @@
 """The block pool: reference counts, the free queue, and the map from hash to cached block."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from operator import itemgetter
 from typing import ClassVar
@@ -164,9 +164,6 @@ class BlockPool:
 
     def act_for(self, tenant: int) -> None:
         """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
-
-    def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
-        """Set the function that returns the number of held blocks per tenant. Used only by FairBlockPool."""
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
         """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""

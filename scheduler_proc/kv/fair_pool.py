@@ -1,6 +1,7 @@
 """A block pool that shares cached contents fairly: it evicts from the tenant with the most blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.protocol.config import EngineConfig
@@ -38,13 +39,13 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 
     Attributes:
         tenant: the tenant of the request whose blocks are appended or removed.
-        count_held: returns the number of blocks that each tenant's requests hold.
+        held: number of blocks that each tenant's requests hold, without zeros; shared ones count per holder.
         num_taken: blocks allocated since the start.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.tenant = 0
-        self.count_held: Callable[[], Mapping[int, int]] = dict
+        self.held: Counter[int] = Counter()
         self.num_taken = 0
         self._uncached = FreeKVCacheBlockQueue(())
         self._queues: dict[int, _TenantQueue] = {}
@@ -58,17 +59,15 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         if n > self.num_free_blocks:
             raise IndexError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
         taken = self._uncached.popleft_n(min(n, self._uncached.num_free_blocks))
-        if len(taken) < n:
-            held = self.count_held() if len(self._queues) > 1 else {}
-            while len(taken) < n:
-                taken += self._take_from_largest(n - len(taken), held)
+        while len(taken) < n:
+            taken += self._take_from_largest(n - len(taken))
         self.num_free_blocks -= n
         self.num_taken += n
         return taken
 
-    def _take_from_largest(self, n: int, held: Mapping[int, int]) -> list[KVCacheBlock]:
+    def _take_from_largest(self, n: int) -> list[KVCacheBlock]:
         """Take up to ``n`` blocks from the tenant that has the most."""
-        tenant = min(self._queues) if len(self._queues) == 1 else max(self._queues, key=lambda t: self._weight(t, held))
+        tenant = min(self._queues) if len(self._queues) == 1 else max(self._queues, key=self._weight)
         queue = self._queues[tenant]
         count = min(n, queue.blocks.num_free_blocks)
         taken = queue.blocks.popleft_n(count if len(self._queues) == 1 else min(count, CHUNK))
@@ -77,9 +76,9 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         self._remove_if_empty(tenant)
         return taken
 
-    def _weight(self, tenant: int, held: Mapping[int, int]) -> tuple[int, int, int]:
+    def _weight(self, tenant: int) -> tuple[int, int, int]:
         """Return the sort key of a tenant; the largest is evicted from."""
-        queue, in_use = self._queues[tenant], held.get(tenant, 0)
+        queue, in_use = self._queues[tenant], self.held[tenant]
         age = self.num_taken - queue.used_at
         inactive_for = age if not in_use and age > self._turnover else 0
         return (inactive_for, queue.blocks.num_free_blocks + in_use, -tenant)
@@ -170,8 +169,31 @@ class FairBlockPool(BlockPool):
     def act_for(self, tenant: int) -> None:
         self.free_block_queue.tenant = tenant
 
-    def count_held_by(self, count_held: Callable[[], Mapping[int, int]]) -> None:
-        self.free_block_queue.count_held = count_held
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
+        taken = super().get_new_blocks(n)
+        self._add_held(n)
+        return taken
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        touched = list(blocks)
+        super().touch(touched)
+        self._add_held(sum(not block.is_null for block in touched))
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        freed = list(ordered_blocks)
+        super().free_blocks(freed)
+        self._add_held(-sum(not block.is_null for block in freed))
+
+    def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
+        super().check(holders)
+        held, counted = sum(block.ref_cnt for block in self.blocks), self.free_block_queue.held.total()
+        assert held == counted, f"{held} blocks are held, {counted} counted for tenants"
+
+    def _add_held(self, num_blocks: int) -> None:
+        queue = self.free_block_queue
+        queue.held[queue.tenant] += num_blocks
+        if not queue.held[queue.tenant]:
+            del queue.held[queue.tenant]
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
         return self.free_block_queue.tenants()

@@ -196,12 +196,17 @@ def test_every_layout_decides_the_same(
         "block_size": block_size,
         "enable_prefix_caching": caching,
         "num_speculative_tokens": drafts,
-        "num_tenants": 1 if layout == "full" else num_tenants,
+        "num_tenants": num_tenants,
     }
+    run_long_outputs(seed, made)
+
+
+def run_long_outputs(seed: int, made: dict[str, Any], num_requests: int = 10) -> None:
+    """Run both engines with long outputs and any other event; compare tables, answers and messages to the workers."""
     steady, plain = Driver(**made), Driver(steady_decode=False, **made)
     load = Load(random.Random(seed), steady, plain)
     load.num_tenants = made["num_tenants"]
-    for index in range(10):
+    for index in range(num_requests):
         prompt, max_tokens = [index, 7] * (index + 1), 5 + 31 * index % 100
         load.asked[f"x{index}"] = Asked(0, prompt, max_tokens, frozenset(), [])
         for driver in load.drivers:
@@ -247,6 +252,25 @@ def test_no_layout_leaves_steady_decode_for_a_block(
     assert joined == dict.fromkeys(names, 1)
     if caching or layout == "full":  # after its prefill a request may free several blocks, with others due behind it
         assert max(alone.values(), default=0) <= 2
+
+
+@pytest.mark.parametrize("seed", thinned(and_slow(range(4), range(4, 60)), keep=1))
+def test_tenants_lose_the_same_contents(seed: int) -> None:
+    """The pool is full of the contents of three tenants, so that each new block is taken from one of them.
+
+    Steady decode takes the blocks of many requests at once. Each of them changes which tenant has the most.
+    """
+    rng = random.Random(seed)
+    block_size, num_seqs = rng.choice((1, 2, 4)), rng.choice((8, 24))
+    made: dict[str, Any] = {
+        "num_blocks": 1 + rng.randrange(5, 12) * (60 // block_size + 1),
+        "max_model_len": 128,
+        "max_num_seqs": num_seqs,
+        "block_size": block_size,
+        "async_scheduling": rng.random() < 0.8,
+        "num_tenants": 3,
+    }
+    run_long_outputs(seed, made, num_requests=24)
 
 
 def test_groups_that_disagree_are_found() -> None:

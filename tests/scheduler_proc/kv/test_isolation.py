@@ -144,7 +144,7 @@ def test_inactive_tenants_are_evicted_first() -> None:
     leave(queue, 1, queue.popleft_n(6))
     leave(queue, 2, queue.popleft_n(3))
     assert {b.block_id for b in queue.popleft_n(2)} == {0, 1}, "the oldest content of the tenant with the most blocks"
-    queue.count_held = lambda: {2: 9}
+    queue.held[2] = 9
     for _ in range(40 * 9):
         leave(queue, 2, queue.popleft_n(1))
     assert queue.tenants()[0][0] == 2 and len(queue.tenants()) == 1, "an inactive tenant loses all its contents"
