@@ -4,8 +4,8 @@ from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 MOST_OVERTAKEN = 100
-"""Maximum number of steps that a request waits while requests behind it in scheduling order run. Those were admitted
-before it could be, and have at most 30 output tokens; a preempted request starts a new wait."""
+"""Maximum number of steps that a request waits while requests of its tenant behind it in scheduling order run. Those
+were admitted before it could be, and have at most 30 output tokens; a preempted request starts a new wait."""
 
 
 class FairnessCheck:
@@ -29,8 +29,11 @@ class FairnessCheck:
             assert all(key(admitted) < key(other) for other in behind), (
                 f"{admitted!r} was admitted before a request ahead of it"
             )
-        last = max((key(request) for request in table.running.values()), default=None)
-        waits = {r.handle: self._overtaken.get(r.handle, 0) + 1 for r in waiting if last is not None and key(r) < last}
+        last: dict[int, tuple[float, ...]] = {}
+        for request in table.running.values():
+            last[request.tenant] = max(key(request), last.get(request.tenant, ()))
+        behind_others = [request for request in waiting if key(request) < last.get(request.tenant, ())]
+        waits = {request.handle: self._overtaken.get(request.handle, 0) + 1 for request in behind_others}
         self._overtaken = waits
         self.longest = max(self.longest, *waits.values(), 0)
         assert self.longest <= MOST_OVERTAKEN, "a request waits while requests behind it run"

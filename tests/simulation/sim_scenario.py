@@ -35,6 +35,8 @@ REAL_RUNNER_SHARE = 0.33
 """Fraction of seeds with the real runner, which makes a step four times as slow."""
 BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
+TENANT_SHARE = 0.25
+"""Fraction of seeds with three tenants."""
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
 
@@ -77,6 +79,7 @@ class SimRequest:
     even: bool = False
     logprobs: int | None = None
     bug: int | None = None
+    tenant: int = 0
 
     @property
     def prompt(self) -> list[int]:
@@ -126,6 +129,7 @@ def shape_of(seed: int) -> Shape:
     settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
     settings["num_blocks"] = max(settings["num_blocks"], 10)
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
+    settings["num_tenants"] = 3 if random.Random(f"tenants {seed}").random() < TENANT_SHARE else 0
     num_ranks = rng.choice((1, 1, 2))
     return Shape(
         num_ranks=num_ranks,
@@ -164,6 +168,9 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     if requests and not gentle and later.random() < BUG_SHARE:
         which = later.randrange(len(requests))
         requests[which] = replace(requests[which], bug=later.choice((0, 0, 1, 3)))
+    if shape.settings["num_tenants"]:
+        of_tenants = random.Random(f"tenant of requests {seed}")
+        requests = [replace(request, tenant=of_tenants.choice((0, 0, 0, 1, 2))) for request in requests]
     if shape.settings["trace"]:
         faults.append(Fault(round(later.uniform(BEGIN_S, at), 3), "trace_full"))
     return Scenario(seed, tuple(requests), tuple(faults))

@@ -282,6 +282,7 @@ class World:
             max_tokens=request.max_tokens,
             ignore_eos=request.ignore_eos,
             priority=request.priority,
+            tenant=request.tenant,
             cache_salt=request.salt,
             arrival=self.events.now,
             temperature=0.0,
