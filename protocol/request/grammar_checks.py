@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.errors import printable
+from quire.protocol.request.output_form import schemas_in
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 MAX_REASON = 240
@@ -61,6 +62,9 @@ def check(constraint: StructuredOutputs) -> None:
                     )
         case "grammar":
             check_grammar(str(constraint.grammar))
+        case "form" if constraint.form is not None:
+            for schema in schemas_in(constraint.form):
+                check_schema(schema)
 
 
 def check_regex(regex: str) -> None:

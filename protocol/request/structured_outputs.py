@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 
 from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.request.output_form import Form
 
 MAX_GRAMMAR_BYTES = 512 * 1024
 """Size limit of a schema, a regular expression, a grammar, or all choices together."""
 MAX_CHOICES = 10_000
+KINDS = ("json", "regex", "choice", "grammar", "form")
+"""The fields of ``StructuredOutputs`` that are not flags. Clients have all but the last."""
 MAX_PATTERN_SIZE = 256
 MAX_REPETITIONS = 4096
 
@@ -26,6 +29,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         regex: a regular expression that the whole output matches.
         choice: the output is one of these strings.
         grammar: a context-free grammar in Lark syntax, or in GBNF (``root ::= ...``).
+        form: the form of the output, which front ends set: an object by a schema or calls of tools, say.
 
     Raises:
         InvalidRequest: no field or several are set, or one has a wrong type, is empty or too long.
@@ -36,15 +40,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    form: Form | None = None
 
     def __post_init__(self) -> None:
-        kinds = ("json", "regex", "choice", "grammar")
-        given = [k for k in kinds if getattr(self, k) is not None] + ["json_object"] * bool(self.json_object)
+        given = [k for k in KINDS if getattr(self, k) is not None] + ["json_object"] * bool(self.json_object)
         if len(given) != 1:
-            raise InvalidRequest(
-                f"structured_outputs must have exactly one of {', '.join(kinds)}, json_object; it has {len(given)}",
-                "structured_outputs",
-            )
+            kinds = ", ".join(KINDS[:-1])
+            text = f"structured_outputs must have exactly one of {kinds}, json_object; it has {len(given)}"
+            raise InvalidRequest(text, "structured_outputs")
         if not isinstance(self.json_object, bool):
             given_text = printable(self.json_object)
             raise InvalidRequest(
@@ -73,7 +76,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         """The name of the field that is set."""
         if self.json_object:
             return "json_object"
-        return next(k for k in ("json", "regex", "choice", "grammar") if getattr(self, k) is not None)
+        return next(k for k in KINDS if getattr(self, k) is not None)
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
+from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.closed_objects import close_objects
@@ -31,6 +33,7 @@ MAX_THREADS = 8
 PARALLEL_FROM = 4
 """Fewest rows that are filled by several threads."""
 
+ANY_TEXT = "/(?s:.*)/"
 _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _TOO_COMPLEX = re.compile(
     r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
@@ -171,11 +174,53 @@ def _grammar(wanted: StructuredOutputs, *, closes_objects: bool) -> str:
         case "choice":  # a terminal: with rules, each alternative would be a parse of its own
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice or [])
             return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+        case "form" if wanted.form is not None:
+            return str(matcher.grammar_from_lark(_Lark(closes_objects=closes_objects).of(wanted.form)))
         case _:
             grammar = str(wanted.grammar)
             return str(
                 matcher.grammar_from_lark(any_to_lark(_unescape_unicode(grammar)) if is_gbnf(grammar) else grammar)
             )
+
+
+class _Lark:
+    """Writer of a form as a Lark grammar."""
+
+    def __init__(self, *, closes_objects: bool) -> None:
+        self._closes_objects = closes_objects
+        self._rules: dict[str, str] = {}
+        """The rule of each schema and free text, by its definition."""
+
+    def of(self, form: Form) -> str:
+        start = self._write(form)
+        return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._rules.items())])
+
+    def _write(self, form: Form) -> str:
+        match form:
+            case Text(text):
+                return json.dumps(text, ensure_ascii=False)
+            case Special(token_id):
+                return f"<[{token_id}]>"
+            case Json(schema):
+                return self._rule(f": %json {self._schema(schema)}")
+            case FreeText(end):
+                closing = self._write(end)
+                if isinstance(end, Special):
+                    return f"{self._rule(f': {ANY_TEXT}')} {closing}"
+                return self._rule(f"[suffix={closing}]: {ANY_TEXT}")
+            case InOrder(parts):
+                return " ".join(map(self._write, parts))
+            case OneOf(parts):
+                return f"({' | '.join(map(self._write, parts))})"
+            case Repeat(part, is_once):
+                return f"({self._write(part)}){'?' if is_once else '*'}"
+
+    def _rule(self, body: str) -> str:
+        return self._rules.setdefault(body, f"part_{len(self._rules)}")
+
+    def _schema(self, text: str) -> str:
+        schema = msgspec.json.decode(close_objects(text) if self._closes_objects else text)
+        return msgspec.json.encode({"x-guidance": _JSON_STYLE, **({} if schema is True else schema)}).decode()
 
 
 def _unescape_unicode(gbnf: str) -> str:
@@ -192,7 +237,12 @@ def _unescape_unicode(gbnf: str) -> str:
 
 
 def _name(wanted: StructuredOutputs) -> str:
-    names = {"json": "the JSON schema", "regex": "the regular expression", "grammar": "the grammar"}
+    names = {
+        "json": "the JSON schema",
+        "regex": "the regular expression",
+        "grammar": "the grammar",
+        "form": "the JSON schema of response_format or of a tool",
+    }
     return names.get(wanted.kind, wanted.kind)
 
 

@@ -5,6 +5,8 @@ import select
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -267,5 +269,7 @@ def source_of(wanted: StructuredOutputs) -> Source:
             return "json_object", ""
         case "regex":
             return "regex", str(wanted.regex)
+        case "form":
+            return "form", msgspec.json.encode(wanted.form).decode()
         case _:
             return "grammar", str(wanted.grammar)

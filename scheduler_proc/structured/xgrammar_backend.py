@@ -9,6 +9,7 @@ import numpy as np
 import xgrammar
 
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
+from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.closed_objects import close_objects
@@ -16,7 +17,8 @@ from quire.scheduler_proc.structured.closed_objects import close_objects
 CACHE_BYTES = 64 * 2**20
 MAX_ROLLBACK = 256
 """Most tokens that can be rolled back: the drafts of one step."""
-SEPARATORS = (", ", ": ")
+JSON_STYLE: dict[str, Any] = {"any_whitespace": False, "separators": (", ", ": "), "strict_mode": False}
+"""The library's own strict mode would also close the parts of a combined object."""
 
 
 class XGrammarMatcher:
@@ -111,10 +113,10 @@ class XGrammarBackend:
             case "json" | "json_object":
                 schema = '{"type": "object"}' if wanted.json_object else str(wanted.json)
                 schema = close_objects(schema) if self._closes_objects else schema
-                # The library's own strict mode would also close the parts of a combined object.
-                return compiler.compile_json_schema(
-                    "{}" if schema == "true" else schema, any_whitespace=False, separators=SEPARATORS, strict_mode=False
-                )
+                return compiler.compile_json_schema("{}" if schema == "true" else schema, **JSON_STYLE)
+            case "form" if wanted.form is not None:
+                tag = {"type": "structural_tag", "format": self._format(wanted.form)}
+                return compiler.compile_structural_tag(tag)
             case "regex":
                 return compiler.compile_regex(str(wanted.regex))
             case "choice":
@@ -124,6 +126,27 @@ class XGrammarBackend:
                 if not is_gbnf(str(wanted.grammar)):
                     raise GrammarRefused("this server supports grammars in GBNF (root ::= ...) only")
                 return compiler.compile_grammar(str(wanted.grammar))
+
+    def _format(self, form: Form) -> dict[str, Any]:
+        """Return a form in the library's notation for structural tags."""
+        match form:
+            case Text(text):
+                return {"type": "const_string", "value": text}
+            case Special(token_id):
+                return {"type": "token", "token": token_id}
+            case Json(schema):
+                schema = close_objects(schema) if self._closes_objects else schema
+                grammar = xgrammar.Grammar.from_json_schema("{}" if schema == "true" else schema, **JSON_STYLE)
+                return {"type": "grammar", "grammar": str(grammar)}
+            case FreeText(end):
+                closing = end.text if isinstance(end, Text) else self._format(end)
+                return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": closing}
+            case InOrder(parts):
+                return {"type": "sequence", "elements": [self._format(part) for part in parts]}
+            case OneOf(parts):
+                return {"type": "or", "elements": [self._format(part) for part in parts]}
+            case Repeat(part, is_once):
+                return {"type": "optional" if is_once else "star", "content": self._format(part)}
 
 
 def _mask_of(tokens: Sequence[int], vocab_size: int) -> Masks:

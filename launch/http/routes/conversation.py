@@ -30,8 +30,10 @@ class PlainAnswer:
 class FreeAnswer:
     """Reader of an answer in which the model chooses what to write."""
 
-    def __init__(self, form: Format, tools: Mapping[str, Mapping[str, Any]], prefix: str) -> None:
-        self._parser = AnswerParser(form, tools, prefix)
+    def __init__(
+        self, form: Format, tools: Mapping[str, Mapping[str, Any]], prefix: str, *, has_only_calls: bool = False
+    ) -> None:
+        self._parser = AnswerParser(form, tools, prefix, has_only_calls=has_only_calls)
 
     def push(self, text: str, *, last: bool) -> list[Event]:
         events = self._parser.push(text)
@@ -94,11 +96,15 @@ async def encode_conversation(
     tools = {tool["function"]["name"]: _properties(tool["function"]) for tool in options.tools or ()}
     prefix = answers.prefix(prompt.end)
     prompt = replace(prompt, shown=answers.special_ids)
+
+    def free_answer() -> FreeAnswer:
+        return FreeAnswer(form, tools, prefix, has_only_calls=request.has_only_calls)
+
     if request.parallel_calls or not tools:
-        return prompt, lambda: FreeAnswer(form, tools, prefix)
+        return prompt, free_answer
 
     def first_call() -> FirstCall:
-        return FirstCall(FreeAnswer(form, tools, prefix))
+        return FirstCall(free_answer())
 
     def until() -> Callable[[str], bool]:
         reader = first_call()

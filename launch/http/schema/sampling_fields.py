@@ -11,10 +11,10 @@ from quire.launch.http.schema.bodies import (
     PlainFormat,
 )
 from quire.launch.http.schema.reading import members, read
-from quire.launch.http.schema.unknown_fields import Ignored
+from quire.launch.http.schema.unknown_fields import Ignored, unknown_field
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.sampling_params import MAX_LOGIT_BIAS, check_float
-from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.request.structured_outputs import KINDS, RepetitionDetection, StructuredOutputs
 
 FORMATS = ("text", "json_object", "json_schema")
 
@@ -62,6 +62,8 @@ def constraint(body: GenerationBody, ignored: Ignored | None = None) -> tuple[st
     """
     found: list[tuple[str, StructuredOutputs]] = []
     if body.structured_outputs is not None:
+        if body.structured_outputs.get("form") is not None:
+            raise unknown_field("structured_outputs.form", [f"structured_outputs.{kind}" for kind in KINDS[:-1]])
         given = members(StructuredOutputs, body.structured_outputs, "structured_outputs", ignored=ignored)
         found.append(("structured_outputs", StructuredOutputs(**given)))
     if body.response_format is not None:

@@ -20,10 +20,11 @@ from quire.launch.http.schema.bodies import (
 from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.sampling_fields import constraint, sampling_objects
-from quire.launch.http.schema.tools import ToolUse, parse_tools
+from quire.launch.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, UnknownFields, check_supported
 from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import check_messages
+from quire.launch.text.parsing.writing import AnswerWriter
 from quire.launch.text.prompts import ModelLimits, check_params, check_template_variables, split_prompts
 from quire.launch.text.text_in import ChatOptions
 from quire.protocol.errors import InvalidRequest
@@ -72,19 +73,28 @@ class CompletionRequest(CommonRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CommonRequest):
-    """``tool_use``: the required call, or None. ``parallel_calls``: an answer may have more than one."""
+    """A parsed request with messages.
+
+    Attributes:
+        tool_use: the required call, or None.
+        parallel_calls: an answer may have more than one.
+        has_only_calls: an answer with a call has no content besides.
+    """
 
     messages: list[Message]
     options: ChatOptions
     tool_use: ToolUse | None
     parallel_calls: bool = True
+    has_only_calls: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
     """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest.
 
-    ``defaults``: the model's sampling parameters, for fields that a request leaves out.
+    Attributes:
+        defaults: the model's sampling parameters, for fields that a request leaves out.
+        writer: how the model writes calls, if that is known.
     """
 
     served_names: Sequence[str]
@@ -92,6 +102,7 @@ class Parser:
     processors: Sequence[type[LogitsProcessor]] = ()
     defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    writer: AnswerWriter | None = None
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         check_supported(raw)
@@ -131,6 +142,10 @@ class Parser:
         logprobs = body.top_logprobs if body.logprobs else None
         wanted = self.defaults.get("max_tokens") if max_tokens is None else max_tokens
         params = self._params(body, raw, ignored, wanted, logprobs, tool_use=tool_use)
+        required, has_only_calls = params.structured_outputs, False
+        if self.writer and tools and required and tool_use is None and body.structured_outputs is None:
+            either = answer_or_calls(self.writer, required, tools, parallel=parallel)
+            params, has_only_calls = msgspec.structs.replace(params, structured_outputs=either), True
         messages, options = self.conversation(body)
         return ChatRequest(
             **self._common(body, params, max_tokens, raw, ignored),
@@ -138,6 +153,7 @@ class Parser:
             options=replace(options, tools=tools),
             tool_use=tool_use,
             parallel_calls=parallel,
+            has_only_calls=has_only_calls,
         )
 
     def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Message], ChatOptions]:

@@ -1,6 +1,7 @@
 """Tools of a chat request: validation, and the output constraint of a required call.
 
-With ``tool_choice: auto`` the output is not constrained; ``routes/conversation.py`` reads the calls in it.
+With ``tool_choice: auto`` the output is constrained only if there is a ``response_format`` too. The calls in it are
+read by ``routes/conversation.py``.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.reading import members, read
 from quire.launch.http.schema.sampling_fields import schema_constraint
 from quire.launch.http.schema.unknown_fields import Ignored
+from quire.launch.text.parsing.writing import AnswerWriter, call_schema
 from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.request.grammar_checks import GrammarRefused, check_schema
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
@@ -142,35 +144,21 @@ def _check_parameters(schema: Any, where: str) -> None:
 
 
 def _any_call(schemas: dict[str, Any], *, parallel: bool) -> StructuredOutputs:
-    """Return the constraint to a list of calls. Each tool's schema becomes a definition of the whole schema, so its
-    references to itself are rewritten."""
-    calls, definitions = [], {}
-    for i, (name, schema) in enumerate(schemas.items()):
-        place = f"#/$defs/parameters_{i}"
-        try:
-            definitions[f"parameters_{i}"] = _moved(schema, place)
-        except RecursionError:
-            raise InvalidRequest("tools are nested too deeply", "tools") from None
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"type": "string", "enum": [name]}, "parameters": {"$ref": place}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    whole = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    """Return the constraint to a list of calls."""
+    try:
+        whole = {"type": "array", "minItems": 1, **call_schema(schemas, "parameters", "items")}
+    except RecursionError:
+        raise InvalidRequest("tools are nested too deeply", "tools") from None
     return schema_constraint(whole if parallel else {**whole, "maxItems": 1}, "tools")
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return ``schema`` with references to itself rewritten for its new location ``place``."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
-    return moved
+def answer_or_calls(
+    writer: AnswerWriter, content: StructuredOutputs, tools: list[dict[str, Any]], *, parallel: bool
+) -> StructuredOutputs:
+    """Return the constraint to content as ``response_format`` describes it, or calls as the model writes them."""
+    schema = '{"type":"object"}' if content.json_object else str(content.json)
+    schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
+    try:
+        return StructuredOutputs(form=writer.answer_or_calls(schema, schemas, parallel=parallel))
+    except RecursionError:
+        raise InvalidRequest("tools are nested too deeply", "tools") from None

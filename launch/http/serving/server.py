@@ -98,6 +98,7 @@ class Server:
             processors=settings.processors,
             defaults=settings.sampling_defaults,
             unknown_fields=UnknownFields(settings.unknown_fields),
+            writer=None if settings.answer_format is None else settings.answer_format.writer,
         )
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)

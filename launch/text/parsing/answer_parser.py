@@ -1,10 +1,10 @@
 """From a model's text, in any pieces, to its thoughts, its content and its tool calls."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from quire.launch.text.parsing.calls import CallText, Properties, call_text
+from quire.launch.text.parsing.calls import CallText, NoCalls, Properties, call_text
 from quire.launch.text.parsing.object_reader import Piece
 from quire.launch.text.parsing.scanner import Found, Scanner
 from quire.launch.text.parsing.templates import CALLS, THOUGHTS, Format, Region
@@ -42,13 +42,24 @@ class AnswerParser:
     No character is lost but delimiters, and blanks around regions that strip them.
     """
 
-    def __init__(self, form: Format, tools: Mapping[str, Properties] | None = None, prefix: str = "") -> None:
-        """``prefix``: what the chat template wrote of the answer; it may leave a region open."""
+    def __init__(
+        self,
+        form: Format,
+        tools: Mapping[str, Properties] | None = None,
+        prefix: str = "",
+        *,
+        has_only_calls: bool = False,
+    ) -> None:
+        """
+        Args:
+            prefix: what the chat template wrote of the answer; it may leave a region open.
+            has_only_calls: an answer with a call of one of ``tools`` has no content besides: what follows content, or
+                calls another tool, is content.
+        """
         self._tools = tools or {}
+        self._has_only_calls = has_only_calls
         self._rest = form.rest
-        self._regions = sorted(form.regions, key=lambda region: region.name)
-        opens = [region.opens for region in self._regions if region.opens is not None]
-        self._outside = opens if form.rest.closes is None else [*opens, form.rest.closes]
+        self._look_for(form.regions)
         self._scanner = Scanner(self._outside)
         self._region = form.rest
         self._text = _Text(form.rest)
@@ -66,6 +77,11 @@ class AnswerParser:
             self.push(prefix)
             self._with_text.clear()
             self._next_index = 0
+
+    def _look_for(self, regions: Iterable[Region]) -> None:
+        self._regions = sorted(regions, key=lambda region: region.name)
+        opens = [region.opens for region in self._regions if region.opens is not None]
+        self._outside = opens if self._rest.closes is None else [*opens, self._rest.closes]
 
     def push(self, text: str) -> list[Event]:
         return self._read(text, last=False)
@@ -101,6 +117,11 @@ class AnswerParser:
             self._scanner.watch(self._outside)
             return
         region = self._regions[found.which]
+        if region.name == CALLS and self._has_only_calls and self._rest.name in self._with_text:
+            self._take(found.text, events)
+            self._look_for(each for each in self._regions if each.name != CALLS)
+            self._scanner.watch(self._outside)
+            return
         self._enter(region)
         if region.name == CALLS:
             self._calls = call_text(region, found.groups, self._tools)
@@ -115,7 +136,10 @@ class AnswerParser:
         """Add text of the current region."""
         if self._calls is not None:
             self._raw.append(text)
-            self._report(self._calls.push(text), events)
+            try:
+                self._report(self._calls.push(text), events)
+            except Malformed:
+                self._calls = NoCalls()
             return
         name = self._region.name
         if not self._text.is_started and name in self._with_text:
@@ -138,6 +162,8 @@ class AnswerParser:
     def _report(self, pieces: list[Piece], events: list[Event]) -> None:
         for number, name, arguments in pieces:
             if name is not None:
+                if self._has_only_calls and name not in self._tools:
+                    raise Malformed
                 self._sent.append(self._next_index)
                 self._next_index += 1
             index = self._sent[number]

@@ -38,6 +38,16 @@ class CallText(Protocol):
         ...
 
 
+class NoCalls:
+    """The rest of a text that turned out not to be a call."""
+
+    def push(self, text: str) -> list[Piece]:
+        return []
+
+    def finish(self) -> list[Piece]:
+        raise Malformed
+
+
 def call_text(region: Region, captures: Mapping[str, str], tools: Mapping[str, Properties]) -> CallText:
     """Return the parser of a region that has just been opened. ``tools``: the properties of each tool by name."""
     function = region.transform.get("function") if isinstance(region.transform, dict) else None

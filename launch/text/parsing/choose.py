@@ -7,6 +7,7 @@ from typing import Any
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
 from quire.launch.text.parsing.scanner import Scanner
 from quire.launch.text.parsing.templates import THOUGHTS, Format, load_format
+from quire.launch.text.parsing.writing import AnswerWriter, answer_writer
 from quire.protocol.errors import ConfigError
 
 AUTO, NONE, MARKERS = "auto", "none", "markers"
@@ -20,11 +21,13 @@ class AnswerFormat:
         whole: for answers that may have calls.
         without_calls: for answers to requests without tools; None if such an answer is one plain text.
         special_ids: special tokens that are delimiters, so that the text for the parser must have them.
+        writer: how the model writes calls; None if that is not known.
     """
 
     whole: Format
     without_calls: Format | None
     special_ids: frozenset[int] = frozenset()
+    writer: AnswerWriter | None = None
 
     def for_request(self, *, with_tools: bool) -> Format | None:
         return self.whole if with_tools else self.without_calls
@@ -68,10 +71,10 @@ def choose_format(
     Raises:
         ConfigError: the checkpoint's template cannot be used.
     """
+    name = recognized(chat_template)
     if response_template is not None and calls == thoughts == AUTO:
         data, where = response_template, "response_template in tokenizer_config.json"
     else:
-        name = recognized(chat_template)
         calls = name if calls == AUTO else "" if calls == NONE else calls
         if thoughts == AUTO:
             thoughts = name if name in THOUGHT_FORMATS else MARKERS
@@ -87,7 +90,10 @@ def choose_format(
     # Patterns have backslashes before most signs.
     texts = "\n".join(_strings(data)).replace("\\", "")
     needed = frozenset(token_id for token_id, text in special_tokens.items() if text and text in texts)
-    return AnswerFormat(whole, None if is_text else plain, needed)
+    writer = answer_writer(
+        name if calls == AUTO else calls, whole, None if thoughts == NONE else markers, special_tokens
+    )
+    return AnswerFormat(whole, None if is_text else plain, needed, writer)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -89,6 +89,24 @@ def test_arguments_are_streamed(make_client: Any, engine: Any, events: Any) -> N
     assert sum(bool(chunk["choices"][0]["delta"].get("tool_calls")) for chunk in chunks) > 10
 
 
+@pytest.mark.parametrize("per_update", [1, 1000])
+def test_a_schema_and_tools(make_client: Any, engine: Any, events: Any, per_update: int) -> None:
+    client, form = make_client(), {"type": "json_object"}
+    content = json.dumps({"call": CALL_TEXT})
+    engine.per_update = per_update
+    for reply, wanted in ((content, (content, [])), (CALL_TEXT, ("", CALLS))):
+        engine.reply = reply
+        message = whole_message(events(client.chat(tools=TOOLS, response_format=form, stream=True))[:-1])
+        assert (message["content"], message["calls"]) == wanted
+        assert engine.added[-1].params.structured_outputs.kind == "form"
+    client.chat(tools=TOOLS, response_format=form, tool_choice="none")
+    assert engine.added[-1].params.structured_outputs.kind == "json_object"
+    client.chat(tools=TOOLS, structured_outputs={"regex": "a+"})
+    assert engine.added[-1].params.structured_outputs.kind == "regex"
+    refused = client.chat(structured_outputs={"form": {"type": "text", "text": "a"}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs.form"
+
+
 def test_only_calls(make_client: Any, engine: Any) -> None:
     engine.reply = CALL_TEXT
     message = make_client().chat(tools=TOOLS, tool_choice="auto").json()["choices"][0]["message"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.protocol.request.grammar_checks import GrammarRefused
+from quire.protocol.request.output_form import FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 TOKENIZER: dict[str, Any] = {
@@ -68,6 +69,29 @@ def test_each_kind_calls_the_right_compiler(backend: Any) -> None:
     backend.compile(StructuredOutputs(choice=["x", 'a"\n', "é😀"]))
     backend.compile(StructuredOutputs(grammar='root ::= "a"'))
     assert compiler.asked == [('root ::= "x" | "a\\"\\n" | "é😀"',), ('root ::= "a"',)]
+
+
+def test_forms_become_structural_tags(backend: Any) -> None:
+    thought = Repeat(InOrder([Text("<t>"), FreeText(Text("</t>"))]), is_once=True)
+    call = InOrder([Special(33), FreeText(Special(3)), Repeat(Text("a"))])
+    backend.compile(StructuredOutputs(form=InOrder([thought, OneOf([Json("true"), call])])))
+    ((tag,),) = backend._compiler.asked
+
+    def text(value: str) -> dict[str, Any]:
+        return {"type": "const_string", "value": value}
+
+    def free(end: Any) -> dict[str, Any]:
+        return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+
+    def sequence(*elements: Any, kind: str = "sequence") -> dict[str, Any]:
+        return {"type": kind, "elements": [*elements]}
+
+    thoughts = {"type": "optional", "content": sequence(text("<t>"), free("</t>"))}
+    special = {"type": "token", "token": 33}
+    many = {"type": "star", "content": text("a")}
+    calls = sequence(special, free({"type": "token", "token": 3}), many)
+    either = sequence({"type": "grammar", "grammar": "root ::= {}"}, calls, kind="or")
+    assert tag == {"type": "structural_tag", "format": sequence(thoughts, either)}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ AS_JSON = "Give Rome's weather as JSON."
 AS_FENCE = "Give Rome's weather in a fenced block."
 AS_CALLS = "Give Rome's weather by two calls."
 """A question for each form in which a client may ask for an object."""
+LOOKED_UP = "Look up Rome's temperature, then give the weather."
+"""A question for an object by a schema, with a tool that the model calls first."""
 OBJECT = {"city": "Rome", "degrees": 21}
 """Its schema should allow nothing else: a grammar makes the model write tokens that are not in its script."""
 
@@ -54,6 +56,7 @@ def scripts() -> dict[str, list[str]]:
     """Return the answers by the word that selects them (``script_checkpoint.py``)."""
     rome, bonn, oslo = (call("temperature", {"city": city}) for city in DEGREES)
     return {
+        LOOKED_UP: [rome, json.dumps(OBJECT)],
         "3 degrees in Oslo": ["", "", "", FINAL, WELCOME],
         "14 degrees in Bonn": ["", "", f"Now the last one.\n{oslo}"],
         "21 degrees in Rome": ["", bonn],

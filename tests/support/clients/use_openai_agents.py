@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import agents
 import openai
-from checks import KEY, MODEL, URL, all_called, look_up, report
-from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, NEXT, OBJECT, QUESTION, THANKS, WELCOME
+from checks import KEY, MODEL, URL, all_called, called, look_up, report
+from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, LOOKED_UP, NEXT, OBJECT, QUESTION, THANKS, WELCOME
 from pydantic import BaseModel
 
 agents.set_tracing_disabled(True)
@@ -21,6 +21,12 @@ class Weather(BaseModel):
 @agents.function_tool
 def temperature(city: str) -> str:
     """Return the temperature in a city."""
+    return look_up(city)
+
+
+@agents.function_tool(name_override="temperature")
+def temperature_in_rome(city: Literal["Rome"]) -> str:
+    """Return the temperature in Rome."""
     return look_up(city)
 
 
@@ -51,6 +57,10 @@ def checks_of(api: str) -> list[Callable[[], Any]]:
     async def structured() -> None:
         result = await agents.Runner.run(agent(output_type=Weather), AS_JSON)
         assert result.final_output == Weather(**OBJECT)
+        one_call = agents.ModelSettings(parallel_tool_calls=False)
+        helped = agent(output_type=Weather, tools=[temperature_in_rome], model_settings=one_call)
+        assert (await agents.Runner.run(helped, LOOKED_UP)).final_output == Weather(**OBJECT)
+        assert called == ["Rome"]
 
     checks: list[Callable[[], Any]] = [second_turn, tool_loop, stream, structured]
     for check in checks:

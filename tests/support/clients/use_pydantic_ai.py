@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from checks import KEY, MODEL, SERVER, URL, all_called, look_up, report
-from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, NEXT, OBJECT, QUESTION, THANKS, WELCOME
+from checks import KEY, MODEL, SERVER, URL, all_called, called, look_up, report
+from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, LOOKED_UP, NEXT, OBJECT, QUESTION, THANKS, WELCOME
 from pydantic import BaseModel
-from pydantic_ai import Agent, AgentRunResultEvent, ModelSettings, NativeOutput, ToolOutput
+from pydantic_ai import Agent, AgentRunResultEvent, ModelSettings, NativeOutput, Tool, ToolOutput
 from pydantic_ai.messages import PartDeltaEvent, TextPartDelta
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -28,6 +28,11 @@ class Weather(BaseModel):
 
 def temperature(city: str) -> str:
     """Return the temperature in a city."""
+    return look_up(city)
+
+
+def temperature_in_rome(city: Literal["Rome"]) -> str:
+    """Return the temperature in Rome."""
     return look_up(city)
 
 
@@ -60,10 +65,14 @@ def checks_of(api: str) -> list[Callable[[], Any]]:
         assert result.output == FINAL and FINAL.endswith(pieces[-1]) and len(pieces) > 1
 
     async def structured() -> None:
+        tool, one_call = Tool(temperature_in_rome, name="temperature"), ModelSettings(parallel_tool_calls=False)
         if api != "messages":  # pydantic-ai has it for Anthropic's own models only
             native = await Agent(make(), output_type=NativeOutput(Weather)).run(AS_JSON)
             assert native.output == Weather(**OBJECT)
-        agent = Agent(make(), output_type=ToolOutput(Weather), model_settings=ModelSettings(parallel_tool_calls=False))
+            helped = Agent(make(), tools=[tool], output_type=NativeOutput(Weather), model_settings=one_call)
+            assert (await helped.run(LOOKED_UP)).output == Weather(**OBJECT)
+            assert called == ["Rome"]
+        agent = Agent(make(), output_type=ToolOutput(Weather), model_settings=one_call)
         assert (await agent.run(AS_JSON)).output == Weather(**OBJECT)
 
     checks: list[Callable[[], Any]] = [second_turn, tool_loop, stream, structured]

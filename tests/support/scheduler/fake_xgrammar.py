@@ -48,9 +48,20 @@ class GrammarCompiler:
         self.asked.append((schema, any_whitespace, separators))
         return Compiled(self._info, "a", 1)
 
+    def compile_structural_tag(self, tag: dict[str, Any]) -> Compiled:
+        self.asked.append((tag,))
+        return Compiled(self._info, "a", 1)
+
     def compile_grammar(self, text: str) -> Compiled:
         self.asked.append((text,))
         return Compiled(self._info, "a", 1)
+
+
+class Grammar:
+    @staticmethod
+    def from_json_schema(schema: str, *, any_whitespace: bool, separators: tuple[str, str], strict_mode: bool) -> str:
+        assert not any_whitespace and not strict_mode
+        return f"root ::= {schema}"
 
 
 class GrammarMatcher:
@@ -94,6 +105,7 @@ def module() -> types.ModuleType:
     fake = types.ModuleType("xgrammar")
     parts: dict[str, Any] = {
         "TokenizerInfo": TokenizerInfo,
+        "Grammar": Grammar,
         "GrammarCompiler": GrammarCompiler,
         "GrammarMatcher": GrammarMatcher,
         "VocabType": types.SimpleNamespace(RAW="raw", BYTE_FALLBACK="byte_fallback", BYTE_LEVEL="byte_level"),
