@@ -30,6 +30,14 @@ def look_up_json(arguments: str) -> str:
     return look_up(**json.loads(arguments))
 
 
+def tool_results(answer: Any) -> list[Any]:
+    """Return the messages with the results of the calls in a message of Chat Completions."""
+    return [
+        {"role": "tool", "tool_call_id": call.id, "content": look_up_json(call.function.arguments)}
+        for call in answer.tool_calls or []
+    ]
+
+
 def all_called() -> None:
     """Assert that the model called the tool for each city, in the script's order."""
     assert called == [*DEGREES], called

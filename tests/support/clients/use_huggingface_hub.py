@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from checks import KEY, MODEL, URL, all_called, look_up, report
+from checks import KEY, MODEL, URL, all_called, report, tool_results
 from conversations import (
     AS_JSON,
     FINAL,
@@ -36,10 +36,7 @@ def chat_tool_loop() -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     while (answer := client.chat_completion(messages, model=MODEL, tools=TOOLS).choices[0].message).tool_calls:
         messages.append(answer)
-        for call in answer.tool_calls:
-            given = call.function.arguments
-            result = look_up(**(json.loads(given) if isinstance(given, str) else given))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        messages += tool_results(answer)
     all_called()
     messages += [answer, {"role": "user", "content": THANKS}]
     second = client.chat_completion(messages, model=MODEL, tools=TOOLS).choices[0].message

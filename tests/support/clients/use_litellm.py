@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import litellm
-from checks import KEY, MODEL, SERVER, URL, all_called, called, look_up, look_up_json, report
+from checks import KEY, MODEL, SERVER, URL, all_called, called, look_up, look_up_json, report, tool_results
 from conversations import AS_JSON, DEGREES, FINAL, FUNCTION, GOODBYE, GREETING, HELLO, NEXT, OBJECT, QUESTION
 from pydantic import BaseModel
 
@@ -39,7 +39,7 @@ def chat_tool_loop() -> None:
             answer = litellm.completion(messages=messages, tools=TOOLS, **_fields(provider)).choices[0].message
             messages.append(answer)
             assert bool(answer.tool_calls) == (turn < len(DEGREES))
-            messages += _results(answer)
+            messages += tool_results(answer)
         all_called()
         assert answer.content == FINAL
 
@@ -52,16 +52,9 @@ def chat_stream() -> None:
             chunks = list(litellm.completion(messages=messages, tools=TOOLS, stream=True, **_fields(provider)))
             answer: Any = litellm.stream_chunk_builder(chunks, messages=messages)
             messages.append(answer.choices[0].message)
-            messages += _results(answer.choices[0].message)
+            messages += tool_results(answer.choices[0].message)
         all_called()
         assert answer.choices[0].message.content == FINAL
-
-
-def _results(answer: Any) -> list[Any]:
-    return [
-        {"role": "tool", "tool_call_id": call.id, "content": look_up_json(call.function.arguments)}
-        for call in answer.tool_calls or []
-    ]
 
 
 def chat_structured() -> None:

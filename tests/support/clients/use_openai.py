@@ -4,7 +4,7 @@ import json
 from typing import Any, Literal
 
 import openai
-from checks import KEY, MODEL, URL, all_called, called, look_up_json, report
+from checks import KEY, MODEL, URL, all_called, called, look_up_json, report, tool_results
 from conversations import (
     AS_JSON,
     DEGREES,
@@ -44,9 +44,7 @@ def chat_tool_loop() -> None:
     for _ in range(len(DEGREES)):
         answer = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
         messages.append(answer)
-        for call in answer.tool_calls or []:
-            result = look_up_json(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        messages += tool_results(answer)
     all_called()
     for question, expected in ((None, FINAL), (THANKS, WELCOME)):
         if question:
@@ -67,9 +65,7 @@ def chat_stream() -> None:
         messages.append(answer)
         if not answer.tool_calls:
             break
-        for call in answer.tool_calls:
-            result = look_up_json(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        messages += tool_results(answer)
     all_called()
     assert answer.content == FINAL
 

@@ -133,24 +133,23 @@ class _OfPart(_OfItem, kw_only=True):
     content_index: int
 
 
-class Created(_Event, tag="response.created", kw_only=True):
+class _OfResponse(_Event, kw_only=True):
     response: Response
 
 
-class InProgress(_Event, tag="response.in_progress", kw_only=True):
-    response: Response
+class Created(_OfResponse, tag="response.created"): ...
 
 
-class Completed(_Event, tag="response.completed", kw_only=True):
-    response: Response
+class InProgress(_OfResponse, tag="response.in_progress"): ...
 
 
-class Incomplete(_Event, tag="response.incomplete", kw_only=True):
-    response: Response
+class Completed(_OfResponse, tag="response.completed"): ...
 
 
-class Failed(_Event, tag="response.failed", kw_only=True):
-    response: Response
+class Incomplete(_OfResponse, tag="response.incomplete"): ...
+
+
+class Failed(_OfResponse, tag="response.failed"): ...
 
 
 class ItemAdded(_Event, tag="response.output_item.added", kw_only=True):
