@@ -8,6 +8,7 @@ import msgspec
 import zmq
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.connection_limit import ConnectionLimit
 from quire.protocol.wire.curve_keys import CurveContext, load_curve_keys
 from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
@@ -95,10 +96,11 @@ class KVEventPublisher:
         """The socket to poll: when it is readable, call ``answer``."""
         return None if self._replay is None else self._replay.socket
 
-    def follow(self, recorder: KVEventRecorder) -> None:
-        """Publish the events of this recorder, whose pool must be new and empty."""
-        recorder.cleared()
-        self._recorder = recorder
+    def record(self, layout: KVLayout, hash_bytes: int) -> KVEventRecorder:
+        """Return the recorder for a new pool, whose events are published."""
+        self._recorder = KVEventRecorder(layout, hash_bytes)
+        self._recorder.cleared()
+        return self._recorder
 
     def publish(self, now: float) -> None:
         """Publish the events since the last call, if any, as one batch."""

@@ -13,21 +13,12 @@ from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import (
-    Abort,
-    AddRequest,
-    Control,
-    EngineState,
-    Rejected,
-    Statistics,
-    Stop,
-)
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EngineState, Rejected, Statistics, Stop
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
-from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
@@ -220,8 +211,6 @@ class SchedulerLoop:
         for decision in decisions:
             log.debug(str(decision))
 
-    # ---- cache events
-
     def _serve_kv_events(self) -> None:
         """Publish changes made outside steps, and answer one replay request; more wait for the next turn."""
         if self._kv_events is not None:
@@ -358,10 +347,8 @@ class SchedulerLoop:
         self._config = msgspec.structs.replace(self._config, block_size=block_size)
         self._layout = self._layout.with_block_size(block_size)
         header = TraceHeader(self._config, self._layout, num_blocks)
-        recorder = None
-        if self._kv_events is not None:
-            recorder = KVEventRecorder(self._layout, HASH_BYTES[self._config.prefix_caching_hash_algo])
-            self._kv_events.follow(recorder)
+        hash_bytes = HASH_BYTES[self._config.prefix_caching_hash_algo]
+        recorder = None if self._kv_events is None else self._kv_events.record(self._layout, hash_bytes)
         scheduler = self._scheduler = self._journal.begin(header, recorder)
         self._pause.restore(scheduler, self._journal)
         self._collector.start()

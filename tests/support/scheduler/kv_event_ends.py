@@ -24,7 +24,6 @@ from quire.protocol.wire.kv_events import (
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 WAIT_MS = 10_000
@@ -101,9 +100,8 @@ class Engine:
     def __init__(self, context: "zmq.Context[Any]", folder: Path, incarnation: int = 1, **kept: int) -> None:
         self.events, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         self.publisher = KVEventPublisher(context, self.events, self.replay, incarnation, **kept)
-        recorder = KVEventRecorder(layout_of(4), 32)
+        recorder = self.publisher.record(layout_of(4), 32)
         self.pool = BlockPool(40, enable_caching=True, events=recorder)
-        self.publisher.follow(recorder)
         self._holder = Holder(self.pool, [os.urandom(32) for _ in range(60)])
         self._rng = random.Random(5)
 
