@@ -17,7 +17,7 @@ from quire.launch.config.speculative import parse_speculative
 from quire.launch.config.trace_options import crash_dump_dir, trace_path
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import check_sizes, stored_tensors
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
 from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints
@@ -92,7 +92,9 @@ def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
     """Read the checkpoint's shape. A broken checkpoint is refused here, before any process starts."""
     model = load_model_config(folder)
     if with_weights:
-        check_sizes(folder, stored_tensors(folder), model)
+        stored = stored_tensors(folder)
+        check_sizes(folder, stored, model)
+        model = with_stored_format(folder, stored, model)
     return model
 
 

@@ -9,7 +9,7 @@ import msgspec
 from quire.launch.config.declared import convert, declared
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model.checkpoint import stored_tensors
+from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.protocol.settings import Setting
 
@@ -166,5 +166,5 @@ def _draft_model(
             f"{model.vocab_size}: they must be equal"
         )
     if with_weights:
-        stored_tensors(folder)
+        draft = with_stored_format(folder, stored_tensors(folder), draft)
     return draft, str(folder)

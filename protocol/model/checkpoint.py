@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from quire.protocol.errors import ConfigError, printable
@@ -23,10 +24,16 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-PACKED_BYTES = {"U8": 1}
+PACKED_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
+"""Dtypes of quantised weights, their scales and zero points. Each weight slot allows only its own."""
 MAX_DIMENSIONS = 8
 
-_PACKED_NAMES = ("_blocks", "_scales")
+_RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.(\w+)")
+_WEIGHT = re.compile(r"model\.layers\..*(?:\.weight|\.experts\.(?:gate_up_proj|down_proj))")
+_SCALES = (".weight_scale", ".weight_scale_inv", ".scales")
+_NARROW = {"F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 
 
@@ -63,8 +70,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for tensor in tensors:
             if "rotary_emb." in tensor.name:
                 continue  # precomputed tables in old checkpoints; they follow from config.json
-            packed = tensor.dtype in PACKED_BYTES and tensor.name.endswith(_PACKED_NAMES)
-            if tensor.dtype not in DTYPE_BYTES and not packed:
+            if tensor.dtype not in DTYPE_BYTES | PACKED_BYTES:
                 raise ConfigError(
                     f"{file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(DTYPE_BYTES)}"
                 )
@@ -94,11 +100,50 @@ def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelC
         raise ConfigError(f"{folder}: has tensors of {len(layers)} layers; config.json requires {config.num_layers}")
 
 
+def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> ModelConfig:
+    """Complete ``weight_format`` from the stored tensors: which layers are plain, and the dtype of the scales.
+
+    The files decide which layers are quantised, not the patterns of ``config.json``: these are written for the names of
+    modules in the framework that made the file.
+
+    Raises:
+        ConfigError: the output head is quantised.
+    """
+    declared = config.weight_format
+    if declared is None:
+        return config
+    head = next((tensor for name, tensor in stored.items() if name.startswith("model.lm_head.")), None)
+    if head is not None:
+        raise ConfigError(
+            f"{head.file}: tensor {head.name}: a quantised output head is not supported: leave lm_head in 16 bits"
+        )
+    plain = [
+        name.removesuffix(".weight")
+        for name, tensor in stored.items()
+        if tensor.dtype in DTYPE_BYTES and len(tensor.shape) > 1 and _WEIGHT.fullmatch(name)
+    ]
+    scales = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
+    dtype = _NARROW.get(next(iter(scales)), "float32") if len(scales) == 1 else "float32"
+    present = any(name.endswith(".g_idx") for name in stored)
+    completed = msgspec.structs.replace(
+        declared,
+        plain=tuple(sorted(plain)),
+        scale_dtype=dtype,
+        act_order=declared.act_order and present,
+        has_input_groups=present,
+    )
+    return msgspec.structs.replace(config, weight_format=completed)
+
+
 def full_name(name: str) -> str:
-    """Return the tensor's name in a text model with a head.
+    """Return the tensor's name in a text model with a head, with all families' names for experts alike.
 
     A model saved without its head lacks the prefix ``model.``; in a vision-language model the text part is nested.
     """
+    for old, new in _RENAMED:
+        name = name.replace(old, new)
+    match = _MIXTRAL_EXPERT.fullmatch(name)
+    name = f"{match[1]}.{_MIXTRAL[match[2]]}.{match[3]}" if match else name
     for prefix in ("model.language_model.", "language_model.model.", "language_model."):
         if name.startswith(prefix):
             name = name.removeprefix(prefix)

@@ -21,8 +21,9 @@ from quire.protocol.model.families import (
     layer_windows,
     layers_without_rope,
 )
-from quire.protocol.model.quantisation import quant_method, wants_fp8_kv_cache
+from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
+from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,6 +83,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         cache_sources: per layer, the layer that owns the KV cache it reads. A layer writes only its own. Empty: each
             reads its own.
         fp8_kv_cache: the checkpoint is meant for an fp8 KV cache, and may have its scales.
+        weight_format: format of the linear layers, if they are quantised; ``checkpoint.with_stored_format`` completes
+            it from the files.
     """
 
     architecture: str
@@ -120,6 +123,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoeConfig | None = None
     fp8_kv_cache: bool = False
     kv_shapes: list[tuple[int, int]] = []
+    weight_format: WeightFormat | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -170,7 +174,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     """
     architecture = _architecture(raw, where)
     family = FAMILIES[architecture]
-    fp8_kv_cache = wants_fp8_kv_cache(raw, architecture, where)
+    weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
     field = _merged(raw, family, where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
@@ -210,6 +214,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         cache_sources=cache_sources(field, types),
         moe=_moe(field, num_layers, architecture) if family.experts else None,
         fp8_kv_cache=fp8_kv_cache,
+        weight_format=weight_format,
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
         **_scales(field, family, hidden),
         **family.model_settings,

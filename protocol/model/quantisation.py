@@ -1,12 +1,13 @@
 """A checkpoint's ``quantization_config``: which schemes are supported.
 
-These are gpt-oss's MXFP4 experts, and fp8 scales of the KV cache beside weights that are not quantised, in the forms of
-compressed-tensors (llm-compressor) and ModelOpt.
+These are quantised linear layers (``weight_format.py``), gpt-oss's MXFP4 experts, and fp8 scales of the KV cache in the
+forms of compressed-tensors (llm-compressor) and ModelOpt.
 """
 
 from typing import Any
 
 from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.weight_format import SUPPORTED_METHODS, WeightFormat, parse_weight_format
 
 KV_CACHE_METHODS = (None, "compressed-tensors", "modelopt")
 KV_CACHE_SCHEME: dict[str, tuple[object, ...]] = {
@@ -25,23 +26,24 @@ def quant_method(raw: dict[str, Any]) -> Any:
     return given.get("quant_method") if isinstance(given, dict) else given
 
 
-def wants_fp8_kv_cache(raw: dict[str, Any], architecture: str, where: str) -> bool:
-    """Check ``quantization_config``, and return whether the checkpoint is meant for an fp8 KV cache.
+def parse_quantisation(raw: dict[str, Any], architecture: str, where: str) -> tuple[WeightFormat | None, bool]:
+    """Return the format of quantised linear layers, and whether the checkpoint is meant for an fp8 KV cache.
 
     Raises:
         ConfigError: the weights or the KV cache are quantised in a form that is not supported.
     """
     given, method = raw.get("quantization_config"), quant_method(raw)
     if not given:
-        return False
+        return None, False
+    weights = parse_weight_format(raw, architecture, where)
     is_mxfp4 = method == "mxfp4" and architecture == "GptOssForCausalLM"
     is_cache_only = isinstance(given, dict) and method in KV_CACHE_METHODS and _has_plain_weights(given)
-    if not is_mxfp4 and not is_cache_only:
+    if weights is None and not is_mxfp4 and not is_cache_only:
         raise ConfigError(
             f"{where}: quantization_config: method {printable(method)} is not supported for {architecture}; "
-            f"supported: none, and mxfp4 for GptOssForCausalLM"
+            f"supported: none, {', '.join(SUPPORTED_METHODS)}, and mxfp4 for GptOssForCausalLM"
         )
-    return isinstance(given, dict) and _has_fp8_scheme(given, f"{where}: quantization_config")
+    return weights, isinstance(given, dict) and _has_fp8_scheme(given, f"{where}: quantization_config")
 
 
 def _has_plain_weights(given: dict[str, Any]) -> bool:

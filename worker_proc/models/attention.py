@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
-from quire.worker_proc.models.weights import Build, Heads, Rows, WeightSlot, column_slots, row_slots
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build, Heads, Rows
 
 
 class Attention(torch.nn.Module):
@@ -28,8 +29,14 @@ class Attention(torch.nn.Module):
         self.owns_cache = config.cache_source(layer) == layer
         self.num_projected = heads.num_heads + (2 * heads.num_kv_heads if self.owns_cache else 0)
         dim = self.head_dim
-        self.qkv = build.linear(self.num_projected * dim, config.hidden_size, config.qkv_bias)
-        self.o = build.summed_linear(config.hidden_size, heads.num_heads * dim, config.o_bias)
+        own = _head_slice(heads.first_head, heads.num_heads, dim)
+        own_kv = _head_slice(heads.first_kv_head, heads.num_kv_heads, dim)
+        total, total_kv = config.num_heads * dim, self.num_kv_heads * dim
+        parts = [Rows("q", own, total)]
+        if self.owns_cache:
+            parts += [Rows("k", own_kv, total_kv), Rows("v", own_kv, total_kv)]
+        self.qkv = build.rows_linear("self_attn.{}_proj", parts, config.hidden_size, config.qkv_bias)
+        self.o = build.columns_linear("self_attn.o_proj", config.hidden_size, own, total, config.o_bias)
         self.q_norm: torch.nn.Parameter | None = None
         self.k_norm: torch.nn.Parameter | None = None
         if config.qk_norm:
@@ -95,11 +102,7 @@ class Attention(torch.nn.Module):
         own = _head_slice(heads.first_head, heads.num_heads, dim)
         own_kv = _head_slice(heads.first_kv_head, heads.num_kv_heads, dim)
         total, total_kv = config.num_heads * dim, self.num_kv_heads * dim
-        parts = [Rows("q", own, total)]
-        if self.owns_cache:
-            parts += [Rows("k", own_kv, total_kv), Rows("v", own_kv, total_kv)]
-        slots = row_slots("self_attn.{}_proj", self.qkv, parts)
-        slots |= column_slots("self_attn.o_proj", self.o, own, total, config.o_bias)
+        slots = self.qkv.weight_slots() | self.o.weight_slots()
         if self.q_norm is not None:
             per_head = config.qk_norm == "head"
             cut, size = ((), None) if per_head else ((own,), total)

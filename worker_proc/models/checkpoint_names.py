@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import PACKED_BYTES, StoredTensor
+from quire.protocol.model.checkpoint import StoredTensor
 from quire.protocol.model.model_config import ModelConfig
-from quire.worker_proc.models.weights import WeightSlot
+from quire.worker_proc.models.weight_slot import WeightSlot
 
-_RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.weight")
-_FUSED = re.compile(r"(.*\.(?:self_attn|mlp))\.(qkv_proj|gate_up_proj)\.(weight|bias)")
+_FUSED = re.compile(r"(.*\.(?:self_attn|mlp))\.(qkv_proj|gate_up_proj)\.(\w+)")
 _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 _PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -35,6 +30,7 @@ _KV_SCALE = re.compile(
 )
 """Scales of attention as llm-compressor (``k_scale``), ModelOpt (``k_proj.k_scale``), Quark and older formats of
 compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) and vLLM (``attn.k_scale``) name them."""
+_UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
 _VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -44,7 +40,7 @@ class TensorSource:
 
     Attributes:
         lead: index into the stored tensor's leading dimensions (an expert).
-        start, step: the slot's row ``r`` is the stored row ``start + step * r``.
+        start, step: the slot's row ``r`` is the stored row ``start + step * r``, along the slot's ``rows_dim``.
         transposed: whether rows are the last dimension of the stored tensor.
     """
 
@@ -67,7 +63,7 @@ def find_tensor_sources(
     sources: dict[str, TensorSource] = {}
     unused = []
     for name, tensor in stored.items():
-        found = _sources_of(_normalised_name(name), tensor, slots, config)
+        found = _sources_of(name, tensor, slots, config)
         if not found and not _is_ignored(name, config):
             unused.append(tensor)
         for slot, source in found.items():
@@ -96,22 +92,16 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
     return None if match is None or kind in (None, "q") else (int(match[1]), str(kind))
 
 
-def _normalised_name(name: str) -> str:
-    for old, new in _RENAMED:
-        name = name.replace(old, new)
-    match = _MIXTRAL_EXPERT.fullmatch(name)
-    return f"{match[1]}.{_MIXTRAL[match[2]]}.weight" if match else name
-
-
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor without a slot is allowed.
 
     These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
-    and scales of attention (``kv_scale_of``).
+    scales of attention (``kv_scale_of``), and tensors of a quantised layer that change nothing here: scales of
+    activations, which are not rounded to floats, and the weight's shape, which ``config.json`` has.
     """
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
-    if _KV_SCALE.fullmatch(name):
+    if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(_UNREAD)):
         return True
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
     if match and int(match[1]) < config.num_layers:
@@ -127,9 +117,7 @@ def _sources_of(
 ) -> dict[str, TensorSource]:
     """Return the slots that one stored tensor fills; empty if it is not part of the model."""
     if name in slots:
-        _check_shape(tensor, slots[name].shape)
-        if slots[name].target.dtype is torch.uint8 and tensor.dtype not in PACKED_BYTES:
-            raise ConfigError(f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}; MXFP4 is stored as U8")
+        _check(tensor, slots[name].shape, slots[name])
         return {name: TensorSource(tensor, slots[name])}
     match = _FUSED.fullmatch(name)
     if match:
@@ -149,13 +137,18 @@ def _sources_of(
 
 
 def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlot]) -> dict[str, TensorSource]:
-    """Split a fused tensor whose parts are concatenated by rows."""
-    total = sum(slots[name].shape[0] for name in names)
-    _check_shape(tensor, (total, *slots[names[0]].shape[1:]))
+    """Split a fused tensor whose parts are concatenated by outputs."""
+    first = slots[names[0]]
+    dim = first.rows_dim
+    if dim is None:
+        _check(tensor, first.shape, first)
+        return {name: TensorSource(tensor, slots[name]) for name in names}
+    total = sum(slots[name].shape[dim] for name in names)
+    _check(tensor, (*first.shape[:dim], total, *first.shape[dim + 1 :]), first)
     sources, start = {}, 0
     for name in names:
         sources[name] = TensorSource(tensor, slots[name], start=start)
-        start += slots[name].shape[0]
+        start += slots[name].shape[dim]
     return sources
 
 
@@ -174,11 +167,12 @@ def _all_experts(
     suffix = "bias" if kind == "_bias" else "weight"
     if f"{base}.0.{parts[0]}.{suffix}" not in slots:
         return {}
-    shape = slots[f"{base}.0.{parts[0]}.{suffix}"].shape
+    slot = slots[f"{base}.0.{parts[0]}.{suffix}"]
+    shape = slot.shape
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
     transposed = is_gpt_oss and kind == ""
-    _check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)))
+    _check(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)), slot)
     sources = {}
     for expert in range(moe.num_experts):
         for index, part in enumerate(parts):
@@ -188,8 +182,12 @@ def _all_experts(
     return sources
 
 
-def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
+def _check(tensor: StoredTensor, expected: tuple[int, ...], slot: WeightSlot) -> None:
+    if tensor.dtype not in slot.dtypes:
+        raise ConfigError(
+            f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(slot.dtypes)}"
+        )
+    if tensor.shape != expected and not (tensor.shape == () and expected == (1,)):
         raise ConfigError(
             f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
             f"but config.json requires {list(expected)}"

@@ -19,7 +19,8 @@ from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.weights import Build, WeightSlot
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
@@ -66,7 +67,9 @@ class Decoder(torch.nn.Module):
         rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
         self.embed = self._vocab_weight(rows)
-        self.layers = torch.nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
+        self.layers = torch.nn.ModuleList(
+            DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)
+        )
         self.norm = build.norm()
         head = self.embed if config.tie_word_embeddings else self._vocab_weight(rows)
         self.lm_head = Linear(head, float32_output=True)

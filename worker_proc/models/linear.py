@@ -1,6 +1,6 @@
 """A linear layer and its implementations: torch, or on a CPU the native library or oneDNN with packed weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.device.device import has_matrix_instructions
+from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
 # Row count of every product without the native library in deterministic mode, so that a row's bits do not depend on
 # the batch size. A decode step of up to 16 rows still reads the weights once.
@@ -29,14 +30,24 @@ class Linear(torch.nn.Module):
         bias: ``[outputs]`` or None.
         float32_output: return the float32 sums instead of rounding them to ``x``'s dtype. The head needs it: logits
             between 16 and 32 that are rounded to bfloat16 are multiples of 0.125, so that the best tokens often tie.
+        cuts: the projections that are concatenated by outputs, for ``weight_slots``; all with the same columns.
+        stored_bias: the checkpoint has biases. A layer sharded by inputs holds them on rank 0 only.
     """
 
     def __init__(
-        self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None, *, float32_output: bool = False
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None = None,
+        *,
+        float32_output: bool = False,
+        cuts: Sequence[Cut] = (),
+        stored_bias: bool = False,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.cuts = cuts
+        self._stored_bias = stored_bias
         self._float32_output = float32_output
         self._native: PackedLinear | None = None
         self._product: Product | None = None
@@ -47,6 +58,24 @@ class Linear(torch.nn.Module):
         return self._plain(x) if self._product is None else self._product(x)
 
     __call__ = forward  # skips torch's hook lookup, which costs time several times per layer
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of the checkpoint tensors of all projections, by name below the layer."""
+        slots: dict[str, WeightSlot] = {}
+        first = 0
+        for cut in self.cuts:
+            held = slice(first, first + cut.num_rows)
+            first = held.stop
+            slots |= {f"{cut.name}.{suffix}": slot for suffix, slot in self.projection_slots(cut, held).items()}
+            if self._stored_bias:
+                own = None if self.bias is None else self.bias.data[held]
+                slots[f"{cut.name}.bias"] = bias_slot(own, cut.rows, cut.total_rows, self.weight)
+        return slots
+
+    def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
+        """Slots of one projection without its bias, by suffix. ``held``: its rows of the fused weight."""
+        shape = (cut.total_rows, cut.total_columns)
+        return {"weight": WeightSlot(self.weight.data[held], shape, (cut.rows, cut.columns))}
 
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
         """Choose the CPU library for the loaded weight and convert the weight to its layout.
@@ -88,6 +117,13 @@ class Linear(torch.nn.Module):
         """Return ``_plain`` with the present weight, which ``prepack`` may free afterwards."""
         linear, weight, bias = _float32_linear if self._float32_output else _linear, self.weight, self.bias
         return lambda x: linear(x, weight, bias)
+
+
+def bias_slot(bias: torch.Tensor | None, rows: slice, total: int, like: torch.Tensor) -> WeightSlot:
+    """Return the slot of a bias; without ``bias`` another rank holds it."""
+    if bias is None:
+        return WeightSlot(like.data.new_empty(0), (total,), (slice(0, 0),))
+    return WeightSlot(bias, (total,), (rows,))
 
 
 def in_tiles(product: Product, weight: torch.Tensor) -> Product:

@@ -1,16 +1,25 @@
 """The feed-forward sublayers: one gated MLP for all tokens, or a few experts per token."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
+from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, largest_scale
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
-from quire.worker_proc.models.linear import Linear, in_tiles
+from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
 from quire.worker_proc.models.ops import Experts, Product, expert_weight
-from quire.worker_proc.models.weights import Build, Rows, WeightSlot, column_slots, row_slots, summed_bias_slot
+from quire.worker_proc.models.row_parts import RowParts
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build, Rows
+
+Projection = Linear | RowParts
+
+DUMMY_SCALE = 120
+"""2 ** -7: random codes of MXFP4, whose standard deviation is 2.9, become numbers with 0.023."""
 
 
 class GatedMlp(torch.nn.Module):
@@ -24,10 +33,11 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         config = build.config
         self.build = build
-        self.part = build.share("intermediate_size", config.intermediate_size)
-        width = self.part.stop - self.part.start
-        self.gate_up = build.linear(2 * width, config.hidden_size, config.mlp_bias)
-        self.down = build.summed_linear(config.hidden_size, width, config.mlp_bias)
+        width, hidden = config.intermediate_size, config.hidden_size
+        part = build.share("intermediate_size", width, build.format_of("mlp.down_proj"))
+        halves = [Rows("gate", part, width), Rows("up", part, width)]
+        self.gate_up = build.rows_linear("mlp.{}_proj", halves, hidden, config.mlp_bias)
+        self.down = build.columns_linear("mlp.down_proj", hidden, part, width, config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
@@ -38,16 +48,14 @@ class GatedMlp(torch.nn.Module):
     __call__ = forward
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        config = self.build.config
-        width = config.intermediate_size
-        slots = row_slots("mlp.{}_proj", self.gate_up, [Rows("gate", self.part, width), Rows("up", self.part, width)])
-        return slots | column_slots("mlp.down_proj", self.down, self.part, width, config.mlp_bias)
+        return self.gate_up.weight_slots() | self.down.weight_slots()
 
 
 class SparseMlp(torch.nn.Module):
     """Mixture of experts, each expert sharded by its width; every rank routes every token.
 
-    Experts in MXFP4 stay packed, and are sharded in whole groups of 32 columns.
+    Experts in MXFP4 stay packed, and are sharded in whole groups of 32 columns. Experts in other formats are pairs of
+    ``QuantisedLinear``.
 
     Raises:
         ConfigError: an expert's width cannot be divided among the ranks, or the hidden size into MXFP4's groups.
@@ -59,9 +67,17 @@ class SparseMlp(torch.nn.Module):
         self.moe = moe
         hidden, count = build.config.hidden_size, moe.num_experts
         name, total = "expert width", moe.intermediate_size
-        self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total)
+        form = build.format_of("mlp.experts.0.gate_proj")
+        self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, form)
         width = self.part.stop - self.part.start
-        self.router = build.linear(count, hidden, moe.bias)
+        self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
+        self.quantised: Sequence[tuple[Projection, Projection]] = ()
+        if form is not None:
+            self.quantised = [self._quantised_expert(expert) for expert in range(count)]
+            self.linears = torch.nn.ModuleList(linear for pair in self.quantised for linear in pair)
+            empty = torch.empty(0, device=build.device)
+            self.experts = Experts(empty, empty, activation=moe.activation, packed=self.quantised)
+            return
         self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)
         self.down, self.down_scales = self._matrices(hidden, width)
         self.gate_up_bias = build.weight(count, 2 * width) if moe.bias else None
@@ -74,6 +90,14 @@ class SparseMlp(torch.nn.Module):
             moe.activation,
             gate_up_scales=self.gate_up_scales,
             down_scales=self.down_scales,
+        )
+
+    def _quantised_expert(self, expert: int) -> tuple[Projection, Projection]:
+        build, name, width = self.build, f"mlp.experts.{expert}", self.moe.intermediate_size
+        hidden, halves = build.config.hidden_size, [Rows("gate", self.part, width), Rows("up", self.part, width)]
+        return (
+            build.rows_linear(name + ".{}_proj", halves, hidden, bias=False),
+            build.columns_linear(f"{name}.down_proj", hidden, self.part, width, bias=False),
         )
 
     def _matrices(self, outputs: int, inputs: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
@@ -140,7 +164,12 @@ class SparseMlp(torch.nn.Module):
         held = self.part.stop - self.part.start
         interleaved = self.moe.activation == "swiglu_oai"
         gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, held), slice(held, None))
-        slots = row_slots("mlp.{}", self.router, [Rows("gate", slice(0, count), count)]) | self._mxfp4_slots()
+        slots = self.router.weight_slots()
+        for pair in self.quantised:
+            slots |= pair[0].weight_slots() | pair[1].weight_slots()
+        if self.quantised:
+            return slots
+        slots |= self._mxfp4_slots()
         for expert in range(count):
             name = f"mlp.experts.{expert}"
             columns = (slice(0, hidden), self.part)
@@ -155,7 +184,7 @@ class SparseMlp(torch.nn.Module):
                     slots[f"{name}.{part}.bias"] = WeightSlot(bias, (width,), (self.part,))
             if self.moe.bias:
                 own = None if self.down_bias is None else self.down_bias.data[expert]
-                slots[f"{name}.down_proj.bias"] = summed_bias_slot(own, hidden, self.down)
+                slots[f"{name}.down_proj.bias"] = bias_slot(own, columns[0], hidden, self.down)
         return slots
 
     def _mxfp4_slots(self) -> dict[str, WeightSlot]:
@@ -172,9 +201,17 @@ class SparseMlp(torch.nn.Module):
             ("down_proj", hidden, width, self.down, self.down_scales, columns),
         ):
             shape = (count, outputs, inputs // GROUP_SIZE)
-            slots[f"mlp.experts.{name}_blocks"] = WeightSlot(blocks.data, (*shape, GROUP_BYTES), part)
-            slots[f"mlp.experts.{name}_scales"] = WeightSlot(scales.data, shape, part)
+            slots[f"mlp.experts.{name}_blocks"] = WeightSlot(blocks.data, (*shape, GROUP_BYTES), part, dtypes=("U8",))
+            slots[f"mlp.experts.{name}_scales"] = WeightSlot(
+                scales.data, shape, part, dtypes=("U8",), check=self._wrong_scale, dummy=DUMMY_SCALE
+            )
         return slots
+
+    def _wrong_scale(self, scales: torch.Tensor) -> str | None:
+        """Return what is wrong with scales of MXFP4 with which a number is NaN or infinite in the model's dtype."""
+        limit, dtype = largest_scale(self.build.dtype), str(self.build.dtype).removeprefix("torch.")
+        largest = int(scales.max())
+        return f"has a scale of {largest}; numbers are finite in {dtype} up to {limit}" if largest > limit else None
 
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

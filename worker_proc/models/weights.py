@@ -1,33 +1,19 @@
-"""Allocation of a decoder's weights, and the description of each rank's share of a checkpoint tensor."""
+"""Allocation of a decoder's weights, and each rank's share of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.weight_format import WeightFormat
+from quire.worker_proc.models.formats.choose import quantised_linear
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.models.row_parts import RowParts
+from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 from quire.worker_proc.parallel.group import TensorParallel
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """Destination of one checkpoint tensor.
-
-    Attributes:
-        target: a view into a (possibly fused) parameter, into which this rank's part of the checkpoint tensor is
-            broadcast. Empty if another rank holds all of it.
-        shape: the required shape of the checkpoint tensor.
-        part: this rank's part: one slice with both ends per leading dimension; further dimensions are whole.
-        offset: number that is added to the stored values.
-    """
-
-    target: torch.Tensor
-    shape: tuple[int, ...]
-    part: tuple[slice, ...] = ()
-    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +47,7 @@ class Build:
     Attributes:
         dtype: dtype of the weights.
         activation_dtype: dtype of activations, norm weights and rotary tables.
+        layer: full name of the layer that is built, for example ``model.layers.0``.
     """
 
     config: ModelConfig
@@ -69,6 +56,10 @@ class Build:
     device: torch.device | str
     ops: Ops
     parallel: TensorParallel
+    layer: str = ""
+
+    def inside(self, layer: str) -> "Build":
+        return replace(self, layer=layer)
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -81,16 +72,61 @@ class Build:
     def norm_slot(self, weight: torch.Tensor, part: tuple[slice, ...] = (), size: int | None = None) -> WeightSlot:
         return WeightSlot(weight.data, (size or len(weight),), part, self.config.norm_offset)
 
-    def linear(self, outputs: int, inputs: int, bias: bool) -> Linear:
-        return Linear(self.weight(outputs, inputs), self.weight(outputs) if bias else None)
+    def rows_linear(
+        self, name: str, parts: Sequence["Rows"], inputs: int, bias: bool, *, plain: bool = False
+    ) -> Linear | RowParts:
+        """Allocate a layer sharded by outputs: ``parts`` are concatenated by rows, in the weight and the bias.
 
-    def summed_linear(self, outputs: int, inputs: int, bias: bool) -> Linear:
-        """Allocate a layer sharded by inputs, whose outputs are summed over the ranks: only rank 0 has the bias."""
-        return self.linear(outputs, inputs, bias and self.parallel.rank == 0)
+        Args:
+            name: name of the projections below the layer, with ``{}`` in place of the part's name.
+            plain: the layer is never quantised.
+        """
+        whole = slice(0, inputs)
+        cuts = [Cut(name.format(rows.name), rows.part, rows.total, whole, inputs) for rows in parts]
+        return self._linear(cuts, bias, bias, plain)
 
-    def share(self, name: str, width: int) -> slice:
-        """Return this rank's slice of ``width``. ``name`` is for the error message."""
+    def columns_linear(self, name: str, outputs: int, part: slice, total: int, bias: bool) -> Linear | RowParts:
+        """Allocate a layer sharded by inputs: this rank's ``part`` of the ``total`` in the checkpoint.
+
+        Its outputs are summed over the ranks, so that only rank 0 has the bias.
+        """
+        cut = Cut(name, slice(0, outputs), outputs, part, total)
+        return self._linear([cut], bias and self.parallel.rank == 0, bias)
+
+    def _linear(self, cuts: Sequence[Cut], bias: bool, stored_bias: bool, plain: bool = False) -> Linear | RowParts:
+        formats = [None if plain else self.format_of(cut.name) for cut in cuts]
+        # With act-order, each projection has groups of its own.
+        ordered = formats[0] is not None and formats[0].act_order and len(cuts) > 1
+        if ordered or any(each is not formats[0] for each in formats):
+            return RowParts([self._part(cut, each, bias, stored_bias) for cut, each in zip(cuts, formats, strict=True)])
+        return self._fused(cuts, formats[0], bias, stored_bias)
+
+    def _part(self, cut: Cut, form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
+        return self._fused([cut], form, bias, stored_bias)
+
+    def _fused(self, cuts: Sequence[Cut], form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
+        outputs = sum(cut.num_rows for cut in cuts)
+        own_bias = self.weight(outputs) if bias else None
+        if form is not None:
+            return quantised_linear(form, cuts, own_bias, self.layer, self.device, stored_bias=stored_bias)
+        return Linear(self.weight(outputs, cuts[0].num_columns), own_bias, cuts=cuts, stored_bias=stored_bias)
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Return the format of a projection, by its name below the layer; None if it is not quantised."""
+        form = self.config.weight_format
+        return form if form is not None and form.covers(f"{self.layer}.{name}") else None
+
+    def share(self, name: str, width: int, form: WeightFormat | None = None) -> slice:
+        """Return this rank's slice of ``width``; ``name`` is for the error message.
+
+        Args:
+            form: format of the layer that has ``width`` inputs: it is cut at the boundaries of groups, if each rank
+                can have one, else of stored words.
+        """
         size = self.parallel.size
+        if form is not None and size > 1:
+            grouped = form.group_size and width % form.group_size == 0 and width // form.group_size >= size
+            return self.share_of_groups(name, width, form.group_size if grouped else form.pack)
         if width % size:
             raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {name} {width}")
         own = width // size
@@ -121,38 +157,3 @@ class Rows:
     name: str
     part: slice
     total: int
-
-
-def row_slots(name: str, fused: Linear, parts: Sequence[Rows]) -> dict[str, WeightSlot]:
-    """Slots of a fused layer sharded by outputs: ``parts`` are concatenated by rows, in the weight and the bias.
-
-    Args:
-        name: name of the checkpoint tensors, with ``{}`` in place of the part's name.
-    """
-    slots = {}
-    inputs = fused.weight.shape[1:]
-    first = 0
-    for rows in parts:
-        held = slice(first, first + rows.part.stop - rows.part.start)
-        first = held.stop
-        slots[f"{name.format(rows.name)}.weight"] = WeightSlot(
-            fused.weight.data[held], (rows.total, *inputs), (rows.part,)
-        )
-        if fused.bias is not None:
-            slots[f"{name.format(rows.name)}.bias"] = WeightSlot(fused.bias.data[held], (rows.total,), (rows.part,))
-    return slots
-
-
-def column_slots(name: str, linear: Linear, part: slice, total: int, bias: bool) -> dict[str, WeightSlot]:
-    """Slots of a layer sharded by inputs, of which the checkpoint has ``total``. Only rank 0 holds the bias."""
-    outputs = linear.weight.shape[0]
-    slots = {f"{name}.weight": WeightSlot(linear.weight.data, (outputs, total), (slice(0, outputs), part))}
-    if bias:
-        slots[f"{name}.bias"] = summed_bias_slot(linear.bias, outputs, linear.weight)
-    return slots
-
-
-def summed_bias_slot(bias: torch.Tensor | None, outputs: int, like: torch.Tensor) -> WeightSlot:
-    if bias is None:
-        return WeightSlot(like.data.new_empty(0), (outputs,), (slice(0, 0),))
-    return WeightSlot(bias.data, (outputs,), (slice(0, outputs),))

@@ -13,18 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quire.kernels.common.mxfp4 import largest_scale
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.model.checksums import verify_checksums
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.weights import WeightSlot
+from quire.worker_proc.models.weight_slot import WeightSlot
 
-DUMMY_SCALE = 120
-"""2 ** -7: random codes, whose standard deviation is 2.9, become numbers with 0.023."""
-
+_CODES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 
@@ -69,11 +66,12 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
     with bar, OpenFiles() as files:
         for piece in pieces:
-            values = files.read(piece)
-            _fill(piece.slot, values)
-            if values.dtype is torch.uint8:
-                _check_scales(piece, values, dtype)
-            else:
+            values, slot = files.read(piece), piece.slot
+            problem = slot.check(values) if slot.check is not None and values.numel() else None
+            if problem is not None:
+                raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
+            slot.fill(values)
+            if slot.check is None and slot.put is None and slot.target.dtype.is_floating_point:
                 sums.append((piece, piece.slot.target.sum()))
             bar.update(_num_bytes(piece))
         _require_finite(sums)
@@ -84,7 +82,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
 def init_dummy_weights(model: Decoder, seed: int) -> None:
     """Fill the model with dummy weights: norms are 1, all others normal with standard deviation 0.02.
 
-    Weights in MXFP4 are uniform codes, with about that deviation. They depend only on the seed and the model's shape:
+    Quantised weights are uniform codes, with about that deviation. They depend only on the seed and the model's shape:
     each rank takes its part of the weights that a single rank would have. One pool of random numbers is repeated
     through all tensors, because drawing billions of numbers would take minutes; its length is prime, so that rows
     differ.
@@ -97,22 +95,31 @@ def init_dummy_weights(model: Decoder, seed: int) -> None:
         if name.endswith("norm.weight"):
             slot.target.fill_(1.0)
             continue
-        if name.endswith("_scales"):
-            slot.target.fill_(DUMMY_SCALE)
-            continue
-        pool = codes if slot.target.dtype is torch.uint8 else normal
+        stored = _CODES.get(slot.dtypes[0], slot.target.dtype)
         whole = slot.target
-        if not whole.is_contiguous() or whole.shape != slot.shape:
-            whole = torch.empty(slot.shape, dtype=slot.target.dtype)
-        flat = whole.view(-1)
-        done = 0
-        while done < flat.numel():
-            length = min(flat.numel() - done, pool.numel() - offset)
-            flat[done : done + length] = pool[offset : offset + length]
-            done += length
-            offset = (offset + length) % pool.numel()
+        if slot.put is not None or not whole.is_contiguous() or whole.shape != slot.shape:
+            whole = torch.empty(slot.shape, dtype=stored)
+        if slot.dummy is not None:
+            whole.copy_(torch.as_tensor(slot.dummy))
+        elif slot.dtypes[0] in _CODES:
+            # Without the highest bit of the exponent, no byte is NaN in fp8.
+            pool = codes & 0xBF if stored is torch.float8_e4m3fn else codes
+            offset = _repeat(pool, whole.view(-1).view(torch.uint8), offset)
+        else:
+            offset = _repeat(normal, whole.view(-1), offset)
         if whole is not slot.target and slot.target.numel():
-            slot.target.copy_(whole[slot.part])
+            slot.fill(whole[slot.part])
+
+
+def _repeat(pool: torch.Tensor, flat: torch.Tensor, offset: int) -> int:
+    """Fill ``flat`` with the pool's numbers from ``offset`` on, repeated, and return the next offset."""
+    done = 0
+    while done < flat.numel():
+        length = min(flat.numel() - done, pool.numel() - offset)
+        flat[done : done + length] = pool[offset : offset + length]
+        done += length
+        offset = (offset + length) % pool.numel()
+    return offset
 
 
 class OpenFiles:
@@ -133,10 +140,13 @@ class OpenFiles:
         slot = piece.slot
         if not slot.target.numel():
             return slot.target
-        part = [slot.part[i] if i < len(slot.part) else slice(0, size) for i, size in enumerate(slot.shape)]
-        last = piece.start + piece.step * (part[0].stop - 1)
-        rows = slice(piece.start + piece.step * part[0].start, last + 1, piece.step)
-        index = [rows, *part[1:]]
+        if not piece.stored.shape:
+            return self.get(piece.stored)
+        index = [slot.part[i] if i < len(slot.part) else slice(0, size) for i, size in enumerate(slot.shape)]
+        if slot.rows_dim is not None:
+            rows = index[slot.rows_dim]
+            last = piece.start + piece.step * (rows.stop - 1)
+            index[slot.rows_dim] = slice(piece.start + piece.step * rows.start, last + 1, piece.step)
         if piece.transposed:
             index.reverse()
         tensor = self.get(piece.stored, (*piece.lead, *index))
@@ -159,22 +169,6 @@ class OpenFiles:
             return tensor
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{stored.file}: cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _fill(slot: WeightSlot, values: torch.Tensor) -> None:
-    if slot.offset:
-        values = values.float() + slot.offset
-    slot.target.copy_(values)
-
-
-def _check_scales(piece: TensorSource, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError if ``values`` are scales of MXFP4 with which a number is NaN or infinite in ``dtype``."""
-    limit = largest_scale(dtype)
-    if piece.stored.name.endswith("_scales") and values.numel() and int(values.max()) > limit:
-        raise ConfigError(
-            f"{piece.stored.file}: tensor {piece.stored.name} has a scale of {int(values.max())}; numbers are finite "
-            f"in {str(dtype).removeprefix('torch.')} up to {limit}"
-        )
 
 
 def _require_finite(sums: list[tuple[TensorSource, torch.Tensor]]) -> None:

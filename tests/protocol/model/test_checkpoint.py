@@ -32,6 +32,11 @@ def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: st
         ("language_model.model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
+        (
+            "layers.0.block_sparse_moe.experts.3.w2.weight_packed",
+            "model.layers.0.mlp.experts.3.down_proj.weight_packed",
+        ),
         ("vision_tower.probe", "model.vision_tower.probe"),
     ],
 )
@@ -39,12 +44,12 @@ def test_full_names(stored: str, full: str) -> None:
     assert full_name(stored) == full
 
 
-def test_uint8_is_accepted_only_for_packed_blocks(tmp_path: Path) -> None:
+def test_dtypes_of_packed_weights_are_accepted(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     write(tmp_path, {name: ("U8", [2, 3, 16], 96)})
     assert stored_tensors(tmp_path)[name].num_bytes == 96
-    write(tmp_path, {"model.norm.weight": ("U8", [4], 4)})
-    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight has dtype U8; supported"):
+    write(tmp_path, {"model.norm.weight": ("BOOL", [4], 4)})
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight has dtype BOOL; supported"):
         stored_tensors(tmp_path)
     write(tmp_path, {name: ("U8", [2, 3, 16], 95)})
     with pytest.raises(ConfigError, match="invalid shape, data type, or offset"):

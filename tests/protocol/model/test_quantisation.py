@@ -1,4 +1,4 @@
-"""``quantization_config``: fp8 schemes of the KV cache beside plain weights are accepted, all else is refused."""
+"""``quantization_config``: fp8 schemes of the KV cache beside plain and quantised weights; what is refused."""
 
 from typing import Any
 
@@ -35,9 +35,15 @@ def parse(**quantization: Any) -> ModelConfig:
         {"quant_method": "compressed-tensors", "config_groups": {"a": ATTENTION}, "kv_cache_scheme": SCHEME},
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"a": WEIGHTS},
+            "kv_cache_scheme": SCHEME,
+        },
     ],
 )
-def test_fp8_kv_cache_beside_plain_weights(given: dict[str, Any]) -> None:
+def test_fp8_kv_cache_beside_any_weights(given: dict[str, Any]) -> None:
     model = parse(**given)
     assert model.fp8_kv_cache
     assert make_engine_config(parse_options({}, "LLM"), model).kv_cache_dtype == "float8_e4m3fn"
@@ -68,14 +74,17 @@ def test_unknown_scheme_of_the_cache_is_refused(changes: dict[str, Any], message
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": "fp8"}, "kv_cache_scheme must be an object"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not supported;"),
         ({"quant_method": "compressed-tensors"}, "method 'compressed-tensors' is not supported for LlamaForCausalLM"),
-        ({"quant_method": "fp8", "kv_cache_scheme": SCHEME}, "method 'fp8' is not supported"),
+        ({"quant_method": "fbgemm_fp8", "kv_cache_scheme": SCHEME}, "method 'fbgemm_fp8' is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "method 'modelopt'"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": WEIGHTS}, "kv_cache_scheme": SCHEME},
-            "method 'compressed-tensors' is not supported for LlamaForCausalLM; supported: none, and mxfp4",
+            "a: format None is not supported; supported: pack-quantized, int-quantized, float-quantized",
         ),
-        ({"quant_method": "compressed-tensors", "config_groups": [7], "kv_cache_scheme": SCHEME}, "is not supported"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": 7}, "kv_cache_scheme": SCHEME}, "not supported"),
+        ({"quant_method": "compressed-tensors", "config_groups": [7]}, "config_groups must be an object of objects"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": 7}},
+            "config_groups must be an object of objects",
+        ),
         ({"quant_method": ["modelopt"], "kv_cache_quant_algo": "FP8"}, "method ['modelopt'] is not supported"),
     ],
 )

@@ -1,0 +1,266 @@
+"""Quantised checkpoints against transformers with the weights that the formats define, on one and two ranks."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import greedy_tokens
+from dense_attention import DenseBackend
+from inprocess import InProcessEngine
+from model_steps import Rows
+from quantised_checkpoints import FILE, FORMATS, quantise_checkpoint
+from safetensors.torch import load_file, save_file
+from thread_ranks import ThreadRank, on_ranks
+from tiers import thinned
+
+from quire.kernels.common.scaled_linear import round_to_int8
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
+from quire.protocol.model.model_config import load_model_config
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
+
+Factory = Callable[..., tuple[Path, Any]]
+Tensors = dict[str, torch.Tensor]
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+"""Two and three groups of 32 inputs: on two ranks one has a group more."""
+HEADS = {"head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": HEADS, "mixtral": {}, "gemma": HEADS, "phi3": {}}
+IN_ONE_BLOCK = ("fp8-blocks", "fp8-inverse-scales")
+"""Formats whose blocks hold rows of several projections of these small models, which fused tensors must not have."""
+CASES = [
+    (family, form)
+    for form in FORMATS
+    for family in FAMILIES
+    if form != "w8a8" and (family, form) not in [("phi3", each) for each in IN_ONE_BLOCK]
+]
+LENGTHS = [21, 1, 6]
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def _build(folder: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
+    return build_model(config, dtype, "cpu", parallel=parallel)
+
+
+def _load(folder: Path, parallel: ThreadRank | None = None) -> Decoder:
+    model = _build(folder, parallel)
+    load_weights(model, folder, torch.float32, progress=False)
+    model.prepack()
+    return model
+
+
+def _prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
+
+
+def _logits(model: Decoder) -> torch.Tensor:
+    rows = Rows(model, LENGTHS, DenseBackend()).step(dict(enumerate(_prompts())))
+    return torch.cat([rows[row] for row in sorted(rows)])
+
+
+def _expected(plain: Path, *, int8_activations: bool = False) -> torch.Tensor:
+    """Return the logits of transformers; with int8 activations, it gets them rounded."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    if int8_activations:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.register_forward_pre_hook(lambda _, args: (_rounded(args[0]),))
+    return torch.cat([model(prompt[None]).logits[0] for prompt in _prompts()])
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    codes, scales = round_to_int8(x)
+    return codes * scales
+
+
+def _assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float((logits - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize(("family", "form"), thinned(CASES, keep=16))
+def test_logits_equal_transformers_on_one_and_two_ranks(
+    family: str, form: str, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    source, _ = checkpoint_factory(family, **SIZES, **FAMILIES[family])
+    expected = _expected(quantise_checkpoint(source, tmp_path, FORMATS[form]()))
+    _assert_close(_logits(_load(tmp_path / "packed")), expected)
+    for logits in on_ranks(2, lambda parallel: _logits(_load(tmp_path / "packed", parallel))):
+        _assert_close(logits, expected)
+
+
+def test_rounded_activations_follow_the_format(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Logits are close only: where a value lies between two integers, the last bit of a sum decides."""
+    source, _ = checkpoint_factory("llama", **SIZES)
+    plain = quantise_checkpoint(source, tmp_path, FORMATS["w8a8"]())
+    expected = _expected(plain, int8_activations=True)
+    logits = _logits(_load(tmp_path / "packed"))
+    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float((errors < 1e-5).float().mean()) > 0.2 and float(errors.max()) < 0.05
+    assert float((_expected(plain) - expected).norm() / expected.norm()) > 3e-3
+
+
+def test_engines_generate_the_tokens_of_transformers(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Through the configuration, the memory plan and the prepacked layers of a worker."""
+    from transformers import AutoModelForCausalLM
+
+    source, _ = checkpoint_factory("mixtral", **SIZES)
+    reference = AutoModelForCausalLM.from_pretrained(quantise_checkpoint(source, tmp_path, FORMATS["awq"]())).eval()
+    engine = InProcessEngine(tmp_path / "packed", max_model_len=96, dtype="float32", long_prefill_token_threshold=13)
+    prompts = [prompt.tolist() for prompt in _prompts()]
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, max_tokens=8)
+    answers = engine.run()
+    for index, prompt in enumerate(prompts):
+        assert answers[str(index)].tokens == greedy_tokens(reference, [prompt], 8)[0]
+
+
+@pytest.mark.parametrize("leave", ["lm_head|v_proj", "lm_head|layers.1", "lm_head|self_attn", "lm_head|mlp"])
+def test_layers_that_the_files_leave_plain(leave: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Some projections of a fused layer, whole layers, all attention: the files decide."""
+    source, _ = checkpoint_factory("llama", **SIZES)
+    plain = quantise_checkpoint(source, tmp_path, FORMATS["w4a16"](), leave=leave)
+    _assert_close(_logits(_load(tmp_path / "packed")), _expected(plain))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "fp8-small-blocks"])
+def test_resident_weights_are_at_most_a_twentieth_larger_than_the_file(
+    form: str, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    """On ``meta``, as the memory plan counts them, and as loaded. Wide, so that scales and norms are few."""
+    source, _ = checkpoint_factory("mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    quantise_checkpoint(source, tmp_path, FORMATS[form](), bfloat16=True)
+    folder = tmp_path / "packed"
+    most = 1.05 * sum(tensor.nbytes for tensor in load_file(folder / FILE).values())
+    config = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
+    model = build_model(config, torch.bfloat16, "cpu")
+    load_weights(model, folder, torch.bfloat16, progress=False)
+    for built in (build_model(config, torch.bfloat16, "meta"), model):
+        assert sum(p.nbytes for p in built.parameters()) <= most
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_dummy_weights_have_numbers_of_usual_size(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS[form]())
+    model = _build(tmp_path / "packed")
+    init_dummy_weights(model, seed=1)
+    layers = [module.scaled_weight() for module in model.modules() if isinstance(module, QuantisedLinear)]
+    assert len(layers) == (14 if form in ("gptq-act-order", "gptq-asymmetric") else 8)
+    assert all(0.005 < float(layer.dequantise().std()) < 0.08 for layer in layers)
+    assert _logits(model).isfinite().all()
+
+
+def test_deterministic_rows_ignore_their_batch(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS["w4a16"]())
+    model = _build(tmp_path / "packed")
+    load_weights(model, tmp_path / "packed", torch.float32, progress=False)
+    model.prepack(deterministic=True)
+    layer = next(module for module in model.modules() if isinstance(module, QuantisedLinear))
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(torch.cat([layer(row[None]) for row in x]), layer(x))
+
+
+class TestRefusal:
+    """One line that names the tensor, before or while weights are loaded."""
+
+    LAYER = "model.layers.1.self_attn.q_proj"
+
+    @pytest.fixture
+    def edited(self, checkpoint_factory: Factory, tmp_path: Path) -> Callable[..., str]:
+        source, _ = checkpoint_factory("llama", **SIZES)
+
+        def edit(form: str, suffix: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> str:
+            quantise_checkpoint(source, tmp_path, FORMATS[form]())
+            file = tmp_path / "packed" / FILE
+            tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+            name = f"{self.LAYER}.{suffix}"
+            changed = change(tensors.pop(name))
+            if changed is not None:
+                tensors[name] = changed.contiguous()
+            save_file(tensors, file)
+            with pytest.raises(ConfigError) as caught:
+                _load(tmp_path / "packed")
+            message = str(caught.value)
+            assert name in message and "\n" not in message
+            return message
+
+        return edit
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_scales_that_are_not_positive(self, value: float, edited: Callable[..., str]) -> None:
+        message = edited("w4a16", "weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), value))
+        assert f"has a scale of {value:g}; scales must be positive and finite" in message
+
+    @pytest.mark.parametrize(
+        ("form", "suffix"),
+        [
+            ("w4a16", "weight_packed"),
+            ("w4a16", "weight_scale"),
+            ("w4a16-asymmetric", "weight_zero_point"),
+            ("fp8-small-blocks", "weight_scale"),
+            ("w8a8", "weight"),
+            ("gptq", "qweight"),
+            ("gptq", "g_idx"),
+            ("gptq", "scales"),
+            ("awq", "qweight"),
+            ("awq", "qzeros"),
+            ("nvfp4", "weight_scale"),
+        ],
+    )
+    def test_wrong_shape(self, form: str, suffix: str, edited: Callable[..., str]) -> None:
+        assert "but config.json requires" in edited(form, suffix, lambda t: t[:-1])
+
+    def test_missing(self, edited: Callable[..., str]) -> None:
+        assert "is missing" in edited("w4a16", "weight_scale", lambda _: None)
+
+    def test_wrong_dtype(self, edited: Callable[..., str]) -> None:
+        assert "has dtype I64; supported: I32" in edited("w4a16", "weight_packed", lambda t: t.long())
+
+    def test_zero_points_and_groups_that_contradict_the_settings(self, edited: Callable[..., str]) -> None:
+        message = edited("gptq", "qzeros", lambda t: t.index_fill(0, torch.tensor([1]), 0x12345678))
+        assert "has other zero points than 8, but config.json has sym true" in message
+
+    @pytest.mark.parametrize(
+        ("form", "message"),
+        [
+            ("gptq", "config.json has desc_act false"),
+            ("gptq-act-order", "has groups from 0 to 7; the layer has groups 0 to 1"),
+        ],
+    )
+    def test_wrong_groups(self, form: str, message: str, edited: Callable[..., str]) -> None:
+        assert message in edited(form, "g_idx", lambda t: t.index_fill(0, torch.tensor([1]), 7))
+
+    @pytest.mark.parametrize(("suffix", "value"), [("weight_scale", float("nan")), ("weight_global_scale", 0.0)])
+    def test_scales_of_nvfp4(self, suffix: str, value: float, edited: Callable[..., str]) -> None:
+        message = edited("nvfp4", suffix, lambda t: t.float().index_fill(0, torch.tensor([0]), value).to(t))
+        assert f"has a scale of {value:g}; scales must be" in message
+
+    def test_nan_in_fp8(self, edited: Callable[..., str]) -> None:
+        message = edited("fp8-channel", "weight", lambda t: t.float().index_fill(0, torch.tensor(1), torch.nan).to(t))
+        assert "has non-finite values in float8_e4m3fn" in message
+
+    def test_group_that_does_not_divide(self, checkpoint_factory: Factory, tmp_path: Path) -> None:
+        source, _ = checkpoint_factory("llama", **SIZES)
+        quantise_checkpoint(source, tmp_path, FORMATS["w4a16"]())
+        path = tmp_path / "packed" / "config.json"
+        config = json.loads(path.read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 40
+        path.write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=r"self_attn\.q_proj: group_size 40 does not divide its 64 inputs"):
+            _build(tmp_path / "packed")

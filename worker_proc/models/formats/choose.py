@@ -1,0 +1,36 @@
+"""The reader of each stored format."""
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.protocol.model.weight_format import WeightFormat
+from quire.worker_proc.models.formats.awq import read_awq
+from quire.worker_proc.models.formats.compressed_tensors import read_packed, read_plain_codes
+from quire.worker_proc.models.formats.gptq import read_gptq
+from quire.worker_proc.models.formats.nvfp4 import read_nvfp4
+from quire.worker_proc.models.formats.quantised import QuantisedLinear, Reader
+from quire.worker_proc.models.weight_slot import Cut
+
+READERS: dict[str, Reader] = {
+    "pack-quantized": read_packed,
+    "int-quantized": read_plain_codes,
+    "float-quantized": read_plain_codes,
+    "nvfp4-pack-quantized": read_nvfp4,
+    "fp8": read_plain_codes,
+    "gptq": read_gptq,
+    "awq": read_awq,
+}
+
+
+def quantised_linear(
+    form: WeightFormat,
+    cuts: Sequence[Cut],
+    bias: torch.nn.Parameter | None,
+    layer: str,
+    device: torch.device | str,
+    *,
+    stored_bias: bool,
+) -> QuantisedLinear:
+    """Allocate a quantised layer; see ``QuantisedLinear``."""
+    return QuantisedLinear(form, cuts, bias, layer, READERS[form.layout], device, stored_bias=stored_bias)
