@@ -19,6 +19,7 @@ from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, Spec
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
 from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints
 from quire.version import __version__, install_command
@@ -47,6 +48,7 @@ def make_engine_config(
     if model is None:
         assert folder is not None
         model = _read_model(folder, with_weights=options.load_format != "dummy")
+    model = _quantised(options.quantization, model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     speculative, num_drafts = _speculative(options, model)
@@ -96,6 +98,18 @@ def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
         check_sizes(folder, stored, model)
         model = with_stored_format(folder, stored, model)
     return model
+
+
+def _quantised(kind: str, model: ModelConfig) -> ModelConfig:
+    """Return the model with the format of ``--quantization``."""
+    if kind == "none":
+        return model
+    if model.weight_format is not None or (model.moe is not None and model.moe.bias):
+        raise ConfigError(
+            f"--quantization {kind}: the checkpoint's weights are quantised already, or are experts with biases: "
+            f"omit the flag"
+        )
+    return msgspec.structs.replace(model, weight_format=online_format(kind))
 
 
 def _absolute(path: str) -> str:

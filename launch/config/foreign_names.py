@@ -58,6 +58,8 @@ FOREIGN_NAMES = {
     "draft_max": "--speculative-config",
     "chat_template_file": "--chat-template",
     "reasoning_format": "--reasoning-parser",
+    "q": "--quantization",
+    "load_in_4bit": "--quantization int4",
     "api_prefix": "--root-path",
     "ssl_key_file": "--ssl-keyfile",
     "ssl_cert_file": "--ssl-certfile",
@@ -65,7 +67,6 @@ FOREIGN_NAMES = {
     "verbose": "--log-level debug",
 }
 
-_QUANTIZATION = "quantized weights are not supported: give a checkpoint in bfloat16, float16 or float32"
 _LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _TEXT_ONLY = "only text is supported: images, audio and video are not"
 _GENERATES = "only text generation is supported: no embeddings, scores or classes"
@@ -78,9 +79,6 @@ _REQUEST = "a parameter of requests, or a value of generation_config.json: --gen
 
 # Flags without an equivalent: why.
 NO_EQUIVALENT = {
-    "quantization": _QUANTIZATION,
-    "q": _QUANTIZATION,
-    "load_in_4bit": _QUANTIZATION,
     "enable_lora": _LORA,
     "lora": _LORA,
     "lora_modules": _LORA,

@@ -36,6 +36,14 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             "worker logs the types in use",
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8", "fp8", "int4"],
+        Setting(
+            MODEL,
+            "format to which linear layers of a 16-bit or 32-bit checkpoint are rounded when it is loaded: int8 and "
+            "fp8 with a scale per output, int4 with one per 32 inputs. A quantised checkpoint needs no flag",
+        ),
+    ] = "none"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Setting(

@@ -24,11 +24,15 @@ _FUSED |= {"up_proj": "gate_up_proj"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 
 
+ONLINE_GROUP = 32
+
+
 class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The format of a checkpoint's quantised linear layers. The output head and the embedding are never quantised.
 
     Attributes:
-        layout: which tensors a layer has, and their shapes: a format of compressed-tensors, or fp8, gptq, awq.
+        layout: which tensors a layer has, and their shapes: a format of compressed-tensors, fp8, gptq, awq, or online
+            for plain tensors that are quantised as they are loaded.
         kind: codes in memory: int8, int4, fp8 or fp4 (``kernels/common/scaled_weight.py``).
         group_size: inputs that share a scale; 0: all inputs.
         block_rows: outputs that share a scale; 0: all outputs.
@@ -66,6 +70,13 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
         match = _EXPERT.fullmatch(layer)
         base, _, name = (f"{match[1]}.{match[2]}" if match else layer).rpartition(".")
         return f"{base}.{_FUSED.get(name, name)}" not in self.plain
+
+
+def online_format(kind: str) -> WeightFormat:
+    """Return the format of plain weights that are quantised at load: int8 and fp8 by outputs, int4 in small groups."""
+    if kind == "int4":
+        return WeightFormat(layout="online", kind=kind, group_size=ONLINE_GROUP, scale_dtype="bfloat16")
+    return WeightFormat(layout="online", kind=kind)
 
 
 def parse_weight_format(raw: dict[str, Any], architecture: str, where: str) -> WeightFormat | None:

@@ -95,7 +95,7 @@ def init_dummy_weights(model: Decoder, seed: int) -> None:
         if name.endswith("norm.weight"):
             slot.target.fill_(1.0)
             continue
-        stored = _CODES.get(slot.dtypes[0], slot.target.dtype)
+        stored = _CODES.get(slot.dtypes[0], slot.target.dtype if slot.put is None else torch.float32)
         whole = slot.target
         if slot.put is not None or not whole.is_contiguous() or whole.shape != slot.shape:
             whole = torch.empty(slot.shape, dtype=stored)

@@ -80,7 +80,7 @@ def test_suggestions_name_flags_that_exist() -> None:
     [
         (["--model", "m"], "unknown flag --model; did you mean MODEL (the first argument)?"),
         (["--ctx-size=8192"], "unknown flag --ctx-size; did you mean --max-model-len?"),
-        (["--quantization", "awq"], "unknown flag --quantization; quantized weights are not supported"),
+        (["--load-in-4bit"], "unknown flag --load-in-4bit; did you mean --quantization int4?"),
         (["--enable-auto-tool-choice"], "unknown flag --enable-auto-tool-choice; tools need no flag"),
         (["-ngl", "99"], "unknown flag -ngl; a model is on one kind of device"),
     ],

@@ -1,10 +1,12 @@
 """Quantised checkpoints against transformers with the weights that the formats define, on one and two ranks."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import greedy_tokens
@@ -17,9 +19,12 @@ from thread_ranks import ThreadRank, on_ranks
 from tiers import thinned
 
 from quire.kernels.common.scaled_linear import round_to_int8
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import parse_options
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import load_model_config
+from quire.protocol.model.weight_format import online_format
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.registry import build_model
@@ -120,13 +125,78 @@ def test_engines_generate_the_tokens_of_transformers(checkpoint_factory: Factory
 
     source, _ = checkpoint_factory("mixtral", **SIZES)
     reference = AutoModelForCausalLM.from_pretrained(quantise_checkpoint(source, tmp_path, FORMATS["awq"]())).eval()
-    engine = InProcessEngine(tmp_path / "packed", max_model_len=96, dtype="float32", long_prefill_token_threshold=13)
+    folder = tmp_path / "packed"
+    model = make_engine_config(parse_options({}, "LLM"), folder=folder).model
+    engine = InProcessEngine(folder, max_model_len=96, model=model, long_prefill_token_threshold=13)
     prompts = [prompt.tolist() for prompt in _prompts()]
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, max_tokens=8)
     answers = engine.run()
     for index, prompt in enumerate(prompts):
         assert answers[str(index)].tokens == greedy_tokens(reference, [prompt], 8)[0]
+
+
+def _rounded_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "int4":
+        grouped = weight.unflatten(1, (-1, 32))
+        high, low = grouped.amax(-1, keepdim=True), grouped.amin(-1, keepdim=True)
+        scale = (torch.where(high > -low, high, low) / -8).bfloat16().float()
+        return ((grouped / scale).round().clamp(-8, 7) * scale).flatten(1)
+    scale = weight.abs().amax(1, keepdim=True) / (127 if kind == "int8" else 448)
+    codes = weight / scale
+    return (codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float()) * scale
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_plain_checkpoints_are_rounded_when_they_are_loaded(
+    kind: str, family: str, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    source, _ = checkpoint_factory(family, **SIZES)
+    plain = quantise_checkpoint(source, tmp_path, ({}, lambda weight: ({}, _rounded_weight(weight, kind))))
+    config = msgspec.structs.replace(load_model_config(source), weight_format=online_format(kind))
+
+    def load(parallel: ThreadRank | None = None) -> Decoder:
+        model = build_model(config, torch.float32, "cpu", parallel=parallel)
+        load_weights(model, source, torch.float32, progress=False)
+        model.prepack()
+        return model
+
+    expected = _expected(plain)
+    _assert_close(_logits(load()), expected)
+    if kind == "int4":  # the others have a scale for all inputs of a rank
+        for logits in on_ranks(2, lambda parallel: _logits(load(parallel))):
+            _assert_close(logits, expected)
+    init_dummy_weights(model := build_model(config, torch.float32, "cpu"), seed=1)
+    assert _logits(model).isfinite().all()
+
+
+def test_groups_of_zeros_and_non_finite_weights(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint_factory("llama", **SIZES)[0], tmp_path / "copy")
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / FILE).items()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name][:, :32] = 0
+    tensors[name][0] = 0
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    for kind in ("int8", "fp8", "int4"):
+        options = parse_options({"quantization": kind}, "LLM")
+        engine = InProcessEngine(folder, max_model_len=96, model=make_engine_config(options, folder=folder).model)
+        layers = [module for module in engine.runner._model.modules() if isinstance(module, QuantisedLinear)]
+        assert len(layers) == 8 and all(layer.form.kind == kind for layer in layers)
+        engine.add("a", [3, 4, 5], max_tokens=4)
+        assert len(engine.run()["a"].tokens) == 4
+    tensors[name][5, 7] = torch.nan
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"tensor {name} has non-finite values in float32"):
+        model = make_engine_config(parse_options({"quantization": "fp8"}, "LLM"), folder=folder).model
+        InProcessEngine(folder, max_model_len=96, model=model)
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS["gptq"]())
+    with pytest.raises(ConfigError, match="--quantization int8: the checkpoint's weights are quantised already"):
+        make_engine_config(parse_options({"quantization": "int8"}, "LLM"), folder=tmp_path / "packed")
 
 
 @pytest.mark.parametrize("leave", ["lm_head|v_proj", "lm_head|layers.1", "lm_head|self_attn", "lm_head|mlp"])

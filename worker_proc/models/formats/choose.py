@@ -9,6 +9,7 @@ from quire.worker_proc.models.formats.awq import read_awq
 from quire.worker_proc.models.formats.compressed_tensors import read_packed, read_plain_codes
 from quire.worker_proc.models.formats.gptq import read_gptq
 from quire.worker_proc.models.formats.nvfp4 import read_nvfp4
+from quire.worker_proc.models.formats.online import read_online
 from quire.worker_proc.models.formats.quantised import QuantisedLinear, Reader
 from quire.worker_proc.models.weight_slot import Cut
 
@@ -20,6 +21,7 @@ READERS: dict[str, Reader] = {
     "fp8": read_plain_codes,
     "gptq": read_gptq,
     "awq": read_awq,
+    "online": read_online,
 }
 
 
