@@ -43,7 +43,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._tls = tls
         self._protocol = protocol
-        self._connections = Connections(protocol.limits.max_connections(), protocol.limits.client_share)
+        self._connections = Connections(protocol.limits)
         self._outbox = Outbox()
 
     @contextlib.contextmanager

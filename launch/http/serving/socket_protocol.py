@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -18,9 +17,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.launch.http.schema.errors import ApiError, out_of_memory
-from quire.launch.http.serving.connections import Connections, client_of
+from quire.launch.http.serving.connections import ConnectionLimits, Connections, client_of
 from quire.launch.http.serving.outbox import ChunkWriter, Outbox
-from quire.launch.supervision.descriptors import RESERVED_DESCRIPTORS, descriptors_for_clients
 
 # Keys of the request's state. The connection exceeds the limit on connections, so only open routes are served:
 TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -30,56 +28,6 @@ CLIENT = "client"
 UPGRADE = "upgrade"
 # The ``ChunkWriter`` of the response:
 WRITER = "writer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Limits per client, beyond which its connection is closed. Sizes in bytes, times in seconds.
-
-    Attributes:
-        head_bytes: most bytes of a request line with its headers; also of the chunk headers and trailers of a body,
-            beyond the size of the body.
-        handshake_s: most time for a TLS handshake, before which a connection does not count as one.
-        head_s: most time for a head, counted from the start of the connection or the previous response.
-        body_s, body_bytes_per_s: progress of a body: in each period of ``body_s`` it must end, or ``body_bytes_per_s``
-            bytes per second must arrive.
-        rest_s: most time to read the rest of a body after its response, for example of one that is too large.
-        stall_s, stall_bytes: a client with unread output must read ``stall_bytes`` every ``stall_s``.
-        linger_s: as ``stall_s``, once the server has closed the connection; also the time that a refused client may
-            keep sending.
-        num_pipelined: most requests that wait for the response to the previous one.
-        send_buffer: the socket's SO_SNDBUF (the kernel doubles it); the default would grow to megabytes.
-        connections: most connections on which all routes are served; ``spare_connections`` more get only open
-            routes, and further ones are closed. None: as the limit on file descriptors allows. Idle connections are
-            closed first.
-        client_share: largest fraction of ``connections`` for one client.
-        socket_s: greatest age of a web socket at which a message is still answered.
-        socket_idle_s: most time between an answer and the next message of a web socket.
-        socket_message_s: most time for the frames of one message.
-        check_s: interval of the checks.
-    """
-
-    head_bytes: int = 128 * 1024
-    handshake_s: float = 10.0
-    head_s: float = 20.0
-    body_s: float = 30.0
-    body_bytes_per_s: int = 16 * 1024
-    rest_s: float = 5.0
-    stall_s: float = 30.0
-    stall_bytes: int = 4 * 1024
-    linger_s: float = 5.0
-    num_pipelined: int = 8
-    send_buffer: int = 128 * 1024
-    connections: int | None = None
-    spare_connections: int = RESERVED_DESCRIPTORS // 4
-    client_share: float = 0.75
-    socket_s: float = 3600.0
-    socket_idle_s: float = 600.0
-    socket_message_s: float = 60.0
-    check_s: float = 1.0
-
-    def max_connections(self) -> int:
-        return descriptors_for_clients() if self.connections is None else self.connections
 
 
 class InvalidHead(ValueError):
@@ -107,7 +55,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections of clients that send too much, send too slowly or do not read. Tests subclass it for other
     limits.
 
-    One recurring timer per connection checks all limits, so that no path through uvicorn can forget to set a timer.
+    ``check``, called regularly while the connection is open, checks all limits, so that no path through uvicorn can
+    forget to set a timer.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
@@ -118,7 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """``counted``, ``outbox``: of the connections of this server; None: this connection is the only one."""
         super().__init__(*args, **kwargs)
         self._outbox = outbox or Outbox()
-        self._counted = counted or Connections(self.limits.max_connections(), self.limits.client_share)
+        self._counted = counted or Connections(self.limits)
         self._is_counted = False
         self.client_id = ""
         self._phase = Phase.HEAD
@@ -129,7 +78,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         self._unread: tuple[float, int] | None = None  # (time, bytes) at a slow reader's last progress
         self._unfinished: list[RequestResponseCycle] = []  # oldest first, which is the one being served
-        self._timer: asyncio.TimerHandle | None = None
 
     # ---- callbacks of uvicorn's transport and parser
 
@@ -141,7 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.client_id = client_of(transport.get_extra_info("peername"))
         self._is_counted = self._counted.add(self)
         self._enter(Phase.HEAD)
-        self._check_later()
+        self._counted.watch(self)
         with contextlib.suppress(OSError, AttributeError):  # the transport may have no TCP socket
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.limits.send_buffer)
 
@@ -153,8 +101,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_counted:
             self._is_counted = False
             self._counted.remove(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._counted.unwatch(self)
         self._phase = Phase.CLOSED
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -295,18 +242,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_counted:
             self._counted.set_idle(self, is_idle)
 
-    def _check_later(self) -> None:
-        self._timer = self.loop.call_later(self.limits.check_s, self._check)
-
-    def _check(self) -> None:
-        now = self.loop.time()
+    def check(self, now: float) -> None:
         self._check_reader(now)
         if self.flow.read_paused:
             # The server does not read: the client is not late.
             self._since, self._num_bytes_before = now, self._num_bytes
         elif not self.transport.is_closing():
             self._check_writer(now)
-        self._check_later()
 
     def _check_reader(self, now: float) -> None:
         """Abort the connection of a client that reads too slowly."""

@@ -9,8 +9,9 @@ from starlette.types import Receive, Send
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api_error
 from quire.launch.http.serving.body_budget import HeldBytes
+from quire.launch.http.serving.connections import ConnectionLimits
 from quire.launch.http.serving.gate import HELD_BYTES
-from quire.launch.http.serving.socket_protocol import UPGRADE, ConnectionLimits, Upgrade
+from quire.launch.http.serving.socket_protocol import UPGRADE, Upgrade
 from quire.launch.http.web_socket.frames import (
     Close,
     CloseCode,

@@ -15,9 +15,10 @@ from pulled_sequence import PulledSequence
 from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
+from quire.launch.http.serving.connections import ConnectionLimits
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
+from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
