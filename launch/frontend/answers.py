@@ -3,7 +3,9 @@
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from quire.launch.frontend.engine_client import EngineClient, Sequence, Stoppable, Update
 from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
@@ -24,8 +26,7 @@ class PlacedLogprobs:
     text_offset: int
 
 
-@dataclass(slots=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct, gc=False):
     """The part of an answer that one update adds.
 
     Attributes:
@@ -51,7 +52,7 @@ class OutputDelta:
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
         ended = self.finish_reason
-        return replace(
+        return msgspec.structs.replace(
             self,
             text="",
             token_ids=[],
@@ -77,6 +78,7 @@ class Answer:
             shown=prompt.shown,
         )
         self._is_complete = None if prompt.until is None else prompt.until()
+        self._only_engine_ends = not params.stop and prompt.until is None
         self._include_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
@@ -84,6 +86,14 @@ class Answer:
     def assemble(self, update: Update) -> OutputDelta:
         """Convert an update to a delta. If its text ends the answer, a stop is sent to the engine."""
         out = self._text_out
+        prompt_logprobs = self._prompt_logprobs(update.prompt_logprobs) if self._prompt_logprobs_due else None
+        if update.ended is None and update.logprobs is None and self._only_engine_ends:  # most updates by far
+            token_ids, num_output_tokens = update.token_ids, update.num_output_tokens
+            text, num_cached = out.push(token_ids), update.num_cached_tokens
+            admitted = update.admitted
+            return OutputDelta(
+                text, token_ids, None, None, None, num_output_tokens, num_cached, "", prompt_logprobs, admitted
+            )
         decoded: ListLike[int] = update.token_ids
         if update.ended is EndReason.STOPPED and decoded and not self._include_stop_token:
             decoded = decoded[:-1]
@@ -117,7 +127,7 @@ class Answer:
             num_output_tokens,
             update.num_cached_tokens,
             update.detail,
-            self._prompt_logprobs(update.prompt_logprobs) if self._prompt_logprobs_due else None,
+            prompt_logprobs,
             update.admitted,
         )
 

@@ -4,9 +4,9 @@ HTTP is written against this interface. The real client uses ZeroMQ; tests have 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,9 +15,10 @@ from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 
-@dataclass(slots=True)
-class Update:
+class Update(msgspec.Struct, gc=False):
     """New tokens of one sequence, from one step or from several unread ones.
+
+    A struct is made in a fifth of the time of a dataclass, once per token of each stream.
 
     Attributes:
         token_ids: new output tokens, including the stop token that ended the sequence.
@@ -32,7 +33,7 @@ class Update:
             prompts are long.
     """
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     ended: EndReason | None = None
     stop_reason: int | None = None

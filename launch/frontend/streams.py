@@ -38,7 +38,8 @@ class Stream:
         self._on_update = on_update
         self.handle: int | None = None
         self.num_output_tokens = 0
-        self.num_cached_tokens = -1
+        self.num_cached_tokens = 0
+        self.was_introduced = False
         self.admitted = 0.0
         self.error: QuireError | None = None
         self.muted = False
@@ -53,7 +54,7 @@ class Stream:
         update, self._update = self._update, None
         if update is not None:
             update.num_output_tokens = self.num_output_tokens
-            update.num_cached_tokens = max(self.num_cached_tokens, 0)
+            update.num_cached_tokens = self.num_cached_tokens
             update.admitted = self.admitted
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
@@ -86,6 +87,15 @@ class Stream:
         """
         if not self.muted and not self.num_output_tokens:
             self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
+
+    def add(self, token: int) -> None:
+        """Add an output token to the unread update. Called once per token of each stream."""
+        self.tokens.append(token)
+        self.num_output_tokens += 1
+        if self._update is None:
+            self._update = Update([token])
+        else:
+            self._update.token_ids.append(token)
 
     def pending(self) -> Update:
         """Return the unread update, for the table to add to."""
@@ -139,7 +149,8 @@ class StreamTable:
         for introduced in message.introduced:
             stream = self._by_id[introduced.request_id]
             stream.handle = introduced.handle
-            if stream.num_cached_tokens < 0:  # not after a resubmission, which may hit the request's own blocks
+            if not stream.was_introduced:  # not after a resubmission, which may hit the request's own blocks
+                stream.was_introduced = True
                 stream.num_cached_tokens = introduced.num_cached_tokens
                 stream.admitted = introduced.admitted
             self._by_handle[introduced.handle] = stream
@@ -189,9 +200,7 @@ class StreamTable:
         for handle, token in zip(handles, tokens, strict=True):
             stream = self._by_handle[handle]
             if not stream.muted:
-                stream.num_output_tokens += 1
-                stream.tokens.append(token)
-                stream.pending().token_ids.append(token)
+                stream.add(token)
             touched[handle] = stream
         return touched
 

@@ -48,14 +48,8 @@ class Detokenizer:
         new = token_ids
         if not self._silent.isdisjoint(token_ids):
             new = [token for token in token_ids if token not in self._silent]
-        return self._step(new) if new else ""
-
-    def finish(self) -> str:
-        """Return the text of the tokens still held, with U+FFFD for bytes that are not a character."""
-        held, self._held = self._held, []
-        return self._decode(held) if held else ""
-
-    def _step(self, new: Sequence[int]) -> str:
+        if not new:
+            return ""
         try:
             text: str | None = self._stream.step(self._tokenizer, new)
         except Exception:
@@ -69,6 +63,11 @@ class Detokenizer:
         if self._held:
             self._held = []
         return text
+
+    def finish(self) -> str:
+        """Return the text of the tokens still held, with U+FFFD for bytes that are not a character."""
+        held, self._held = self._held, []
+        return self._decode(held) if held else ""
 
     def _give_up_on_held(self) -> str:
         """Return the text of held tokens that cannot become a character; keep the last ones that still can."""
@@ -230,8 +229,9 @@ class TextOut:
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that can be sent after these tokens: all but a possible start of a stop string."""
         if self._stops is None:
-            self._num_tokens += len(token_ids)
-            return self._advance(self._detokenizer.push(token_ids) if self._detokenizer else "")
+            text = self._detokenizer.push(token_ids) if self._detokenizer else ""
+            self.num_chars += len(text)
+            return text
         sent: list[str] = []
         for token in token_ids:
             if self.stop:

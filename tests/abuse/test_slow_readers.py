@@ -159,12 +159,10 @@ class Connection:
             self.parts.append(message["body"])
             self.more.append(message["more_body"])
 
-    @property
-    def num_unsent(self) -> int:
-        return sum(map(len, self.parts[self._num_read :]))
-
-    def write(self, part: bytes) -> None:
+    def write(self, part: bytes) -> int:
+        num_unsent = sum(map(len, self.parts[self._num_read :]))
         self.parts.append(part)
+        return num_unsent
 
     def flush(self) -> None:
         pass
@@ -181,7 +179,7 @@ class TestUnsentLimit:
 
     @staticmethod
     def num_buffered(num_read: int, size: int, *, writes: int = 10_000) -> int:
-        """Return how many writes of ``size`` bytes are buffered, beyond those read, before SlowReader is raised."""
+        """Return how many writes of ``size`` bytes are buffered, beyond those read, before one raises SlowReader."""
         connection = Connection(num_read)
 
         async def scenario() -> None:
@@ -191,7 +189,7 @@ class TestUnsentLimit:
                     await write(stream, b"x" * (size - len(b"data: \n\n")))
 
         asyncio.run(scenario())
-        return len(connection.parts) - num_read
+        return len(connection.parts) - num_read - 1
 
     @pytest.mark.parametrize("num_read", thinned([1, 2, 3, 10], keep=2))
     @pytest.mark.parametrize(

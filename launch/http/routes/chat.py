@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, encode_conversation
+from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
 from quire.launch.http.routes.generate import (
     Collected,
     Generation,
@@ -147,6 +147,7 @@ class ChatFormatter:
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
         self._has_content = request.tool_use is None
         self._readers = [new_reader() for _ in range(request.params.n)]
+        self._is_plain = all(isinstance(reader, PlainAnswer) for reader in self._readers)
         self._called: dict[int, set[int]] = {}
         """Indices of the calls of each choice."""
         self._num_thought_tokens = [0] * request.params.n
@@ -156,11 +157,14 @@ class ChatFormatter:
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         last = delta.finish_reason is not None
-        events = self._readers[index].push(delta.text, last=last)
         template = self._templates.get(index)
+        is_bare = template is not None and not last and delta.logprobs is None and usage is None
+        if is_bare and self._is_plain:
+            return template.fill(delta.text)
+        events = self._readers[index].push(delta.text, last=last)
         if template is None:
             self._templates[index] = TextTemplate(lambda text: self._chunk(ChunkChoice(index, Delta(text)), None))
-        elif len(events) == 1 and not last and delta.logprobs is None and usage is None:
+        elif is_bare and len(events) == 1:
             (event,) = events
             if isinstance(event, Content):
                 return template.fill(event.text)

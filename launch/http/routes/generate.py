@@ -131,6 +131,8 @@ class Generation:
         self._request = request
         self._prompts = prompts
         self._formatter = formatter
+        self._has_running_usage = request.stream_options.continuous_usage_stats
+        self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         num_sequences = len(prompts) * request.params.n
         self._unfinished = set(range(num_sequences))
         self._tenant = 0
@@ -240,8 +242,8 @@ class Generation:
             await stream.fail(as_api_error(error))
 
     def _write_events(self, stream: EventStream, batch: Batch) -> SlowWork | None:
-        usage = self._usage() if self._request.stream_options.continuous_usage_stats else None
-        if self._request.params.prompt_logprobs is not None:
+        usage = self._usage() if self._has_running_usage else None
+        if self._has_prompt_logprobs:
             num_values = sum(d.prompt_logprobs.values.size for _, d in batch if d.prompt_logprobs is not None)
             if num_values:
                 return partial(self._write_slowly, stream, batch, usage, num_values)
@@ -308,11 +310,12 @@ class Generation:
     def _take(self) -> Batch:
         """Return the new delta of each sequence that has one."""
         batch: Batch = []
+        answers, clocks = self._answers, self._clocks
         for index in (*self._unfinished,):
-            delta = self._answers[index].take()
+            delta = answers[index].take()
             if delta is None:
                 continue
-            clock = self._clocks[index]
+            clock = clocks[index]
             if not clock.num_tokens:
                 self._waiting.remove(index)
             clock.record(delta)

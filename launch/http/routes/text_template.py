@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 
+_encode = msgspec.json.Encoder().encode
 _TEXT = "TEXT"
-_ENCODED_TEXT = msgspec.json.encode(_TEXT)
+_ENCODED_TEXT = _encode(_TEXT)
 
 
 class TextTemplate:
@@ -16,4 +17,4 @@ class TextTemplate:
         self._before, _, self._after = encode(_TEXT).rpartition(_ENCODED_TEXT)
 
     def fill(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._before, msgspec.json.encode(text), self._after)
+        return b"%b%b%b" % (self._before, _encode(text), self._after)

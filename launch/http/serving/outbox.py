@@ -11,15 +11,14 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[asyncio.Transport, bytes]] = []
+        self.parts: list[tuple[asyncio.Transport, bytes]] = []
 
-    def add(self, transport: asyncio.Transport, part: bytes) -> None:
-        if not self._parts:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._parts.append((transport, part))
+    def flush_soon(self) -> None:
+        """Call this before the first part is added."""
+        asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        parts, self._parts = self._parts, []
+        parts, self.parts = self.parts, []
         for transport, part in parts:
             if not transport.is_closing():
                 transport.write(part)
@@ -37,12 +36,12 @@ class ChunkWriter:
         self._transport = transport
         self._outbox = outbox
 
-    @property
-    def num_unsent(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def write(self, part: bytes) -> None:
-        self._outbox.add(self._transport, b"%x\r\n%b\r\n" % (len(part), part))
+    def write(self, part: bytes) -> int:
+        transport, outbox = self._transport, self._outbox
+        if not outbox.parts:
+            outbox.flush_soon()
+        outbox.parts.append((transport, b"%x\r\n%b\r\n" % (len(part), part)))
+        return transport.get_write_buffer_size()
 
     def flush(self) -> None:
         self._outbox.flush()

@@ -52,13 +52,8 @@ class SlowReader(Exception):
 class BodyWriter(Protocol):
     """What a server offers to write the body of a started response with, at a fraction of the cost of ASGI."""
 
-    @property
-    def num_unsent(self) -> int:
-        """Bytes that wait because the reader is behind."""
-        ...
-
-    def write(self, part: bytes) -> None:
-        """Write a part soon, without waiting for the reader."""
+    def write(self, part: bytes) -> int:
+        """Write a part soon, without waiting for the reader. Return the bytes before it that wait for the reader."""
         ...
 
     def flush(self) -> None:
@@ -79,6 +74,7 @@ class EventStream:
         self._request_id = request_id
         self._writer = writer
         self._style = style
+        self._frame = style.frame
         self.started = False
         self._num_unsent_writes = 0
         """Writes since all was sent."""
@@ -89,19 +85,19 @@ class EventStream:
         Raises:
             SlowReader: too much is unsent.
         """
-        frame = self._style.frame
+        frame = self._frame
         body = frame % events[0] if len(events) == 1 else b"".join([frame % event for event in events])
         if not body and not last:
             return None
         if self._writer is None or not self.started or last:
             return partial(self._send_part, body, last=last)
-        unsent = self._writer.num_unsent
+        unsent = self._writer.write(body)
         if not unsent:
-            self._num_unsent_writes = 0
+            self._num_unsent_writes = 1
         elif self._is_behind(unsent + len(body)):
             raise SlowReader
-        self._num_unsent_writes += 1
-        self._writer.write(body)
+        else:
+            self._num_unsent_writes += 1
         return None
 
     def _is_behind(self, num_bytes: int) -> bool:
