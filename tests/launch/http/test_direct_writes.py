@@ -41,6 +41,9 @@ class Transport:
     def is_closing(self) -> bool:
         return self._closing
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def write(self, data: bytes) -> None:
         self._written.append(data)
 
