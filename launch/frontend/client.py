@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -77,9 +76,9 @@ class ZmqEngineClient:
         self._directory = directory
         self._context = zmq.asyncio.Context()
         self._channel: AsyncZmqChannel | None = None
-        self._session = Session(self._post, os.getpid(), index)
-        self._scheduler_incarnation = 0
         self._readers = Readers()
+        self._session = Session(self._post, os.getpid(), index, notify=self._readers.call_later)
+        self._scheduler_incarnation = 0
         self._queries: dict[int, asyncio.Future[Statistics]] = {}
         self._next_query = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -144,7 +143,7 @@ class ZmqEngineClient:
             arrival=time.monotonic(),
             tenant=tenant,
         )
-        stream = self._session.add(request, partial(self._readers.call_later, on_update))
+        stream = self._session.add(request, on_update)
         self._idle.clear()
         return ZmqSequence(self._session, stream)
 

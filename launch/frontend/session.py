@@ -10,7 +10,7 @@ request that was in flight at three scheduler deaths, with no token in between, 
 import time
 from collections.abc import Callable
 
-from quire.launch.frontend.streams import Stream, StreamTable
+from quire.launch.frontend.streams import Stream, StreamTable, call_now
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
@@ -48,15 +48,24 @@ class Session:
     """
 
     def __init__(
-        self, post: Callable[[Message], None], pid: int, index: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        post: Callable[[Message], None],
+        pid: int,
+        index: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        notify: Callable[[Callable[[], None]], None] = call_now,
     ) -> None:
-        """``post``: sends a message over the current link, in order and without blocking."""
+        """
+        Args:
+            post: sends a message over the current link, in order and without blocking.
+            notify: calls the ``on_update`` of a stream, now or later.
+        """
         self._post = post
         self._pid, self._index = pid, index
         self._clock = clock
         self.state, self.detail, self.pause, self.since = "loading", "", "", clock()
         self.progress_at = self.since
-        self.table = StreamTable()
+        self.table = StreamTable(notify)
         self.link_number = 0
         self.was_ready = False
         self.accepts = False

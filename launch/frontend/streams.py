@@ -4,7 +4,7 @@ Both clients use it: the asynchronous one (HTTP) and the blocking one (offline A
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ class Stream:
         request: the request as first submitted.
         tokens: output tokens received so far, int32; sent to the next scheduler if this one dies.
         link_number: the session's link on which it was last submitted; 0 before the first submission.
+        on_update: notifies the reader of an update or an error.
         handle: the scheduler's handle of the request; None before the first message about it.
         error: set instead of an end, if the request was refused or the engine failed.
         muted: the stream is no longer read; further tokens are dropped.
@@ -35,7 +36,7 @@ class Stream:
         self.tokens = array("i")
         self.link_number = 0
         self._num_deaths = self._num_tokens_at_death = 0
-        self._on_update = on_update
+        self.on_update = on_update
         self.handle: int | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
@@ -74,11 +75,6 @@ class Stream:
     def note_death(self) -> None:
         self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
 
-    def notify(self) -> None:
-        """Wake the reader, because there is an update or an error."""
-        if self._on_update is not None and not self.muted:
-            self._on_update()
-
     def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
         """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
 
@@ -104,10 +100,16 @@ class Stream:
         return self._update
 
 
+def call_now(on_update: Callable[[], None]) -> None:
+    on_update()
+
+
 class StreamTable:
     """All streams in flight of one front end, by request id and by handle."""
 
-    def __init__(self) -> None:
+    def __init__(self, notify: Callable[[Callable[[], None]], None] = call_now) -> None:
+        """``notify``: calls the ``on_update`` of a stream, now or later."""
+        self._notify = notify
         self._by_id: dict[str, Stream] = {}
         self._by_handle: dict[int, Stream] = {}
 
@@ -142,7 +144,7 @@ class StreamTable:
         self.drop(stream)
         update = stream.pending()
         update.ended, update.detail = EndReason.ERROR, detail
-        stream.notify()
+        self._wake([stream])
 
     def apply(self, message: StepOutputs) -> None:
         """Apply a step's outputs to the streams, and notify each affected stream once."""
@@ -172,8 +174,7 @@ class StreamTable:
             update.stop_reason, update.detail = ended.stop_reason, ended.detail
             stream.over = True
             touched[ended.handle] = stream
-        for stream in touched.values():
-            stream.notify()
+        self._wake(touched.values())
 
     def reject(self, message: Rejected) -> None:
         """End the stream of a request that the scheduler refused."""
@@ -189,11 +190,17 @@ class StreamTable:
         for stream in streams:
             self._end_with(stream, EngineError(reason))
 
-    @staticmethod
-    def _end_with(stream: Stream, error: QuireError) -> None:
+    def _end_with(self, stream: Stream, error: QuireError) -> None:
         stream.error = error
         stream.over = True
-        stream.notify()
+        self._wake([stream])
+
+    def _wake(self, streams: Iterable[Stream]) -> None:
+        """Notify the readers of these streams, which have an update or an error."""
+        notify = self._notify
+        for stream in streams:
+            if stream.on_update is not None and not stream.muted:
+                notify(stream.on_update)
 
     def _apply_tokens(self, handles: list[int], tokens: list[int]) -> dict[int, Stream]:
         touched: dict[int, Stream] = {}

@@ -152,14 +152,14 @@ class ChatFormatter:
         """Indices of the calls of each choice."""
         self._num_thought_tokens = [0] * request.params.n
         """Output tokens of each choice up to the end of its thoughts."""
-        self._templates: dict[int, TextTemplate] = {}
+        self._templates: list[TextTemplate | None] = [None] * request.params.n
         """Chunks with nothing but content, of the choices that have started."""
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         last = delta.finish_reason is not None
-        template = self._templates.get(index)
-        is_bare = template is not None and not last and delta.logprobs is None and usage is None
-        if is_bare and self._is_plain:
+        template = self._templates[index]
+        is_bare = not last and delta.logprobs is None and usage is None
+        if is_bare and self._is_plain and template is not None:
             return template.fill(delta.text)
         events = self._readers[index].push(delta.text, last=last)
         if template is None:

@@ -133,11 +133,11 @@ class Generation:
         self._formatter = formatter
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
-        num_sequences = len(prompts) * request.params.n
-        self._unfinished = set(range(num_sequences))
+        self._num_sequences = len(prompts) * request.params.n
+        self._running: list[tuple[int, StreamedAnswer, SequenceClock]] = []
+        """The submitted sequences that have not ended, with their indices."""
         self._tenant = 0
         self._finish_reasons: set[str] = set()
-        self._answers: list[StreamedAnswer] = []
         self._clocks: list[SequenceClock] = []
         self._turn: asyncio.Future[SlowWork | None] | None = None
         self._arrival = server.metrics.now()
@@ -161,7 +161,8 @@ class Generation:
 
     def _finished(self) -> list[str]:
         """Return the finish reasons of the sequences, each once."""
-        return sorted(self._finish_reasons | ({"abort"} if self._unfinished else set()))
+        is_aborted = bool(self._running) or not self._clocks
+        return sorted(self._finish_reasons | ({"abort"} if is_aborted else set()))
 
     def _record_span(self, scope: Scope) -> None:
         if (tracer := self._server.settings.tracer) is None:
@@ -194,7 +195,7 @@ class Generation:
         )
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        collected = [Collected() for _ in self._unfinished]
+        collected = [Collected() for _ in range(self._num_sequences)]
         num_kept = 0
         self._check_num_values(self._num_prompt_values())  # known before the prompts are computed
 
@@ -231,8 +232,9 @@ class Generation:
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         stream = EventStream(send, self._formatter.request_id, scope["state"].get(WRITER), self._style)
+        self._events = stream
         try:
-            await self._run(partial(self._write_events, stream))
+            await self._run(self._write_events)
         except SlowReader:
             self._server.metrics.cut_slow_reader()
             raise ClientDisconnected from None
@@ -241,30 +243,30 @@ class Generation:
                 raise
             await stream.fail(as_api_error(error))
 
-    def _write_events(self, stream: EventStream, batch: Batch) -> SlowWork | None:
+    def _write_events(self, batch: Batch) -> SlowWork | None:
         usage = self._usage() if self._has_running_usage else None
         if self._has_prompt_logprobs:
             num_values = sum(d.prompt_logprobs.values.size for _, d in batch if d.prompt_logprobs is not None)
             if num_values:
-                return partial(self._write_slowly, stream, batch, usage, num_values)
-        return self._write(stream, [self._formatter.event(index, delta, usage) for index, delta in batch])
+                return partial(self._write_slowly, batch, usage, num_values)
+        return self._write([self._formatter.event(index, delta, usage) for index, delta in batch])
 
-    async def _write_slowly(self, stream: EventStream, batch: Batch, usage: Usage | None, num_values: int) -> None:
+    async def _write_slowly(self, batch: Batch, usage: Usage | None, num_values: int) -> None:
         def format_batch() -> list[bytes]:
             return [self._formatter.event(index, delta, usage) for index, delta in batch]
 
-        work = self._write(stream, await self._server.texts.run(num_values, format_batch))
+        work = self._write(await self._server.texts.run(num_values, format_batch))
         if work is not None:
             await work()
 
-    def _write(self, stream: EventStream, events: list[bytes]) -> SlowWork | None:
-        if self._unfinished:
-            return stream.write(events)
+    def _write(self, events: list[bytes]) -> SlowWork | None:
+        if self._running:
+            return self._events.write(events)
         if self._request.stream_options.include_usage:
             events.append(self._formatter.usage_event(self._usage()))
         if self._style.end is not None:
             events.append(self._style.end)
-        return stream.write(events, last=True)
+        return self._events.write(events, last=True)
 
     async def _run(self, consume: Callable[[Batch], SlowWork | None]) -> None:
         """Submit the sequences, and pass their deltas to ``consume`` as they arrive, those of a step together.
@@ -275,15 +277,15 @@ class Generation:
         """
         self._consume = consume
         try:
-            with self._server.key_queues.enter(self._tenant, len(self._unfinished)) as self._waiting:
+            with self._server.key_queues.enter(self._tenant, self._num_sequences) as self._waiting:
                 await self._start()
                 try:
                     while (work := await self._next_slow_work()) is not None:
                         await work()
                 finally:
-                    for index in self._unfinished:
-                        self._answers[index].abort()
-                        self._clocks[index].end("abort")
+                    for _, answer, clock in self._running:
+                        answer.abort()
+                        clock.end("abort")
         except InvalidRequest as refused:
             self._server.metrics.rejected(refused.code)
             raise
@@ -304,34 +306,37 @@ class Generation:
         except Exception as error:
             self._turn.set_exception(error)
             return
-        if work is not None or not self._unfinished:
+        if work is not None or not self._running:
             self._turn.set_result(work)
 
     def _take(self) -> Batch:
         """Return the new delta of each sequence that has one."""
         batch: Batch = []
-        answers, clocks = self._answers, self._clocks
-        for index in (*self._unfinished,):
-            delta = answers[index].take()
-            if delta is None:
-                continue
-            clock = clocks[index]
-            if not clock.num_tokens:
-                self._waiting.remove(index)
-            clock.record(delta)
-            if delta.finish_reason is not None:
-                self._unfinished.discard(index)
-                self._finish_reasons.add(delta.finish_reason)
-                if delta.finish_reason == "error":
-                    raise failed_request(delta.detail)
-                if delta.finish_reason == "abort":
-                    raise aborted_request()
-            batch.append((index, delta))
+        ended: set[int] = set()
+        try:
+            for index, answer, clock in self._running:
+                delta = answer.take()
+                if delta is None:
+                    continue
+                if not clock.num_tokens:
+                    self._waiting.remove(index)
+                clock.record(delta)
+                if delta.finish_reason is not None:
+                    ended.add(index)
+                    self._finish_reasons.add(delta.finish_reason)
+                    if delta.finish_reason == "error":
+                        raise failed_request(delta.detail)
+                    if delta.finish_reason == "abort":
+                        raise aborted_request()
+                batch.append((index, delta))
+        finally:
+            if ended:
+                self._running = [each for each in self._running if each[0] not in ended]
         return batch
 
     async def _start(self) -> None:
         request = self._request
-        self._answers = await start_answers(
+        answers = await start_answers(
             self._server.engine,
             self._server.text_in,
             self._formatter.request_id,
@@ -347,6 +352,7 @@ class Generation:
         metrics = self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
         self._clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
+        self._running = [*zip(range(self._num_sequences), answers, self._clocks, strict=True)]
 
     def _usage(self) -> Usage:
         """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's."""
