@@ -74,8 +74,10 @@ class Attend {
         first_ = call.first_key(item.position);
         last_ = item.shared ? item.position : item.position + item.count;
         work.fit(rows_, width_);
+        const bool many = rows_ > STAGED_FROM;
+        turned_ = item.shared && many;  // its tiles are whole; measured: no gain with the 64 rows of a prefill
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
-        staged_ = width_ != call.layer->head_dim || (sizeof(T) < 4 && rows_ > STAGED_FROM);
+        staged_ = turned_ || width_ != call.layer->head_dim || (sizeof(T) < 4 && many);
     }
 
     void run(float* partials, int64_t partial_size) {
@@ -160,9 +162,12 @@ class Attend {
         const int from = first / 4 * 4, groups = (last - from + 3) / 4;
         const Ahead value_rows{reinterpret_cast<const char* const*>(values_), row_bytes()};
         float* scores = work_.scores + from;
-        if (staged_) {
-            const float* const* keys = widen(keys_, from, from + 4 * groups, work_.keys, value_rows);
-            score_tile<Float32>(work_.query, rows_, width_, keys + from, groups, scores, Ahead{});
+        if (turned_) {
+            turn_tile(widen(keys_, 0, TILE, work_.values), width_, work_.keys);
+            score_turned_tile(work_.query, rows_, width_, work_.keys, work_.scores, value_rows);
+        } else if (staged_) {
+            const float* const* keys = widen(keys_, from, from + 4 * groups, work_.keys);
+            score_tile<Float32>(work_.query, rows_, width_, keys + from, groups, scores, value_rows.from(from));
         } else {
             score_tile<F>(work_.query, rows_, width_, keys_ + from, groups, scores, value_rows.from(from));
         }
@@ -172,8 +177,11 @@ class Attend {
         if (more) locate(call_, item_, tile + 1, first_, last_, false, keys_);
         const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, row_bytes()};
         if (staged_) {
-            const float* const* values = widen(values_, first, last, work_.values, next);
-            add_tile<Float32>(work_.out, rows_, width_, work_.scores, values, first, last, Ahead{});
+            const float* const* values = widen(values_, first, last, work_.values);
+            interleave(rows_, next, [&](int row, int count) {
+                const float* weights = work_.scores + row * TILE;
+                add_tile<Float32>(work_.out + row * width_, count, width_, weights, values, first, last, Ahead{});
+            });
         } else {
             add_tile<F>(work_.out, rows_, width_, work_.scores, values_, first, last, next);
         }
@@ -197,11 +205,10 @@ class Attend {
     }
 
     // Rows [first, last) of a tile in float32, and pointers to them.
-    const float* const* widen(const T* const* rows, int first, int last, float* to, Ahead next) {
+    const float* const* widen(const T* const* rows, int first, int last, float* to) {
         for (int i = first; i < last; i++) {
             widen_row<F>(rows[i], call_.layer->head_dim, 1.0f, to + i * width_);
             widened_[i] = to + i * width_;
-            next.fetch(i, i + 1);
         }
         return widened_;
     }
@@ -243,7 +250,7 @@ class Attend {
     const Item& item_;
     Workspace& work_;
     int64_t width_, rows_, first_, last_;
-    bool staged_;
+    bool turned_, staged_;
     const T* keys_[TILE];
     const T* values_[TILE];
     const float* widened_[TILE];
@@ -258,7 +265,7 @@ Workspace& own_workspace() {
 template <class F>
 void run_items(Call& call, const Work& work, int threads) {
     static thread_local std::vector<float> partials;
-    const int64_t partial_size = call.block_tokens() * call.group() * (call.width() + 2);
+    const int64_t partial_size = work.block * call.group() * (call.width() + 2);
     if (int64_t(partials.size()) < work.partials * partial_size) partials.resize(work.partials * partial_size);
     float* kept = partials.data();
     const Item *items = work.items.data(), *joints = work.joints.data();

@@ -32,7 +32,7 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
         const vfloat key = lane + float(v * VF);
         if (how.soft_cap != 0.0f) s = hyperbolic_tangent(s / how.soft_cap) * how.soft_cap;
         if (!whole) s = key < float(how.first) ? splat(NOTHING) : key >= float(how.last) ? splat(NOTHING) : s;
-        store(scores + v * VF, s);
+        if (!whole || how.soft_cap != 0.0f) store(scores + v * VF, s);
         most = s > most ? s : most;
     }
     const float here = largest(most);

@@ -5,6 +5,8 @@
 // of each row is one chain of fused multiply-adds.
 #pragma once
 
+#include <algorithm>
+
 #include "attention_vec.h"
 
 namespace quire {
@@ -63,6 +65,61 @@ void score_rows(const float* query, int64_t width, const typename Format::stored
     }
 }
 
+// turned[d][key] = keys[key][d], for a tile of keys in float32.
+inline void turn_tile(const float* const* keys, int64_t width, float* turned) {
+    for (int key = 0; key < TILE; key += VF)
+        for (int64_t d = 0; d < width; d += VF) {
+            vfloat lanes[VF];
+#pragma GCC unroll 16
+            for (int i = 0; i < VF; i++) lanes[i] = load<vfloat>(keys[key + i] + d);
+            transpose(lanes);
+#pragma GCC unroll 16
+            for (int i = 0; i < VF; i++) store(turned + (d + i) * TILE + key, lanes[i]);
+        }
+}
+
+// As score_rows, for K registers of turned keys: lanes are keys, so no lanes are added. The bits are the same: a sum
+// here is what a lane of score_rows is there, and the sums are added in the order of `sums`.
+template <int N, int K>
+void score_turned(const float* query, int64_t width, const float* turned, float* scores) {
+    constexpr int PAIRS = VF == 16 ? 8 : VF;
+    vfloat kept[4][N][K];  // sums of 1, 2, 4, 8 neighbours
+    for (int pair = 0; pair < PAIRS; pair++) {
+        vfloat acc[N][K];
+        for (int lane = pair; lane < VF; lane += PAIRS) {
+            vfloat chain[N][K] = {};
+            for (int64_t d = lane; d < width; d += VF) {
+                vfloat q[N];
+#pragma GCC unroll 8
+                for (int i = 0; i < N; i++) q[i] = in_register(splat(query[i * width + d]));
+#pragma GCC unroll 8
+                for (int k = 0; k < K; k++) {
+                    const vfloat key = in_register(load<vfloat>(turned + d * TILE + k * VF));
+#pragma GCC unroll 8
+                    for (int i = 0; i < N; i++) chain[i][k] = multiply_add(q[i], key, chain[i][k]);
+                }
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+                for (int k = 0; k < K; k++) acc[i][k] = lane == pair ? chain[i][k] : acc[i][k] + chain[i][k];
+        }
+        int level = 0;
+        for (; pair >> level & 1; level++)
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i++)
+#pragma GCC unroll 8
+                for (int k = 0; k < K; k++) acc[i][k] = kept[level][i][k] + acc[i][k];
+        if (pair == PAIRS - 1) {
+            for (int i = 0; i < N; i++)
+                for (int k = 0; k < K; k++) store(scores + i * TILE + k * VF, acc[i][k]);
+        } else {
+            for (int i = 0; i < N; i++)
+                for (int k = 0; k < K; k++) kept[level][i][k] = acc[i][k];
+        }
+    }
+}
+
 // out[i][d] += sum over keys of weights[i][key] * value[key][d], for D registers of d.
 template <class Format, int N, int D>
 void add_columns(float* out, int64_t width, const float* weights, const typename Format::stored* const* values,
@@ -108,6 +165,30 @@ void score_tile(const float* query, int rows, int64_t width, const typename Form
     if (rows - row == 3) score_rows<Format, 3>(query, width, keys, groups, scores, ahead);
     if (rows - row == 2) score_rows<Format, 2>(query, width, keys, groups, scores, ahead);
     if (rows - row == 1) score_rows<Format, 1>(query, width, keys, groups, scores, ahead);
+}
+
+// Calls step(row, count) for QUERIES rows at a time, and prefetches a tile's rows in between: all at once would wait.
+template <class Step>
+void interleave(int rows, Ahead ahead, Step step) {
+    for (int row = 0; row < rows; row += QUERIES) {
+        const int count = std::min(QUERIES, rows - row);
+        step(row, count);
+        ahead.fetch(row * TILE / rows, (row + count) * TILE / rows);
+    }
+}
+
+inline void score_turned_tile(const float* query, int rows, int64_t width, const float* turned, float* scores,
+                              Ahead ahead) {
+    constexpr int K = 4;
+    interleave(rows, ahead, [&](int row, int count) {
+        const float* from = query + row * width;
+        float* to = scores + row * TILE;
+        for (int key = 0; key < TILE; key += K * VF)
+            if (count == QUERIES)
+                score_turned<QUERIES, K>(from, width, turned + key, to + key);
+            else
+                for (int i = 0; i < count; i++) score_turned<1, K>(from + i * width, width, turned + key, to + i * TILE + key);
+    });
 }
 
 template <class Format>

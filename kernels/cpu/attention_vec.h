@@ -3,6 +3,8 @@
 // Must not be compiled with -ffast-math: masks are infinities, and the order of every sum is part of the contract.
 #pragma once
 
+#include <utility>
+
 #include "common.h"
 #include "exp.h"
 
@@ -138,12 +140,43 @@ QUIRE_INLINE vf4 sums(vfloat a, vfloat b, vfloat c, vfloat d) {
 
 QUIRE_INLINE float sum(vfloat v) { return sums(v, v, v, v)[0]; }
 
+QUIRE_INLINE float largest(vf4 v) {
+    const vf4 swapped = QUIRE_SHUFFLE(v, v, 2, 3, 0, 1);
+    v = swapped > v ? swapped : v;
+    return v[1] > v[0] ? v[1] : v[0];
+}
+#if QUIRE_LANES >= 8
+QUIRE_INLINE float largest(vf8 v) {
+    vf4 halves[2];
+    std::memcpy(halves, &v, sizeof(v));
+    return largest(halves[1] > halves[0] ? halves[1] : halves[0]);
+}
+#endif
+#if QUIRE_LANES == 16
 QUIRE_INLINE float largest(vfloat v) {
-    float lanes[VF];
-    store(lanes, v);
-    for (int half = VF / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
-    return lanes[0];
+    vf8 halves[2];
+    std::memcpy(halves, &v, sizeof(v));
+    return largest(halves[1] > halves[0] ? halves[1] : halves[0]);
+}
+#endif
+
+// ---- transposition
+
+// Exchanges the lanes of `a` whose number contains the bit H with those of `b` whose number does not.
+template <int H, int... L>
+QUIRE_INLINE void exchange(vfloat& a, vfloat& b, std::integer_sequence<int, L...>) {
+    const vfloat low = QUIRE_SHUFFLE(a, b, (L & H ? VF + L - H : L)...);
+    b = QUIRE_SHUFFLE(a, b, (L & H ? VF + L : L + H)...);
+    a = low;
+}
+
+// Transposes VF registers of VF lanes.
+template <int H = VF / 2>
+QUIRE_INLINE void transpose(vfloat* rows) {
+#pragma GCC unroll 16
+    for (int i = 0; i < VF; i++)
+        if (!(i & H)) exchange<H>(rows[i], rows[i + H], std::make_integer_sequence<int, VF>());
+    if constexpr (H > 1) transpose<H / 2>(rows);
 }
 
 // ---- exponentials

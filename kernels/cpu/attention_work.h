@@ -12,6 +12,7 @@ namespace quire {
 
 constexpr int64_t SPLIT = 4 * TILE;      // keys that are never divided among items
 constexpr int64_t BLOCK_ROWS = 64;       // approximate query rows of an item
+constexpr int64_t SHARED_ROWS = 256;     // the same of an item over a shared prefix: its keys are prepared once for more
 constexpr int64_t ITEMS_PER_THREAD = 4;  // minimum, if there are enough keys: balances rows of different length
 
 // Some tokens and the keys of one head, or only some splits of these keys. In the latter case `partial` is the index of
@@ -37,6 +38,11 @@ struct Call {
     int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
     int64_t width() const { return padded(layer->head_dim); }
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
+    // Tokens of an item over a shared prefix: fewer if threads would wait for others.
+    int64_t shared_tokens(int threads) const {
+        const int64_t fair = step->num_tokens * layer->num_kv_heads / (threads * ITEMS_PER_THREAD);
+        return std::clamp(fair, block_tokens(), std::max<int64_t>(1, SHARED_ROWS / group()));
+    }
     // First key visible to a query.
     int64_t first_key(int64_t position) const {
         return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
@@ -53,12 +59,12 @@ struct Call {
 // Items that can be computed at the same time. Items whose keys are divided among several are also in `joints`.
 struct Work {
     std::vector<Item> items, joints;
-    int64_t partials = 0;
+    int64_t partials = 0, block = 0;  // partial results; most tokens of an item
 
     // Each row's tokens over its own keys: all that it sees, less the shared ones. `states`: from plan_prefixes.
     void plan_rows(Call& call, int threads, const std::vector<int64_t>& states) {
         const QuireStep& step = *call.step;
-        whole_.clear();
+        whole_.clear(), block = call.block_tokens();
         for (int64_t row = 0; row < step.num_rows; row++) {
             const int64_t start = step.query_start_loc[row], end = step.query_start_loc[row + 1];
             const int64_t length = step.seq_lens[row], context = length - (end - start);
@@ -76,7 +82,7 @@ struct Work {
     void plan_prefixes(Call& call, int threads, std::vector<int64_t>& states) {
         const QuireStep& step = *call.step;
         std::vector<int32_t>& sharing = call.sharing;
-        whole_.clear(), sharing.clear(), states.resize(step.num_rows);
+        whole_.clear(), sharing.clear(), block = call.shared_tokens(threads), states.resize(step.num_rows);
         for (int64_t prefix = 0; prefix < step.num_prefixes; prefix++) {
             const int64_t first = int64_t(sharing.size());
             int64_t reader = -1;
@@ -97,7 +103,6 @@ struct Work {
   private:
     // Adds the item of each head and of each block of the `count` tokens that begin at the one of `item`.
     void add(const Call& call, const Item& item, int64_t count) {
-        const int64_t block = call.block_tokens();
         for (int64_t at = 0; at < count; at += block)
             for (int64_t head = 0; head < call.layer->num_kv_heads; head++) {
                 Item part = item;

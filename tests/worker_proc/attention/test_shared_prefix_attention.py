@@ -73,10 +73,12 @@ def test_some_rows_share_and_others_share_another_prefix(backend: CpuBackend) ->
     assert torch.equal(run(backend, passed(case, *prefixes)), run(backend, case))
 
 
-def test_threads_and_many_rows(backend: CpuBackend) -> None:
+@pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 20)], ids=str)
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_and_many_rows(cache: torch.dtype, heads: tuple[int, int, int], backend: CpuBackend) -> None:
     """More query rows than an item has, keys divided among items, and merged in the same order."""
     rows: Rows = [(1040 + row, 1) for row in range(40)]
-    case = share(make_case(rows, (4, 2, 16), BLOCK, torch.float32), (list(range(40)), 1040))
+    case = share(make_case(rows, heads, BLOCK, torch.float32, cache), (list(range(40)), 1040))
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
