@@ -23,6 +23,9 @@ from quire.protocol.wire.connection_limit import ConnectionLimit
 HIGH_WATER_MARK = 4096
 REPLAY_HIGH_WATER_MARK = 1000
 LINGER_MS = 500
+SLOW_PEER_LINGER_MS = 100
+"""Linger time of sockets whose peers may not read. Not 0: libzmq 4.3 aborts the process if such a socket is closed when
+a peer disconnects that has received a part of a message (libzmq issue 3442)."""
 RECONNECT_MS = 10
 """Interval at which a socket retries to reach an address that is not bound yet."""
 
@@ -173,7 +176,7 @@ class ReplayRouter:
     def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, REPLAY_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

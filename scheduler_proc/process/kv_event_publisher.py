@@ -12,7 +12,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.connection_limit import ConnectionLimit
 from quire.protocol.wire.curve_keys import CurveContext, load_curve_keys
 from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
-from quire.protocol.wire.zmq_channel import ReplayRouter
+from quire.protocol.wire.zmq_channel import SLOW_PEER_LINGER_MS, ReplayRouter
 from quire.scheduler_proc.kv.events import KVEventRecorder
 
 KEPT_BATCHES = 10_000
@@ -69,7 +69,7 @@ class KVEventPublisher:
         self._replay: ReplayRouter | None = None
         self._limit: ConnectionLimit | None = None
         self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
-        self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         failed_endpoint = endpoint
