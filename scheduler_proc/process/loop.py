@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 
 import msgspec
@@ -142,7 +143,7 @@ class SchedulerLoop:
         if remaining is not None:
             timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         masks_due = self._grammars.deadline
-        if masks_due is not None and (due_ms := max(0, int((masks_due - now) * 1000) + 1)) < timeout_ms:
+        if masks_due is not None and (due_ms := max(0, ceil((masks_due - now) * 1000))) < timeout_ms:
             self._transport.wait(due_ms)
         elif not self._transport.wait(timeout_ms):
             self.on_idle()

@@ -137,8 +137,11 @@ class MaskHelpers:
         """Whether a grammar has, or can have, a helper of its own."""
         if grammar.number in self._private:
             return True
-        of_tenant = sum(helper.tenant == tenant for helper in self._private.values())
-        return len(self._private) < MAX_PRIVATE_HELPERS and of_tenant < MAX_PRIVATE_HELPERS_OF_TENANT
+        return len(self._private) < MAX_PRIVATE_HELPERS and self.num_private(tenant) < MAX_PRIVATE_HELPERS_OF_TENANT
+
+    def num_private(self, tenant: int) -> int:
+        """Return the number of private helpers of a tenant."""
+        return sum(helper.tenant == tenant for helper in self._private.values())
 
     def helper_for(self, grammar: Accepted, tenant: int, now: float, *, private: bool) -> HelperState | None:
         """Return the helper for an output of a grammar, opening it if needed; None if it cannot be opened now."""

@@ -30,8 +30,8 @@ MAX_STEP_ITEMS = 80_000
 MAX_STEP_FUEL = 50_000
 """Parser and lexer cost limits of one token: some ten milliseconds. A schema of 500 objects takes 10,000 items."""
 MAX_THREADS = 8
-PARALLEL_FROM = 4
-"""Fewest rows that are filled by several threads."""
+PARALLEL_FROM = 2**18
+"""Fewest bits that several threads fill: about a millisecond. Below it, waking them costs more than it saves."""
 
 ANY_TEXT = "/(?s:.*)/"
 _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -133,9 +133,10 @@ class LLGuidanceBackend:
 
     def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
         rows = [(matcher.ids, index) for matcher, index in matchers]
-        if len(rows) < PARALLEL_FROM:
+        if len(rows) * 32 * self._num_words < PARALLEL_FROM or len(rows) == 1:
+            address, num_bytes = masks.ctypes.data, masks.strides[0]
             for ids, index in rows:
-                fill_next_token_bitmask(ids, masks, index)
+                ids.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
         else:
             if self._threads is None:  # made at the first use, because threads do not survive the fork of a helper
                 self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))

@@ -1,9 +1,11 @@
 """Reads the tokens of outputs and fills their bitmasks: the work of a helper, without its process."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,8 @@ from quire.scheduler_proc.structured.mask_messages import (
 )
 
 NOT_ALLOWED = "a sampled token is not allowed by its grammar"
+GATHER_SECONDS = 0.001
+"""CPU time of a row from which the answers before it are sent first."""
 DEAD_END = "the grammar allows no token of the model's vocabulary here"
 
 
@@ -51,23 +55,21 @@ class MaskMaker:
         config: EngineConfig,
         masks: Masks,
         works_on: Callable[[int], None] = lambda output: None,
-        clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         """
         Args:
             masks: the memory that answers refer to.
             works_on: called with an output before it is computed alone, and with 0 after it.
-            cpu_clock: returns the CPU seconds of the calling thread.
+            cpu_clock: returns the CPU seconds of this process.
         """
         self._backend = backend
         self._config = config
         self._masks = masks
         self._thinking_mask = _all_but(config.model.eos_token_ids, config.model.vocab_size)
         self._works_on = works_on
-        self._clock = clock
         self._cpu_clock = cpu_clock
-        self._slow_steps = SlowSteps()
+        self._slow_steps = SlowSteps(config.model.vocab_size)
         self._grammars: dict[int, CompiledGrammar] = {}
         self._outputs: dict[int, ConstrainedOutput] = {}
         self._new: set[int] = set()
@@ -111,22 +113,31 @@ class MaskMaker:
 
     def _fill(self, message: Fill) -> Iterator[Sequence[Filled]]:
         """Fill rows together, which is faster; one by one, cheap ones first, for a while after a slow step."""
-        start = self._clock()
+        start = self._cpu_clock()
         places = iter(message.places)
         rows = [(row, list(itertools.islice(places, 1 + len(row.drafts)))) for row in message.rows]
         if self._slow_steps.are_watched or len(rows) == 1:
-            for row in sorted(rows, key=lambda row: self._seconds.get(row[0].output, 0.0)):
-                output = row[0].output
-                self._works_on(output)
-                before = self._cpu_clock()
-                reasons = self._fill_together([row])
-                self._seconds[output] = self._cpu_clock() - before
-                self._works_on(0)
-                yield [Filled(message.ask, [output], self._seconds[output], reasons)]
+            yield from self._fill_one_by_one(message.ask, rows)
         else:
             reasons = self._fill_together(rows)
             yield [Filled(message.ask, [row.output for row in message.rows], 0.0, reasons)]
-        self._slow_steps.record(self._clock() - start)
+        self._slow_steps.record(self._cpu_clock() - start, len(rows))
+
+    def _fill_one_by_one(self, ask: int, rows: list[tuple[Row, list[int]]]) -> Iterator[Sequence[Filled]]:
+        """Fill each row alone. Masks that are ready do not wait for one that takes long, or may."""
+        answers: list[Filled] = []
+        costs = [self._seconds.get(row.output, math.inf) for row, _ in rows]
+        for cost, (row, places) in sorted(zip(costs, rows, strict=True), key=itemgetter(0)):
+            if answers and cost > GATHER_SECONDS:
+                yield answers
+                answers = []
+            self._works_on(row.output)
+            before = self._cpu_clock()
+            reasons = self._fill_together([(row, places)])
+            seconds = self._seconds[row.output] = self._cpu_clock() - before
+            self._works_on(0)
+            answers.append(Filled(ask, [row.output], seconds, reasons))
+        yield answers
 
     def _fill_together(self, rows: list[tuple[Row, list[int]]]) -> dict[int, str]:
         """Fill rows, each with its places. Returns why outputs fail."""

@@ -42,7 +42,6 @@ MAX_ADDRESS_BYTES = 2048 * 2**20
 """Address space that a helper may use beyond that of its parent; allocators reserve more than they use."""
 REPORT_BYTES = 4 * 2**20
 """Growth of a helper's memory after which it reports its size again."""
-PRIVATE_NICE = 19
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,7 +84,7 @@ def _serve_helper(
     if os.getppid() != parent:
         return
     if kind == PRIVATE:
-        os.nice(PRIVATE_NICE)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     most = _virtual_bytes() + MAX_ADDRESS_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

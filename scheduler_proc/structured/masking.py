@@ -15,10 +15,10 @@ from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.cache import Accepted
 from quire.scheduler_proc.structured.helpers import HelperState, MaskHelpers
 from quire.scheduler_proc.structured.limits import (
-    ALONE_SECONDS,
     MAX_STRIKES,
     PATIENCE_SECONDS,
     PRIVATE_PATIENCE_SECONDS,
+    Patience,
     exceeds_limit,
     is_expensive,
 )
@@ -75,12 +75,22 @@ class Output:
 
 @dataclass(slots=True)
 class _Step:
-    """The step that awaits masks. ``has_others``: some of its rows need no mask of a helper of their own."""
+    """The step that awaits masks.
+
+    Attributes:
+        num_rows: its rows, with and without a grammar.
+        has_others: some of its rows need no mask of a private helper.
+        until: when its rows that could continue stop waiting for those that await the shared helper.
+        has_waited: rows that could continue have waited.
+    """
 
     record: InFlightStep
     outputs: list[tuple[Request, Output]]
-    since: float
+    num_rows: int
     has_others: bool
+    since: float
+    until: float
+    has_waited: bool = False
 
 
 class Masking:
@@ -97,6 +107,7 @@ class Masking:
         self._by_number: dict[int, Output] = {}
         self._numbers = itertools.count(1)
         self._step: _Step | None = None
+        self._patience = Patience()
         self._unsent: dict[int, Output] = {}
         """Outputs whose ask no helper has yet."""
         self._held: set[int] = set()
@@ -147,7 +158,8 @@ class Masking:
         outputs = [(request, self._outputs[request.client, request.request_id]) for request in requests]
         num_private = sum(self._is_expensive(output) for _, output in outputs)
         num_rows = len(record.steady) + sum(row.samples for row in record.rows.values())
-        self._step = _Step(record, outputs, now, num_rows > num_private)
+        until = now + self._patience.limit(len(outputs), now)
+        self._step = _Step(record, outputs, num_rows, num_rows > num_private, now, until)
         wanted = []
         for request, output in outputs:
             output.request, output.drafts = request, drafts.get(request.handle, [])
@@ -167,9 +179,14 @@ class Masking:
         step = self._step
         assert step is not None
         live = [(request, output) for request, output in step.outputs if not request.status.is_finished]
-        if any(output.awaits and now < self._deadline(step, output) for _, output in live):
+        awaited = [output for _, output in live if output.awaits]
+        has_ready = len(awaited) < step.num_rows - len(step.outputs) + len(live)
+        if any(now < self._deadline(step, output, has_ready) for output in awaited):
+            step.has_waited |= has_ready
             return None
         self._step = None
+        if step.has_waited:
+            self._patience.record(len(step.outputs), now - step.since)
         events, active = self.take_events(), []
         for request, output in live:
             if output.number not in self._by_number:
@@ -189,8 +206,8 @@ class Masking:
         step = self._step
         if step is None:
             return None
-        times = (PRIVATE_PATIENCE_SECONDS, ALONE_SECONDS, PATIENCE_SECONDS)
-        return next((step.since + seconds for seconds in times if step.since + seconds > now), now)
+        times = (step.since + PRIVATE_PATIENCE_SECONDS, step.until, step.since + PATIENCE_SECONDS)
+        return next((at for at in times if at > now), now)
 
     def poll(self, now: float) -> None:
         """Read the helpers' answers."""
@@ -209,21 +226,18 @@ class Masking:
     def _is_expensive(self, output: Output) -> bool:
         return output.is_expensive or output.grammar.is_expensive
 
-    def _deadline(self, step: _Step, output: Output) -> float:
-        """Return until when a step waits for an output's masks."""
-        if not step.has_others:
-            return step.since + PATIENCE_SECONDS
+    def _deadline(self, step: _Step, output: Output, has_ready: bool) -> float:
+        """Return until when a step waits for an output's masks. ``has_ready``: some of its rows could continue."""
         if self._is_expensive(output):
-            return step.since + PRIVATE_PATIENCE_SECONDS
-        alone = output.helper is not None and output.helper.end.works_on == output.number
-        return step.since + (ALONE_SECONDS if alone else PATIENCE_SECONDS)
+            return step.since + (PRIVATE_PATIENCE_SECONDS if step.has_others else PATIENCE_SECONDS)
+        return step.until if has_ready else step.since + PATIENCE_SECONDS
 
     def _failure(self, output: Output) -> Fail | None:
         """Return the failure of a request whose answer arrived, if it fails."""
         request = output.request
         assert request is not None
         reason = output.reason
-        if not reason and exceeds_limit(output.seconds, request.num_output_tokens):
+        if not reason and exceeds_limit(output.seconds, request.num_output_tokens, self._config.model.vocab_size):
             reason = TOO_SLOW
         if not reason:
             return None
@@ -323,7 +337,8 @@ class Masking:
         if request is None:
             return
         output.num_known = len(request.tokens)
-        if is_expensive(output.seconds, request.num_output_tokens):
+        num_private = self._helpers.num_private(output.tenant)
+        if is_expensive(output.seconds, request.num_output_tokens, self._config.model.vocab_size, num_private):
             output.is_expensive = True
         is_held = output.number in self._held
         if not is_held and output.reason != TOO_LARGE:

@@ -266,13 +266,13 @@ class TestLimits:
             assert inputs.handles == [1, 3] and not failures
 
     def test_rows_are_filled_together_again_after_fast_steps(self) -> None:
-        steps = SlowSteps()
-        steps.record(SLOW_SECONDS)
+        steps = SlowSteps(vocab_size=1024)
+        steps.record(SLOW_SECONDS, num_rows=32)
         assert not steps.are_watched
-        steps.record(2 * SLOW_SECONDS)
+        steps.record(3 * SLOW_SECONDS, num_rows=32)
         for _ in range(NUM_WATCHED):
             assert steps.are_watched
-            steps.record(0.0)
+            steps.record(0.0, num_rows=32)
         assert not steps.are_watched
 
 

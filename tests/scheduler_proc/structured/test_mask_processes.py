@@ -21,7 +21,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import helpers, limits, mask_process, masking
+from quire.scheduler_proc.structured import helpers, limits, masking
 from quire.scheduler_proc.structured.helper_process import MaskProcesses
 from quire.scheduler_proc.structured.manager import GrammarManager
 
@@ -51,8 +51,8 @@ class Open:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarManager]:
-    monkeypatch.setattr(masking, "PATIENCE_SECONDS", PATIENCE_S)  # the machine may be busy
-    monkeypatch.setattr(masking, "ALONE_SECONDS", PATIENCE_S)
+    for module in (masking, limits):  # the machine may be busy
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", PATIENCE_S)
     manager = GrammarManager(demo_config(), time.monotonic, make_check=Open)
     before = set(engine_processes(PROCESS))
     yield manager
@@ -184,7 +184,7 @@ def test_the_helper_of_an_expensive_request_ends_with_it(
     ready(manager, request)
     assert manager.sample_inputs(step_of(request))[0].handles == [1]
     own = [p for p in engine_processes(PROCESS) if p.ppid() != os.getpid()]
-    assert [process.nice() for process in own] == [mask_process.PRIVATE_NICE]
+    assert [os.sched_getscheduler(process.pid) for process in own] == [os.SCHED_IDLE]
     manager.prune(set())
     assert not psutil.wait_procs(own, timeout=10)[1]
 

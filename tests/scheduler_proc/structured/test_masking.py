@@ -10,10 +10,11 @@ from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, step
 
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.limits import (
-    ALONE_SECONDS,
     EXPENSIVE_BYTES,
+    LATE_SHARE,
     MAX_PRIVATE_BYTES,
     MAX_PRIVATE_HELPERS_OF_TENANT,
     MAX_SHARED_BYTES,
@@ -21,6 +22,7 @@ from quire.scheduler_proc.structured.limits import (
     PATIENCE_SECONDS,
     PRIVATE_PATIENCE_SECONDS,
     RETRY_SECONDS,
+    ROW_PATIENCE_SECONDS,
     STALLED_SECONDS,
 )
 from quire.scheduler_proc.structured.masking import CROWDED, TOO_LARGE, TOO_SLOW
@@ -52,29 +54,47 @@ def masks_of(inputs: Any) -> list[list[int]]:
     return np.asarray(inputs.bitmask).reshape(sum(inputs.counts), -1).tolist()
 
 
+def beside(free: Request, *requests: Request) -> InFlightStep:
+    """Return a step of requests, and of one without a grammar."""
+    record = step_of(*requests)
+    record.steady = {free.handle: free}
+    return record
+
+
 class TestLateMasks:
-    @pytest.mark.parametrize(
-        ("kind", "patience"),
-        [("shared", PATIENCE_SECONDS), ("alone", ALONE_SECONDS), ("private", PRIVATE_PATIENCE_SECONDS)],
-    )
-    def test_a_step_waits_as_long_as_its_masks_are_worth(self, make_case: MakeCase, kind: str, patience: float) -> None:
+    @pytest.mark.parametrize(("private", "patience"), [(False, PATIENCE_SECONDS), (True, PRIVATE_PATIENCE_SECONDS)])
+    def test_a_step_waits_as_long_as_its_masks_are_worth(
+        self, make_case: MakeCase, private: bool, patience: float
+    ) -> None:
         case = make_case()
         free, late = constrained("1", regex="a+"), constrained("2", regex="b+")
-        if kind == "private":
+        if private:
             expensive(case, late)
         ready(case, free, late)
-        record = step_of(free, late)
-        del record.rows[free.handle]
-        record.steady = {free.handle: free}  # a request without a grammar
-        (helper,) = [helper for helper in case.helpers.opened if helper.private == (kind == "private")]
+        (helper,) = [helper for helper in case.helpers.opened if helper.private == private]
         helper.stopped = True
-        case.manager.ask(record)
-        if kind == "alone":
-            helper.works_on = next(iter(case.manager._masking._by_number.values())).number + 1
+        case.manager.ask(beside(free, late))
         case.now += 0.9 * patience
         assert case.manager.result() is None and case.manager.deadline() == pytest.approx(patience)
         case.now = patience
         assert case.manager.result() is not None and case.manager.deadline() is None
+
+    @pytest.mark.parametrize("has_free", [True, False])
+    def test_only_steps_that_could_continue_stop_waiting_for_masks_that_are_often_late(
+        self, make_case: MakeCase, has_free: bool
+    ) -> None:
+        case = make_case()
+        free, late = constrained("1", regex="a+"), constrained("2", regex="b+")
+        ready(case, free, late)
+        (helper,) = case.helpers.opened
+        helper.stopped = True
+        for _ in range(100):
+            case.manager.ask(beside(free, late) if has_free else step_of(late))
+            while case.manager.result() is None:
+                case.now = case.manager.deadline()
+        often_late = 100 * (PRIVATE_PATIENCE_SECONDS + ROW_PATIENCE_SECONDS) + PATIENCE_SECONDS
+        expected = often_late / (1 - LATE_SHARE) if has_free else 100 * PATIENCE_SECONDS
+        assert case.now == pytest.approx(expected, rel=0.1)
 
     def test_the_request_is_held_until_its_masks_are_there_and_continues_with_them(self, make_case: MakeCase) -> None:
         case = make_case()

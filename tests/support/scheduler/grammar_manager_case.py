@@ -81,7 +81,7 @@ class Case:
         def clock() -> float:
             return self.now
 
-        self.helpers = InlineHelpers(config, lambda: SlowBackend(self), clock, clock)
+        self.helpers = InlineHelpers(config, lambda: SlowBackend(self), clock)
         return self.helpers
 
     def outcomes(self) -> list[tuple[int, Any]]:

@@ -25,7 +25,7 @@ class InlineHelper:
         self.works_on = 0
         self.messages: list[ToHelper] = []
         self.masks: Masks = np.zeros((config.max_num_seqs * 4, (config.model.vocab_size + 31) // 32), np.int32)
-        self._maker = MaskMaker(maker.backend(), config, self.masks, clock=maker.clock, cpu_clock=maker.cpu_clock)
+        self._maker = MaskMaker(maker.backend(), config, self.masks, cpu_clock=maker.cpu_clock)
         self._answers: list[FromHelper] = [Started(0)]
 
     def fileno(self) -> int:
@@ -63,10 +63,9 @@ class InlineHelpers:
         self,
         config: EngineConfig,
         backend: Callable[[], GrammarBackend],
-        clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
-        self.config, self.backend, self.clock, self.cpu_clock = config, backend, clock, cpu_clock
+        self.config, self.backend, self.cpu_clock = config, backend, cpu_clock
         self.opened: list[InlineHelper] = []
 
     def open(self, *, private: bool) -> Any:

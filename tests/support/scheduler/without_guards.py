@@ -17,7 +17,7 @@ from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.kv import block_hash, block_pool, manager
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
-from quire.scheduler_proc.structured import constrained_output, helpers, mask_maker, masking
+from quire.scheduler_proc.structured import constrained_output, helpers, limits, mask_maker, masking
 from quire.worker_proc.attention import cpu_plan
 from quire.worker_proc.execute import pending_result
 from quire.worker_proc.sampling.builtin import base
@@ -140,10 +140,13 @@ def the_grammar_checks_each_draft() -> Iterator[None]:
         yield
 
 
-def late_masks_hold_their_request() -> Patch:
+@contextlib.contextmanager
+def late_masks_hold_their_request() -> Iterator[None]:
     """A step waits for its masks, however late they are."""
-    names = ("PATIENCE_SECONDS", "ALONE_SECONDS", "PRIVATE_PATIENCE_SECONDS")
-    return mock.patch.multiple(masking, **dict.fromkeys(names, 1e9))
+    names = ("PATIENCE_SECONDS", "PRIVATE_PATIENCE_SECONDS")
+    patches = [mock.patch.multiple(module, **dict.fromkeys(names, 1e9)) for module in (limits, masking)]
+    with patches[0], patches[1]:
+        yield
 
 
 @contextlib.contextmanager
@@ -174,7 +177,7 @@ def masks_are_filled_between_tokens_read_again() -> Patch:
 
 def matching_has_a_budget() -> Patch:
     """An output may take any amount of CPU time."""
-    return mock.patch.object(masking, "exceeds_limit", lambda seconds, num_tokens: seconds > 2.0)
+    return mock.patch.object(masking, "exceeds_limit", lambda seconds, *_: seconds > 2.0)
 
 
 def a_private_helper_has_a_budget() -> Patch:
