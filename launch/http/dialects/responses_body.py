@@ -17,7 +17,7 @@ from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
 from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import MAX_MESSAGES
-from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 UNSUPPORTED = {
     "background": "send the request with stream instead",
@@ -194,10 +194,8 @@ def _check_supported(body: ResponsesBody) -> None:
     for name, instead in UNSUPPORTED.items():
         if getattr(body, name):
             raise InvalidRequest(f"{name} is not supported: {instead}", name, "unsupported")
-    if body.truncation != "disabled":
-        text = f"truncation must be disabled (got {printable(body.truncation)}): this server drops no items, so "
-        text += "shorten the input"
-        raise InvalidRequest(text, "truncation", "unsupported_value")
+    if body.truncation not in ("auto", "disabled"):
+        raise wrong_value("truncation", "auto or disabled", body.truncation)
 
 
 def _own_items(body: ResponsesBody, before: Sequence[bytes], lookup: Lookup) -> list[Item]:

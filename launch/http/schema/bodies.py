@@ -19,9 +19,9 @@ SAMPLING_FIELDS = tuple(
 """Fields that are passed to SamplingParams without conversion."""
 
 Name = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z", description="1 to 64 letters, digits, underscores or dashes")
+    str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z", description="1 to 128 letters, digits, underscores or dashes")
 ]
-"""A function or schema name that OpenAI allows."""
+"""A function or schema name that Anthropic allows; OpenAI's have at most 64 characters."""
 
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],

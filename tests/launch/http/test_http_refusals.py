@@ -94,8 +94,8 @@ NESTED = [
     *[
         ("response_format", {"type": "json_schema", "json_schema": value}, f"response_format.json_schema.{at}", says)
         for value, at, says in (
-            ({}, "name", "1 to 64 letters"),
-            ({"name": "a b", "schema": {}}, "name", "1 to 64 letters"),
+            ({}, "name", "1 to 128 letters"),
+            ({"name": "a b", "schema": {}}, "name", "1 to 128 letters"),
             ({"name": "a"}, "schema", "must be an object"),
             ({"name": "a", "schema": {}, "strict": 1}, "strict", "true or false"),
             ({"name": "a", "schema": {"enum": ["x" * 600_000]}}, "schema", "at most 524288 bytes"),
@@ -109,8 +109,8 @@ TOOLS = [
     ({"tools": [TOOL] * 129}, "tools", "at most 128 tools"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "must be function"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
-    ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 64 letters"),
-    ({"tools": [TOOL, {"type": "function", "function": {"name": "é"}}]}, "tools[1].function.name", "1 to 64"),
+    ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 128 letters"),
+    ({"tools": [TOOL, {"type": "function", "function": {"name": "é"}}]}, "tools[1].function.name", "1 to 128"),
     ({"tools": [{**TOOL, "function": {**FUNCTION, "parameters": []}}]}, "tools[0].function.parameters", "an object"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "duplicate function name f"),
     ({"tools": [{**TOOL, "function": {**FUNCTION, "description": "x" * 600_000}}]}, "tools", "at most 524288 bytes"),

@@ -263,7 +263,7 @@ class TestBadInput:
             ({"system": 7}, "system must be a string or a list of content blocks"),
             ({"stop_sequences": "x"}, "stop_sequences must be a list of strings"),
             ({"temperature": 9}, "temperature must be"),
-            ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 64 letters"),
+            ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128 letters"),
             ({"tools": [{"type": "bash_1"}, {"name": "a"}]}, "tools[1].input_schema must be an object"),
             ({"tool_choice": {"type": "tool", "name": "z"}, "tools": [WEATHER]}, "tool_choice.name 'z' not found"),
             ({"tool_choice": {"type": "x"}}, "tool_choice.type must be one of auto, any, tool, none"),

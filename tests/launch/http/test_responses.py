@@ -392,7 +392,7 @@ class TestBadInput:
             ({"instructions": 7}, "instructions must be a string"),
             ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1 to"),
             ({"temperature": 9}, "temperature must be"),
-            ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name must be 1 to 64 letters"),
+            ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name must be 1 to 128 letters"),
             ({"tools": [{"type": "custom", "name": "a", "format": {"type": "x"}}]}, "tools[0].format must be text"),
             ({"tools": [{"name": "x"}]}, "tools[0].type must be function, custom or namespace"),
             (
@@ -407,7 +407,8 @@ class TestBadInput:
             ({"reasoning": {"effort": "x"}}, "reasoning.effort must be one of"),
             ({"background": True}, "background is not supported: "),
             ({"conversation": "conv_1"}, "conversation is not supported: use previous_response_id"),
-            ({"truncation": "auto"}, "truncation must be disabled"),
+            ({"truncation": "x"}, "truncation must be auto or disabled"),
+            ({"truncation": "auto", "input": "hello " * 10_000}, "This model's maximum context length is 4000"),
             ({"top_logprobs": 99}, "top_logprobs must be an integer from 0 to 20"),
         ],
         ids=lambda value: str(value)[:60],

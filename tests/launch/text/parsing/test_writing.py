@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from grammar_cases import EOS, allowed, demo_backend, fits, tokenizer, tokens_of
+from grammar_cases import fits
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, Content, Event, Thought
 from quire.launch.text.parsing.choose import AnswerFormat, choose_format
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, between_markers
 from quire.protocol.request.output_form import Form, schemas_in
 from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
 
 TOOLS: dict[str, dict[str, Any]] = {
     "find": {
@@ -34,6 +36,29 @@ PERSON = {
 }
 ANSWER = {"name": "A <tool_call>", "age": 3}
 FIND: dict[str, Any] = {"place": "Rome\nnorth", "days": 2, "unit": "C", "tags": ["x"]}
+SPECIALS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|start|>",
+    "<|end|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<|channel>",
+    "<channel|>",
+    "<think>",
+    "</think>",
+]
 MARKERS = ("<think>", "</think>")
 NONE: Mapping[int, str] = {}
 
@@ -211,15 +236,31 @@ def test_an_object_with_the_name_of_no_tool_is_content() -> None:
         assert (json.loads(said(events)), calls_in(events)) == (value, [])
 
 
-def test_special_tokens_stand_for_their_texts() -> None:
-    special = 1
-    assert tokenizer().get_added_tokens_decoder()[special].special
-    form = form_of("hermes", {special: "<tool_call>", 2: "unused"})
-    grammar = demo_backend().compile(StructuredOutputs(form=form))
-    rest = calls_text("hermes", "find").removeprefix("<tool_call>")
-    assert not fits(calls_text("hermes", "find"), form=form) and fits(answer_text("hermes"), form=form)
-    matcher = grammar.matcher()
-    assert all(map(matcher.accept, [special, *tokens_of(rest)])) and set(EOS) <= allowed(demo_backend(), matcher)
+@pytest.fixture(scope="module")
+def with_specials() -> tuple[Tokenizer, Any]:
+    """Return a tokenizer of bytes and the delimiters of all formats, and its grammar library."""
+    words = dict.fromkeys(["<end>", *SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ["<end>", *SPECIALS]])
+    return tokenizer, LLGuidanceBackend(tokenizer.to_str(), len(vocabulary), [0])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_delimiters_may_be_special_tokens(with_specials: tuple[Tokenizer, Any], name: str) -> None:
+    tokenizer, backend = with_specials
+    form = form_of(name, dict(enumerate(SPECIALS, 1)))
+    grammar = backend.compile(StructuredOutputs(form=form))
+
+    def matches(text: str) -> bool:
+        matcher = grammar.matcher()
+        return all(map(matcher.accept, [*tokenizer.encode(text).ids, 0]))
+
+    thought, answer, call = thought_text(name), answer_text(name).replace("<tool_call>", ""), calls_text(name, "find")
+    assert matches(answer) and matches(thought + answer) and matches(call) and matches(thought + call)
+    assert not matches("Well.") and not matches(answer + call) and not matches(call.replace("find", "fund"))
 
 
 def test_a_template_that_reads_something_else_has_no_writer() -> None:
