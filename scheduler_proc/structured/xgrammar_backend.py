@@ -71,6 +71,11 @@ class XGrammarBackend:
         """
         self._closes_objects = closes_objects
         self._eos = list(eos_token_ids)
+        self._special = [
+            token["id"]
+            for token in tokenizer.get("added_tokens", [])
+            if token.get("special") and token["id"] < vocab_size
+        ]
         self._vocab_size = vocab_size
         self._end_mask = _mask_of(self._eos, vocab_size)
         info = xgrammar.TokenizerInfo(
@@ -138,9 +143,11 @@ class XGrammarBackend:
                 schema = close_objects(schema) if self._closes_objects else schema
                 grammar = xgrammar.Grammar.from_json_schema("{}" if schema == "true" else schema, **JSON_STYLE)
                 return {"type": "grammar", "grammar": str(grammar)}
-            case FreeText(end):
-                closing = end.text if isinstance(end, Text) else self._format(end)
-                return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": closing}
+            case FreeText(Text(end)):
+                return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+            case FreeText(end):  # for the library's texts, a special token is the text that stands for it
+                any_text = {"type": "any_tokens", "exclude_tokens": self._special}
+                return {"type": "sequence", "elements": [any_text, self._format(end)]}
             case InOrder(parts):
                 return {"type": "sequence", "elements": [self._format(part) for part in parts]}
             case OneOf(parts):

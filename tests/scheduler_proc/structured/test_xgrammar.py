@@ -15,7 +15,11 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 
 TOKENIZER: dict[str, Any] = {
     "model": {"vocab": {"a": 1, "b": 2, "ab": 3, "c": 33}},
-    "added_tokens": [{"id": 0, "content": "<eos>"}, {"id": 31, "content": "<eot>"}, {"id": 99, "content": "beyond"}],
+    "added_tokens": [
+        {"id": 0, "content": "<eos>", "special": True},
+        {"id": 31, "content": "<eot>"},
+        {"id": 99, "content": "beyond"},
+    ],
     "decoder": {"type": "ByteLevel"},
 }
 MODULE = "quire.scheduler_proc.structured.xgrammar_backend"
@@ -89,7 +93,8 @@ def test_forms_become_structural_tags(backend: Any) -> None:
     thoughts = {"type": "optional", "content": sequence(text("<t>"), free("</t>"))}
     special = {"type": "token", "token": 33}
     many = {"type": "star", "content": text("a")}
-    calls = sequence(special, free({"type": "token", "token": 3}), many)
+    any_text = {"type": "any_tokens", "exclude_tokens": [0]}
+    calls = sequence(special, sequence(any_text, {"type": "token", "token": 3}), many)
     either = sequence({"type": "grammar", "grammar": "root ::= {}"}, calls, kind="or")
     assert tag == {"type": "structural_tag", "format": sequence(thoughts, either)}
 
