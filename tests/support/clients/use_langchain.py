@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from checks import KEY, MODEL, SERVER, URL, all_called, look_up, report
-from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, NEXT, OBJECT, QUESTION, THANKS, WELCOME
+from checks import KEY, MODEL, SERVER, URL, all_called, called, look_up, report
+from conversations import AS_JSON, FINAL, GOODBYE, GREETING, HELLO, LOOKED_UP, NEXT, OBJECT, QUESTION, THANKS, WELCOME
 from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
@@ -32,6 +33,12 @@ class Weather(BaseModel):
 @tool
 def temperature(city: str) -> str:
     """Return the temperature in a city."""
+    return look_up(city)
+
+
+@tool("temperature")
+def temperature_in_rome(city: Literal["Rome"]) -> str:
+    """Return the temperature in Rome."""
     return look_up(city)
 
 
@@ -91,6 +98,11 @@ def checks_of(api: str) -> list[Callable[[], Any]]:
                 continue
             found = make().with_structured_output(Weather, method=method).invoke(AS_JSON)
             assert found == Weather(**OBJECT), method
+        if api != "messages":  # langchain has it for Anthropic's own model names only
+            one_call = make().model_copy(update={"model_kwargs": {"parallel_tool_calls": False}})
+            agent = create_agent(one_call, [temperature_in_rome], response_format=ProviderStrategy(Weather))
+            state = agent.invoke({"messages": [("user", LOOKED_UP)]})
+            assert state["structured_response"] == Weather(**OBJECT) and called == ["Rome"]
 
     checks: list[Callable[[], Any]] = [second_turn, tool_loop, stream, langgraph_tool_loop, structured]
     for check in checks:

@@ -13,6 +13,7 @@ from conversations import (
     GOODBYE,
     GREETING,
     HELLO,
+    LOOKED_UP,
     NEXT,
     OBJECT,
     QUESTION,
@@ -29,6 +30,12 @@ RESPONSES_TOOLS: Any = [{"type": "function", "strict": True, **FUNCTION}]
 class Weather(BaseModel):
     city: Literal["Rome"]
     degrees: Literal[21]
+
+
+class RomeOnly(BaseModel):
+    """Return the temperature in Rome."""
+
+    city: Literal["Rome"]
 
 
 def chat_second_turn() -> None:
@@ -73,6 +80,16 @@ def chat_stream() -> None:
 def chat_structured() -> None:
     messages: Any = [{"role": "user", "content": AS_JSON}]
     answer = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Weather)
+    assert answer.choices[0].message.parsed == Weather(**OBJECT)
+    messages = [{"role": "user", "content": LOOKED_UP}]
+    fields: Any = {"model": MODEL, "response_format": Weather, "parallel_tool_calls": False}
+    fields["tools"] = [openai.pydantic_function_tool(RomeOnly, name="temperature")]
+    with client.chat.completions.stream(messages=messages, **fields) as stream:
+        asked = stream.get_final_completion().choices[0].message
+    (call,) = asked.tool_calls or []
+    assert call.function.parsed_arguments == RomeOnly(city="Rome")
+    messages += [asked, {"role": "tool", "tool_call_id": call.id, "content": look_up_json(call.function.arguments)}]
+    answer = client.chat.completions.parse(messages=messages, **fields)
     assert answer.choices[0].message.parsed == Weather(**OBJECT)
 
 
@@ -138,6 +155,12 @@ def _outputs(output: list[Any]) -> list[Any]:
 def responses_structured() -> None:
     response = client.responses.parse(model=MODEL, input=AS_JSON, text_format=Weather)
     assert response.output_parsed == Weather(**OBJECT)
+    tool = openai.pydantic_function_tool(RomeOnly, name="temperature")["function"]
+    fields: Any = {"model": MODEL, "text_format": Weather, "parallel_tool_calls": False}
+    fields["tools"] = [{"type": "function", **tool}]
+    first = client.responses.parse(input=LOOKED_UP, **fields)
+    second = client.responses.parse(input=_outputs(first.output), previous_response_id=first.id, **fields)
+    assert (first.output_parsed, second.output_parsed) == (None, Weather(**OBJECT))
 
 
 def completions() -> None:
