@@ -120,6 +120,6 @@ def simulated_tokens(model: Decoder, prompt: list[int], count: int) -> list[int]
         windows = [config.window(layer) for layer in range(config.num_layers)]
         batches = [make_batch([(0, length)], table, length, Ask(window=window)) for window in windows]
         caches = [torch.zeros(shape) for _ in windows]
-        hidden = model.forward(torch.tensor(tokens), torch.arange(length), caches, batches, dense)
+        hidden = model(torch.tensor(tokens), torch.arange(length), caches, batches, dense)
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]

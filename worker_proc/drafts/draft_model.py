@@ -200,10 +200,7 @@ class DraftModelProposer:
         self._transfer.send()
         layer_plans = [plans[window] for window in self._windows]
         input_ids = sent[4] if tokens is None else tokens
-        hidden: torch.Tensor = self._draft.model(
-            input_ids, sent[2], self._draft.kv_caches, layer_plans, self._draft.backend
-        )
-        return hidden
+        return self._draft.model(input_ids, sent[2], self._draft.kv_caches, layer_plans, self._draft.backend)
 
     def move_row(self, source: int, target: int) -> None:
         self._tables.move_row(source, target)

@@ -35,8 +35,7 @@ class Forward:
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
         """Run the model; ``plans``: one per group. Returns ``[num_tokens, hidden_size]``."""
         layer_plans = [plans[group] for group in self.group_of_layer]
-        hidden: torch.Tensor = self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
-        return hidden
+        return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
 
     def logits_of_decode(
         self,

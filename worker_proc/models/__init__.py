@@ -1,1 +1,1 @@
-"""Decoders as plain torch modules. Attention metadata is an argument of ``forward``, not global state."""
+"""Decoders. Attention metadata is an argument of a call, not global state."""

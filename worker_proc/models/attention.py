@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build, Heads, Rows
 
 
-class Attention(torch.nn.Module):
+class Attention(Module):
     """This rank's heads of one layer. A layer that reads an earlier layer's KV cache projects queries only.
 
     Raises:
@@ -18,7 +19,6 @@ class Attention(torch.nn.Module):
     """
 
     def __init__(self, build: Build, layer: int) -> None:
-        super().__init__()
         config = build.config
         self.config = config
         self.build = build
@@ -57,7 +57,7 @@ class Attention(torch.nn.Module):
             norm_eps=config.rms_norm_eps,
         )
 
-    def forward(
+    def __call__(
         self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: LayerAttention, rotary: Rotary | None
     ) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
@@ -67,8 +67,6 @@ class Attention(torch.nn.Module):
         qkv = qkv.view(len(x), self.num_projected, self.head_dim)
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
         return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
-
-    __call__ = forward
 
     def set_kv_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         """Set the scales of an fp8 cache: float32 ``[1]``, or ``[num_kv_heads]`` for all heads of all ranks."""

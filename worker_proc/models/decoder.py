@@ -18,13 +18,14 @@ from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
-class Decoder(torch.nn.Module):
+class Decoder(Module):
     """One rank's share of a decoder-only transformer, for all families; its ModelConfig has their settings.
 
     Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
@@ -53,7 +54,6 @@ class Decoder(torch.nn.Module):
         parallel: TensorParallel | None = None,
         activation_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         self.config = config
         self.dtype = dtype
         self.build = build = Build(
@@ -67,30 +67,25 @@ class Decoder(torch.nn.Module):
         rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
         self.embed = self._vocab_weight(rows)
-        self.layers = torch.nn.ModuleList(
-            DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)
-        )
+        self.layers = [DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)]
+        self._cache_sources = [config.cache_source(layer) for layer in range(config.num_layers)]
         self.norm = build.norm()
         head = self.embed if config.tie_word_embeddings else self._vocab_weight(rows)
         self.lm_head = Linear(head, float32_output=True)
         # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         length = max_position or config.max_position
-        self.rope: torch.Tensor
-        self.local_rope: torch.Tensor | None
-        self.register_buffer("rope", self._table(config.rope, length), persistent=False)
+        self.rope = self._table(config.rope, length)
         local = config.local_rope
-        self.register_buffer(
-            "local_rope", None if local is None else self._table(local, length, local=True), persistent=False
-        )
+        self.local_rope = None if local is None else self._table(local, length, local=True)
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Return the heads and dtype of a layer's queries on this rank."""
-        attention = self._layer(layer).attention
+        attention = self.layers[layer].attention
         heads = attention.heads
         return AttentionShape(heads.num_heads, heads.num_kv_heads, attention.head_dim, self.build.activation_dtype)
 
-    def forward(
+    def __call__(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -110,21 +105,19 @@ class Decoder(torch.nn.Module):
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm.
         """
-        config = self.config
         rotary = Rotary(self.rope, positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
         rotaries = {"": rotary, "local": local, "none": None}
         residual = self._embed(token_ids)
         pending: torch.Tensor | None = None
-        for index in range(config.num_layers):
-            layer, source = self._layer(index), config.cache_source(index)
+        for layer, source in zip(self.layers, self._cache_sources, strict=True):
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
         return join(self.build, residual, pending, self.norm)
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""
-        for index in range(self.config.num_layers):
-            self._layer(index).attention.set_kv_scales(*scales[self.config.cache_source(index)])
+        for layer, source in zip(self.layers, self._cache_sources, strict=True):
+            layer.attention.set_kv_scales(*scales[source])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
@@ -171,15 +164,9 @@ class Decoder(torch.nn.Module):
         }
         if not self.config.tie_word_embeddings:
             slots["lm_head.weight"] = WeightSlot(self.lm_head.weight.data[:held], shape, (self.vocab,))
-        for index in range(self.config.num_layers):
-            layer = self._layer(index).weight_slots()
-            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.items()}
+        for index, layer in enumerate(self.layers):
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
         return slots
-
-    def _layer(self, index: int) -> "DecoderLayer":
-        layer = self.layers[index]
-        assert isinstance(layer, DecoderLayer)
-        return layer
 
     def _vocab_weight(self, rows: int) -> torch.nn.Parameter:
         weight = self.build.weight(rows, self.config.hidden_size)
@@ -206,7 +193,7 @@ class Decoder(torch.nn.Module):
         return hidden if self._embedding_multiplier == 1.0 else hidden.mul_(self._embedding_multiplier)
 
 
-class DecoderLayer(torch.nn.Module):
+class DecoderLayer(Module):
     """One block: attention and feed-forward, with norms before, after, or on both sides of each.
 
     Attributes:
@@ -214,7 +201,6 @@ class DecoderLayer(torch.nn.Module):
     """
 
     def __init__(self, build: Build, layer: int) -> None:
-        super().__init__()
         config = build.config
         self.build = build
         self.rope = "none" if layer in config.no_rope_layers else "local" if layer in config.local_rope_layers else ""
@@ -227,7 +213,7 @@ class DecoderLayer(torch.nn.Module):
         self.pre_mlp_norm = build.norm() if before else None
         self.post_mlp_norm = build.norm() if after else None
 
-    def forward(
+    def __call__(
         self,
         residual: torch.Tensor,
         pending: torch.Tensor | None,
@@ -253,8 +239,6 @@ class DecoderLayer(torch.nn.Module):
         x = self._norm_and_scale(self.attention(x, kv_cache, plan, backend, rotary), self.post_attention_norm)
         x = join(build, residual, x, self.pre_mlp_norm)
         return self._norm_and_scale(self.mlp(x), self.post_mlp_norm)
-
-    __call__ = forward
 
     def _norm_and_scale(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         config = self.build.config

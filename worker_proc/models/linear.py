@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.device.device import has_matrix_instructions
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
 # Row count of every product without the native library in deterministic mode, so that a row's bits do not depend on
@@ -19,7 +20,7 @@ WIDENED_ELEMENTS = 2**18
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Linear(torch.nn.Module):
+class Linear(Module):
     """``x @ weight.T + bias``, ``[tokens, inputs]`` → ``[tokens, outputs]`` of ``x``'s dtype.
 
     The weight may have a narrower dtype than ``x`` (bfloat16 under float32 activations): it takes half the memory
@@ -43,7 +44,6 @@ class Linear(torch.nn.Module):
         cuts: Sequence[Cut] = (),
         stored_bias: bool = False,
     ) -> None:
-        super().__init__()
         self.weight = weight
         self.bias = bias
         self.cuts = cuts
@@ -52,12 +52,10 @@ class Linear(torch.nn.Module):
         self._native: PackedLinear | None = None
         self._product: Product | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._native is not None:
             return self._native(x, torch.float32 if self._float32_output else None)
         return self._plain(x) if self._product is None else self._product(x)
-
-    __call__ = forward  # skips torch's hook lookup, which costs time several times per layer
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of the checkpoint tensors of all projections, by name below the layer."""

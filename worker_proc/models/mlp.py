@@ -11,6 +11,7 @@ from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Experts, Product, expert_weight
 from quire.worker_proc.models.row_parts import RowParts
 from quire.worker_proc.models.weight_slot import WeightSlot
@@ -22,7 +23,7 @@ DUMMY_SCALE = 120
 """2 ** -7: random codes of MXFP4, whose standard deviation is 2.9, become numbers with 0.023."""
 
 
-class GatedMlp(torch.nn.Module):
+class GatedMlp(Module):
     """``down(activation(gate(x)) * up(x))``, sharded by its width.
 
     Raises:
@@ -30,7 +31,6 @@ class GatedMlp(torch.nn.Module):
     """
 
     def __init__(self, build: Build) -> None:
-        super().__init__()
         config = build.config
         self.build = build
         width, hidden = config.intermediate_size, config.hidden_size
@@ -39,19 +39,17 @@ class GatedMlp(torch.nn.Module):
         self.gate_up = build.rows_linear("mlp.{}_proj", halves, hidden, config.mlp_bias)
         self.down = build.columns_linear("mlp.down_proj", hidden, part, width, config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         build = self.build
         gated = build.ops.gate(self.gate_up(x), build.config.activation)
         return build.parallel.all_reduce(self.down(gated))
 
-    __call__ = forward
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self.gate_up.weight_slots() | self.down.weight_slots()
 
 
-class SparseMlp(torch.nn.Module):
+class SparseMlp(Module):
     """Mixture of experts, each expert sharded by its width; every rank routes every token.
 
     Experts in MXFP4 stay packed, and are sharded in whole groups of 32 columns. Experts in other formats are pairs of
@@ -62,7 +60,6 @@ class SparseMlp(torch.nn.Module):
     """
 
     def __init__(self, build: Build, moe: MoeConfig) -> None:
-        super().__init__()
         self.build = build
         self.moe = moe
         hidden, count = build.config.hidden_size, moe.num_experts
@@ -74,7 +71,7 @@ class SparseMlp(torch.nn.Module):
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
         if form is not None:
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
-            self.linears = torch.nn.ModuleList(linear for pair in self.quantised for linear in pair)
+            self.linears = [linear for pair in self.quantised for linear in pair]
             empty = torch.empty(0, device=build.device)
             self.experts = Experts(empty, empty, activation=moe.activation, packed=self.quantised)
             return
@@ -110,13 +107,11 @@ class SparseMlp(torch.nn.Module):
         shape = (count, outputs, inputs // GROUP_SIZE)
         return build.weight(*shape, GROUP_BYTES, dtype=torch.uint8), build.weight(*shape, dtype=torch.uint8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
         expert_ids, weights = ops.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
         return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
-
-    __call__ = forward
 
     def prepack(self, *, deterministic: bool) -> bool:
         """Prepack every expert as ``Linear.prepack`` does: all of them or none."""

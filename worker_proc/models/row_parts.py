@@ -5,21 +5,18 @@ from collections.abc import Sequence
 import torch
 
 from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 
 
-class RowParts(torch.nn.Module):
+class RowParts(Module):
     """Concatenates the outputs of several linear layers, for example of quantised queries and plain values."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
-        super().__init__()
-        self._parts = list(parts)
-        self.parts = torch.nn.ModuleList(parts)
+        self.parts = list(parts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self._parts], 1)
-
-    __call__ = forward
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], 1)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        return {name: slot for part in self._parts for name, slot in part.weight_slots().items()}
+        return {name: slot for part in self.parts for name, slot in part.weight_slots().items()}

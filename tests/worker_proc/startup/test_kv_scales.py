@@ -207,7 +207,7 @@ def test_calibration_computes_what_the_engine_computes(family: str, tmp_path: Pa
         batches = [
             make_batch([(0, 64)], table, 64, Ask(window=model.config.window(n))) for n in range(len(model.layers))
         ]
-        model.forward(tokens, torch.arange(64), caches, batches, dense)
+        model(tokens, torch.arange(64), caches, batches, dense)
         largest = torch.maximum(largest, torch.stack([cache.abs().amax((1, 2, 3, 4)) for cache in caches]))
     wanted = 2 ** (largest * 2 / 448).log2().ceil()
     scales = calculate_kv_scales(model, torch.float8_e4m3fn, 64)
