@@ -27,6 +27,7 @@ from quire.kernels.attention.attention_tiles import (
 )
 from quire.kernels.common.checks import check_kv_cache, check_scale, check_tensor
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
+from quire.kernels.common.launches import Launch
 from quire.kernels.common.triton_runtime import require_launchable
 
 LOG2_E = math.log2(math.e)
@@ -131,71 +132,91 @@ def paged_attention(
         ValueError: a tensor does not have the shape, dtype or device above, or does not fit the plan.
         RuntimeError: Triton cannot launch in this process.
     """
+    attend = prepare_attention(
+        query, kv_cache, block_table, query_start_loc, seq_lens, plan, scale,
+        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return attend(query, as_bits(kv_cache), sinks, k_scale, v_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """Checked launches of ``paged_attention`` for one plan and the layers whose tensors have the same layouts.
+
+    Attributes:
+        padded: the query may have tokens that the plan does not compute.
+    """
+
+    padded: bool
+    sections: tuple[Launch, ...]
+    merge: Launch | None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        sinks: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute attention over a cache that is given ``as_bits``."""
+        out = query.new_zeros(*query.shape) if self.padded else query.new_empty(*query.shape)
+        for attend in self.sections:
+            attend(query, kv_cache, out, sinks, k_scale, v_scale)
+        if self.merge is not None:
+            self.merge(out, sinks)
+        return out
+
+
+def prepare_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> PreparedAttention:
+    """Check the arguments of ``paged_attention`` and return its launches, which keep the step's tensors."""
     shape = _check_shape(query, kv_cache)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
     _check_extras(query, kv_cache, sinks, k_scale, v_scale)
     require_launchable(query.device.type)
-    allocate = torch.empty if plan.num_tokens == len(query) else torch.zeros
-    out = allocate(query.shape, dtype=query.dtype, device=query.device)
-    call = _Call(
-        query, kv_cache, block_table, query_start_loc, seq_lens, plan, out, scale, soft_cap, sinks, k_scale, v_scale,
-    )  # fmt: skip
-    for section in plan.sections if plan.num_rows else ():
-        if len(section.pieces):
-            _attend(call, section)
-    if plan.num_rows and len(plan.merges):
-        _merge(call)
-    return out
+    from quire.kernels.attention.paged_attention_triton import attention_kernel, merge_kernel
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Checked arguments of ``paged_attention``."""
-
-    query: torch.Tensor
-    cache: torch.Tensor
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    plan: AttentionPlan
-    out: torch.Tensor
-    scale: float
-    soft_cap: float
-    sinks: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-
-
-def _attend(call: _Call, section: Section) -> None:
-    from quire.kernels.attention.paged_attention_triton import attention_kernel
-
-    plan, cap = call.plan, call.soft_cap
-    shape = plan.shape
-    tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
-    chunks = lane_chunks(shape, tiles, section.tile_tokens)
+    padded = plan.num_tokens != len(query)
+    if not plan.num_rows:
+        return PreparedAttention(padded, (), None)
     # With a cap the kernel computes tanh(x) from exp2(2 * x * log2(e)), hence the factor 2 / cap.
-    factor = (2 / cap if cap else 1) * call.scale * LOG2_E
-    attention_kernel[(len(section.pieces) * shape.num_kv_heads * chunks,)](
-        call.query, as_bits(call.cache), call.block_table, call.query_start_loc, call.seq_lens, plan.positions,
-        section.pieces, call.out, plan.scratch.acc, plan.scratch.stats, call.sinks, call.k_scale, call.v_scale,
-        factor, cap * LOG2_E, plan.visible.window, plan.num_rows, shape.num_kv_heads, section.tile_tokens, chunks,
-        *call.query.stride()[:2], *call.cache.stride()[:4], call.block_table.stride(0), *call.out.stride()[:2],
-        SOFT_CAP=cap > 0,
-        **launch_constants(shape, call.cache.shape[2], section, tiles, plan),
-        **cache_constants(call.cache.dtype, call.k_scale, call.v_scale),
-        **launch_options(tiles),
-    )  # fmt: skip
-
-
-def _merge(call: _Call) -> None:
-    from quire.kernels.attention.paged_attention_triton import merge_kernel
-
-    plan = call.plan
-    merge_kernel[(len(plan.merges), plan.shape.num_heads)](
-        plan.scratch.acc, plan.scratch.stats, plan.merges, call.out, call.sinks, plan.shape.num_heads,
-        plan.num_prefix, plan.prefix_stride, *call.out.stride()[:2],
-        **merge_constants(plan.shape.head_dim, plan.fixed_split),
-    )  # fmt: skip
+    factor = (2 / soft_cap if soft_cap else 1) * scale * LOG2_E
+    out_strides = (query.shape[1] * query.shape[2], query.shape[2])
+    sections = []
+    for section in plan.sections:
+        tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
+        chunks = lane_chunks(shape, tiles, section.tile_tokens)
+        last = (
+            block_table, query_start_loc, seq_lens, plan.positions, section.pieces, plan.scratch.acc,
+            plan.scratch.stats, factor, soft_cap * LOG2_E, plan.visible.window, plan.num_rows, shape.num_kv_heads,
+            section.tile_tokens, chunks, *query.stride()[:2], *kv_cache.stride()[:4], block_table.stride(0),
+            *out_strides,
+        )  # fmt: skip
+        constants = {"SOFT_CAP": soft_cap > 0} | cache_constants(kv_cache.dtype, k_scale, v_scale)
+        constants |= launch_constants(shape, kv_cache.shape[2], section, tiles, plan) | launch_options(tiles)
+        if len(section.pieces):
+            grid = (len(section.pieces) * shape.num_kv_heads * chunks,)
+            sections.append(Launch(attention_kernel, grid, last, constants))
+    merge = None
+    if len(plan.merges):
+        counts = (shape.num_heads, plan.num_prefix, plan.prefix_stride)
+        last = (plan.scratch.acc, plan.scratch.stats, plan.merges, *counts, *out_strides)
+        constants = merge_constants(shape.head_dim, plan.fixed_split)
+        merge = Launch(merge_kernel, (len(plan.merges), shape.num_heads), last, constants)
+    return PreparedAttention(padded, tuple(sections), merge)
 
 
 def launch_constants(

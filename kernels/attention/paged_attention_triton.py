@@ -209,8 +209,8 @@ def finish(acc, maximum, total, sinks, head, in_tile):
 
 @triton.jit(do_not_specialize=["num_rows", "tile_tokens", "lane_chunks"])
 def attention_kernel(
-    query, kv_cache, block_table, query_start_loc, seq_lens, positions, pieces,
-    out, partial_acc, partial_stats, sinks, k_scale, v_scale,
+    query, kv_cache, out, sinks, k_scale, v_scale,
+    block_table, query_start_loc, seq_lens, positions, pieces, partial_acc, partial_stats,
     factor, cap, window, num_rows, num_kv_heads, tile_tokens, lane_chunks,
     query_token_stride, query_head_stride,
     cache_kv_stride, cache_block_stride, cache_slot_stride, cache_head_stride,
@@ -292,7 +292,7 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_prefix", "prefix_stride"])
 def merge_kernel(
-    partial_acc, partial_stats, merges, out, sinks, num_heads, num_prefix, prefix_stride, out_token_stride,
+    out, sinks, partial_acc, partial_stats, merges, num_heads, num_prefix, prefix_stride, out_token_stride,
     out_head_stride,
     HEAD_DIM: tl.constexpr, TILE_PARTIALS: tl.constexpr, TILE_DIMS: tl.constexpr,
 ):  # fmt: skip

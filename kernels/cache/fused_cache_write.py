@@ -4,7 +4,7 @@ The projection is read once, and no intermediate result is written. A decode ste
 about six, each of which takes longer to launch than to run.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from quire.kernels.cache.cache_write import ACTIVATION_DTYPES, check_target, stored_constants, write_cache_reference
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.fp8 import as_bits
-from quire.kernels.common.launches import layout_of, once_per_layout
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 TOLERANCES = {
@@ -120,26 +120,42 @@ def fused_cache_write(
         ValueError: a tensor does not have the shape, dtype or device above, or one of a pair is missing.
         RuntimeError: Triton cannot launch in this process.
     """
-    tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
-    layouts = (layout_of(qkv), num_heads, *(layout_of(tensor) for tensor in tensors))
-    launch = _prepare(layouts, qkv, num_heads, *tensors)
-    query = torch.empty(qkv.shape[0], num_heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
-    if launch is not None:
-        launch.kernel(
-            qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
-            k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps,
-            *launch.sizes, **launch.constants,
-        )  # fmt: skip
+    write = prepare_cache_write(
+        qkv, num_heads, kv_cache, slot_mapping,
+        q_norm=q_norm, k_norm=k_norm, rotary_table=rotary_table, positions=positions,
+        k_scale=k_scale, v_scale=v_scale, key_out=key_out, value_out=value_out,
+    )  # fmt: skip
+    query = qkv.new_empty(len(qkv), num_heads, qkv.shape[2])
+    write(
+        qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
+        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps,
+    )  # fmt: skip
     return query
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A launch of the kernel: with its grid, the sizes and strides of its tensors, and compile-time constants."""
+def prepare_cache_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    rotary_table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_out: torch.Tensor | None = None,
+    value_out: torch.Tensor | None = None,
+) -> Callable[..., None]:
+    """Check the arguments of ``fused_cache_write`` and return their launch, for tensors of the same layouts.
 
-    kernel: Any
-    sizes: tuple[int, ...]
-    constants: dict[str, int]
+    Its arguments: qkv, the queries' tensor, kv_cache (``as_bits``), slot_mapping, key_out, value_out, q_norm, k_norm
+    (q_norm if there is none), rotary_table, positions, k_scale, v_scale, norm_eps.
+    """
+    tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
+    layouts = (layout_of(qkv), num_heads, *(layout_of(tensor) for tensor in tensors))
+    return _prepare(layouts, qkv, num_heads, *tensors)
 
 
 @once_per_layout
@@ -156,8 +172,7 @@ def _prepare(
     v_scale: torch.Tensor | None,
     key_out: torch.Tensor | None,
     value_out: torch.Tensor | None,
-) -> _Launch | None:
-    """Check the tensors and return their launch; None without tokens."""
+) -> Callable[..., None]:
     num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
     fresh = qkv[:, num_heads : num_heads + num_kv_heads]
     if kv_cache is not None and slot_mapping is not None:
@@ -167,7 +182,7 @@ def _prepare(
     _check_outputs(key_out, value_out, fresh)
     kernel = _kernel(qkv.device)
     if num_tokens == 0:
-        return None
+        return launch_nothing
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
     sizes = (
@@ -178,7 +193,7 @@ def _prepare(
         *qkv.stride()[:2],
         *((0, 0, 0, 0) if kv_cache is None else kv_cache.stride()[:4]),
     )
-    return _Launch(kernel[(sum(programs),)], sizes, constants)
+    return Launch(kernel, (sum(programs),), sizes, constants)
 
 
 def launch_constants(

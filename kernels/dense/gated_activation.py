@@ -1,14 +1,13 @@
 """Gated activations: ``activation(gate) * up`` of a fused projection, in one pass."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.launches import layout_of, once_per_layout
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +55,8 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         RuntimeError: Triton cannot launch here.
     """
     launch = _prepare((layout_of(gate_up), activation), gate_up, activation)
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    num_tokens, columns = gate_up.shape
+    out = gate_up.new_empty(num_tokens, columns // 2)
     launch(gate_up, out)
     return out
 
@@ -69,13 +69,9 @@ def launch_constants(width: int, activation: str) -> dict[str, int]:
     }
 
 
-Launch = Callable[[torch.Tensor, torch.Tensor], None]
-"""Launches the kernel for gate_up and out."""
-
-
 @once_per_layout
-def _prepare(gate_up: torch.Tensor, activation: str) -> Launch:
-    """Check the arguments and return their launch."""
+def _prepare(gate_up: torch.Tensor, activation: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Check the arguments and return their launch. Its arguments: gate_up, out."""
     check_tensor("gate_up", gate_up, {"num_tokens": None, "2 * width": None}, GATE_DTYPES, gate_up.device)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} (got {activation!r})")
@@ -84,16 +80,10 @@ def _prepare(gate_up: torch.Tensor, activation: str) -> Launch:
         raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
     kernel, width = _kernel(gate_up.device), columns // 2
     if num_tokens == 0 or width == 0:
-        return lambda gate_up, out: None
+        return launch_nothing
     constants = launch_constants(width, activation)
-    launch = kernel[(num_tokens, -(-width // constants["TILE_ELEMENTS"]))]
-    return partial(_run, launch, (width, gate_up.stride(0), width), constants)
-
-
-def _run(
-    kernel: Any, sizes: tuple[int, int, int], constants: dict[str, int], gate_up: torch.Tensor, out: torch.Tensor
-) -> None:
-    kernel(gate_up, out, *sizes, **constants)
+    grid = (num_tokens, -(-width // constants["TILE_ELEMENTS"]))
+    return Launch(kernel, grid, (width, gate_up.stride(0), width), constants)
 
 
 def _kernel(device: torch.device) -> Any:

@@ -1,13 +1,12 @@
 """Root mean square norm (arXiv 1910.07467), with or without the addition of a residual, in one pass over the row."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.launches import layout_of, once_per_layout
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +50,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         RuntimeError: Triton cannot launch here.
     """
     launch = _prepare((layout_of(x), layout_of(weight)), x, None, weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(*x.shape)
     launch(x, x, x if weight is None else weight, out, eps)
     return out
 
@@ -69,7 +68,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     """
     layouts = layout_of(x), layout_of(residual), layout_of(weight)
     launch = _prepare(layouts, x, residual, weight)
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    out = residual.new_empty(*residual.shape)
     launch(x, residual, weight, out, eps)
     return out
 
@@ -90,13 +89,14 @@ def launch_options(width: int) -> dict[str, int]:
     return {"num_warps": 4 if width <= 2048 else 8 if width <= 8192 else 16}
 
 
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-"""Launches the kernel for x, residual, weight, out and eps."""
-
-
 @once_per_layout
-def _prepare(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> Launch:
-    """Check the tensors of ``rms_norm``, or with ``residual`` of ``add_rms_norm``, and return their launch."""
+def _prepare(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]:
+    """Check the tensors of ``rms_norm``, or with ``residual`` of ``add_rms_norm``, and return their launch.
+
+    Its arguments: x, residual, weight, out, eps.
+    """
     dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
     if x.dim() == 2 or residual is not None:
         del dims["heads"]
@@ -112,24 +112,11 @@ def _prepare(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tenso
     heads = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
     if rows == 0:
-        return lambda *arguments: None
+        return launch_nothing
     constants = launch_constants(width, residual is not None, weight is not None)
     head_stride = x.stride(1) if x.dim() == 3 else 0
     strides = (rows, heads, x.stride(0), head_stride, (x if residual is None else residual).stride(0))
-    return partial(_run, kernel[(-(-rows // constants["TILE_ROWS"]),)], strides, constants | launch_options(width))
-
-
-def _run(
-    kernel: Any,
-    strides: tuple[int, ...],
-    constants: dict[str, int],
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    eps: float,
-) -> None:
-    kernel(x, residual, weight, out, eps, *strides, **constants)
+    return Launch(kernel, (-(-rows // constants["TILE_ROWS"]),), strides, constants | launch_options(width))
 
 
 def _kernel(device: torch.device) -> Any:

@@ -1,7 +1,7 @@
 """Interface of attention: the step's rows, the layer's settings, and the backend."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.common.launches import layout_of
 from quire.worker_proc.attention.supports import Supports
 
 
@@ -85,6 +86,7 @@ class AttentionSpec:
         q_norm, k_norm: ``[head_dim]`` in the activations' dtype: weights of the RMS norm of each head's query and key
             before rotation (Qwen3, Gemma 3); None: no norm.
         norm_eps: epsilon of these norms.
+        layout: equal for layers whose launches differ only in the addresses of weights and caches.
     """
 
     num_heads: int
@@ -98,6 +100,12 @@ class AttentionSpec:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 1e-6
+    layout: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        values = (getattr(self, setting.name) for setting in fields(self) if setting.init)
+        layout = tuple(layout_of(value) if isinstance(value, torch.Tensor) else value for value in values)
+        object.__setattr__(self, "layout", layout)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,21 @@
 """Attention with Quire's Triton kernels."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import MAX_HEAD_DIM, AttentionShape
-from quire.kernels.attention.paged_attention import paged_attention
-from quire.kernels.cache.fused_cache_write import fused_cache_write
+from quire.kernels.attention.paged_attention import prepare_attention
+from quire.kernels.cache.fused_cache_write import prepare_cache_write
+from quire.kernels.common.launches import layout_of
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.layer_launches import LayerLaunches
 from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
-from quire.worker_proc.attention.varlen_prefill import attend_fresh, can_attend_fresh
+from quire.worker_proc.attention.varlen_prefill import can_attend_fresh
 
 FRESH_FROM = 512
 """Average tokens per row from which whole new prompts use torch's flash attention, which uses Hopper instructions that
@@ -30,10 +33,14 @@ FIXED_SPLIT = 1024
 
 @dataclass(slots=True)
 class TritonPlan:
-    """A step's rows, and the kernels' plan for layers of each shape (usually one shape per group)."""
+    """A step's rows, and the kernels' plan for layers of each shape (usually one shape per group).
+
+    ``launches``: by the layouts of the layers' tensors.
+    """
 
     batch: StepBatch
     fixed_split: int = 0
+    launches: dict[Hashable, LayerLaunches] = field(default_factory=dict)
     _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
@@ -114,19 +121,47 @@ class TritonBackend:
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         """Apply head norms, rotation and the cache write in one launch, then compute attention."""
-        self._check_block_size(kv_cache, plan)
+        layouts = layout_of(qkv), layout_of(kv_cache), spec.layout, id(rotary)
+        launches = plan.launches.get(layouts)
+        if launches is None:
+            launches = plan.launches[layouts] = self._prepare(qkv, kv_cache, plan, spec, rotary)
+        return launches(qkv, kv_cache, spec)
+
+    def _prepare(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
+    ) -> LayerLaunches:
+        """Check the arguments of ``attend`` and return its launches."""
+        batch = plan.batch
+        if kv_cache.shape[2] != batch.block_size:
+            found = kv_cache.shape[2]
+            raise ValueError(f"kv_cache: dimension 2 (block_size) is {found}, expected {batch.block_size}")
+        query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
         owns_cache = qkv.shape[1] > spec.num_heads
-        key = value = None
+        key = value = attend = None
         if owns_cache and self._is_fresh(qkv, kv_cache, plan, spec):
             key, value = qkv.new_empty(2, len(qkv), spec.num_kv_heads, spec.head_dim)
-        query = fused_cache_write(
+        else:
+            shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, query.dtype)
+            attend = prepare_attention(
+                query,
+                kv_cache,
+                batch.block_table,
+                batch.query_start_loc,
+                batch.seq_lens,
+                plan.of_layer(shape, len(query)),
+                spec.scale,
+                soft_cap=spec.soft_cap,
+                sinks=spec.sinks,
+                k_scale=spec.k_scale,
+                v_scale=spec.v_scale,
+            )
+        write = prepare_cache_write(
             qkv,
             spec.num_heads,
             kv_cache if owns_cache else None,
-            plan.batch.slot_mapping if owns_cache else None,
+            batch.slot_mapping if owns_cache else None,
             q_norm=spec.q_norm,
-            k_norm=spec.k_norm if owns_cache else None,
-            norm_eps=spec.norm_eps,
+            k_norm=spec.k_norm,
             rotary_table=None if rotary is None else rotary.table,
             positions=None if rotary is None else rotary.positions,
             k_scale=spec.k_scale if owns_cache else None,
@@ -134,36 +169,10 @@ class TritonBackend:
             key_out=key,
             value_out=value,
         )
-        if key is not None and value is not None:
-            batch = plan.batch
-            return attend_fresh(query, key, value, batch.query_start_loc, batch.query_lens_cpu, spec.scale)
-        return self._read(query, kv_cache, plan, spec)
+        return LayerLaunches(batch, rotary, owns_cache, tuple(query.shape), write, attend)
 
     def _is_fresh(self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> bool:
         batch = plan.batch
         if isinstance(plan, DecodePlan) or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
             return False
         return len(qkv) == int(batch.query_lens_cpu.sum()) and can_attend_fresh(batch, spec, qkv.dtype, kv_cache.dtype)
-
-    @staticmethod
-    def _check_block_size(kv_cache: torch.Tensor, plan: AnyPlan) -> None:
-        expected = plan.batch.block_size
-        if kv_cache.shape[2] != expected:
-            raise ValueError(f"kv_cache: dimension 2 (block_size) is {kv_cache.shape[2]}, expected {expected}")
-
-    def _read(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> torch.Tensor:
-        batch = plan.batch
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, query.dtype)
-        return paged_attention(
-            query,
-            kv_cache,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            plan.of_layer(shape, len(query)),
-            spec.scale,
-            soft_cap=spec.soft_cap,
-            sinks=spec.sinks,
-            k_scale=spec.k_scale,
-            v_scale=spec.v_scale,
-        )

@@ -1,5 +1,6 @@
 """Plans of Triton attention for steps whose lengths are only on the device, for use in captured graphs."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +9,7 @@ from quire.kernels.attention.attention_decode import DecodeBuffers, allocate_dec
 from quire.kernels.attention.attention_plan import AttentionPlan
 from quire.kernels.attention.attention_tiles import AttentionShape, next_power_of_two
 from quire.worker_proc.attention.backend import StepBatch
+from quire.worker_proc.attention.layer_launches import LayerLaunches
 
 
 class DecodeBufferPool:
@@ -32,6 +34,7 @@ class DecodePlan:
     batch: StepBatch
     pool: DecodeBufferPool
     max_query_len: int = 1
+    launches: dict[Hashable, LayerLaunches] = field(default_factory=dict)
     _plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
 
     def of_layer(self, shape: AttentionShape, num_tokens: int) -> AttentionPlan:
