@@ -79,7 +79,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Launches of ``paged_attention`` for the layers of one ``shape`` and one window.
+    """Launches of ``PagedAttention`` for the layers of one ``shape`` and one window.
 
     Attributes:
         visible: window and common prefix.
@@ -154,7 +154,7 @@ def plan_attention(
         common_prefix_len: number of leading keys that all rows have in the same blocks, which are attended to once for
             all rows. Must be a multiple of the block size; cannot be combined with a window.
         fixed_split: if not 0, plan deterministically: cut at multiples of this and nowhere else (see
-            ``paged_attention`` for the guarantee).
+            ``prepare_attention`` for the guarantee).
         programs: number of programs that fill the device; None: derived from its multiprocessors.
         min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
         num_tokens: tokens of the step with padding; None: there is no padding.

@@ -58,7 +58,7 @@ def paged_attention_reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``paged_attention`` in plain torch and float64; the two agree within ``TOLERANCES``.
+    """Compute ``PagedAttention`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
     ``window`` is the window of the plan.
     """
@@ -89,7 +89,44 @@ def paged_attention_reference(
     return out
 
 
-def paged_attention(
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Checked launches for one plan, and for layers whose tensors have the layouts of those that were checked.
+
+    Attributes:
+        padded: the query has tokens that the plan does not compute, or may have them.
+    """
+
+    out_shape: tuple[int, ...]
+    padded: bool
+    sections: tuple[Launch, ...] = ()
+    merge: Launch | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute attention.
+
+        Args:
+            kv_cache: given ``as_bits``.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous, with zeros for padding.
+        """
+        out = (query.new_zeros if self.padded else query.new_empty)(*self.out_shape)
+        for attend in self.sections:
+            attend(query, kv_cache, out, sinks, k_scale, v_scale)
+        if self.merge is not None:
+            self.merge(out, sinks)
+        return out
+
+
+def prepare_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -102,8 +139,11 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute attention with the Triton kernels. The last ``query_len`` of a row's ``seq_len`` tokens are its query.
+) -> PagedAttention:
+    """Check a layer's tensors, and return the launches of attention with the Triton kernels.
+
+    The launches keep the step's tensors: block table, lengths and plan. The last ``query_len`` of a row's ``seq_len``
+    tokens are its query.
 
     With a plan made with ``fixed_split``, on one device and with one compiler, a query's result depends, bit for bit,
     on its own keys alone: not on the other rows, on the chunks in which the prompt was computed, or on the blocks it
@@ -125,64 +165,10 @@ def paged_attention(
         sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None means 1.
 
-    Returns:
-        ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous, with zeros for padding.
-
     Raises:
         ValueError: a tensor does not have the shape, dtype or device above, or does not fit the plan.
         RuntimeError: Triton cannot launch in this process.
     """
-    attend = prepare_attention(
-        query, kv_cache, block_table, query_start_loc, seq_lens, plan, scale,
-        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
-    return attend(query, as_bits(kv_cache), sinks, k_scale, v_scale)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAttention:
-    """Checked launches of ``paged_attention`` for one plan and the layers whose tensors have the same layouts.
-
-    Attributes:
-        padded: the query may have tokens that the plan does not compute.
-    """
-
-    padded: bool
-    sections: tuple[Launch, ...]
-    merge: Launch | None
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        sinks: torch.Tensor | None,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute attention over a cache that is given ``as_bits``."""
-        out = query.new_zeros(*query.shape) if self.padded else query.new_empty(*query.shape)
-        for attend in self.sections:
-            attend(query, kv_cache, out, sinks, k_scale, v_scale)
-        if self.merge is not None:
-            self.merge(out, sinks)
-        return out
-
-
-def prepare_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    *,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> PreparedAttention:
-    """Check the arguments of ``paged_attention`` and return its launches, which keep the step's tensors."""
     shape = _check_shape(query, kv_cache)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
     _check_extras(query, kv_cache, sinks, k_scale, v_scale)
@@ -191,7 +177,7 @@ def prepare_attention(
 
     padded = plan.num_tokens != len(query)
     if not plan.num_rows:
-        return PreparedAttention(padded, (), None)
+        return PagedAttention(query.shape, padded)
     # With a cap the kernel computes tanh(x) from exp2(2 * x * log2(e)), hence the factor 2 / cap.
     factor = (2 / soft_cap if soft_cap else 1) * scale * LOG2_E
     out_strides = (query.shape[1] * query.shape[2], query.shape[2])
@@ -216,7 +202,7 @@ def prepare_attention(
         last = (plan.scratch.acc, plan.scratch.stats, plan.merges, *counts, *out_strides)
         constants = merge_constants(shape.head_dim, plan.fixed_split)
         merge = Launch(merge_kernel, (len(plan.merges), shape.num_heads), last, constants)
-    return PreparedAttention(padded, tuple(sections), merge)
+    return PagedAttention(query.shape, padded, tuple(sections), merge)
 
 
 def launch_constants(

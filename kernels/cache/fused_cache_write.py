@@ -122,13 +122,13 @@ def fused_cache_write(
     """
     write = prepare_cache_write(
         qkv, num_heads, kv_cache, slot_mapping,
-        q_norm=q_norm, k_norm=k_norm, rotary_table=rotary_table, positions=positions,
+        q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rotary_table=rotary_table, positions=positions,
         k_scale=k_scale, v_scale=v_scale, key_out=key_out, value_out=value_out,
     )  # fmt: skip
     query = qkv.new_empty(len(qkv), num_heads, qkv.shape[2])
     write(
         qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
-        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale, norm_eps,
+        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale,
     )  # fmt: skip
     return query
 
@@ -141,6 +141,7 @@ def prepare_cache_write(
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
     rotary_table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -151,17 +152,18 @@ def prepare_cache_write(
     """Check the arguments of ``fused_cache_write`` and return their launch, for tensors of the same layouts.
 
     Its arguments: qkv, the queries' tensor, kv_cache (``as_bits``), slot_mapping, key_out, value_out, q_norm, k_norm
-    (q_norm if there is none), rotary_table, positions, k_scale, v_scale, norm_eps.
+    (q_norm if there is none), rotary_table, positions, k_scale, v_scale.
     """
     tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
-    layouts = (layout_of(qkv), num_heads, *(layout_of(tensor) for tensor in tensors))
-    return _prepare(layouts, qkv, num_heads, *tensors)
+    layouts = (layout_of(qkv), num_heads, norm_eps, *(layout_of(tensor) for tensor in tensors))
+    return _prepare(layouts, qkv, num_heads, norm_eps, *tensors)
 
 
 @once_per_layout
 def _prepare(
     qkv: torch.Tensor,
     num_heads: int,
+    norm_eps: float,
     kv_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
     q_norm: torch.Tensor | None,
@@ -185,7 +187,8 @@ def _prepare(
         return launch_nothing
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-    sizes = (
+    last = (
+        norm_eps,
         num_tokens,
         0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2],
         0 if rotary_table is None else rotary_table.shape[1],
@@ -193,7 +196,7 @@ def _prepare(
         *qkv.stride()[:2],
         *((0, 0, 0, 0) if kv_cache is None else kv_cache.stride()[:4]),
     )
-    return Launch(kernel, (sum(programs),), sizes, constants)
+    return Launch(kernel, (sum(programs),), last, constants)
 
 
 def launch_constants(

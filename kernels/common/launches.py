@@ -18,25 +18,46 @@ MAX_LAYOUTS = 4096
 
 
 def layout_of(tensor: torch.Tensor | None) -> Hashable:
-    """Return what a kernel's launch depends on besides the tensor's address and numbers."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    """Return what a kernel's launch depends on besides the tensor's numbers and the rest of its address."""
+    if tensor is None:
+        return None
+    # Triton compiles variants of a kernel for addresses that are multiples of 16.
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
 
 
 class Launch:
-    """A kernel's launch whose grid, last arguments and compile-time constants are known.
+    """A kernel's launch for tensors of known layouts; everything else is known too.
 
-    Call it with the other arguments: the tensors that are not the same in each layer.
+    The first call goes through Triton, which chooses or compiles the kernel's variant in some 20 µs.
+    Later calls launch that variant: layouts contain all that the choice depends on.
+
+    Args:
+        kernel: a function compiled by ``triton.jit``.
+        last: arguments after the tensors that each call gives.
+        constants: compile-time constants, which are the kernel's last parameters, and options of the launch.
     """
 
-    __slots__ = ("_constants", "_kernel", "_last")
+    __slots__ = ("_constants", "_grid", "_kernel", "_last", "_last_of_variant", "_variant")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], last: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self._kernel = kernel
+        self._grid = (*grid, 1, 1)[:3]
         self._last = last
-        self._constants = {"grid": grid, "warmup": False} | constants
+        self._constants = constants
+        self._last_of_variant = (*last, *(constants[name] for name in kernel.arg_names if name in constants))
+        self._variant: Callable[..., None] | None = None
 
-    def __call__(self, *first: Any) -> None:
-        self._kernel.run(*first, *self._last, **self._constants)
+    def __call__(self, *first: torch.Tensor | None) -> None:
+        if self._variant is None:
+            self.dispatch(*first)
+        else:
+            self._variant(*first, *self._last_of_variant)
+
+    def dispatch(self, *first: torch.Tensor | None) -> None:
+        """Launch through Triton."""
+        variant = self._kernel.run(*first, *self._last, grid=self._grid, warmup=False, **self._constants)
+        if variant is not None:  # None: Triton's interpreter
+            self._variant = variant[self._grid]
 
 
 def launch_nothing(*first: Any) -> None:

@@ -49,9 +49,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         ValueError: a tensor does not have this shape, dtype or device, or a row is wider than ``MAX_WIDTH``.
         RuntimeError: Triton cannot launch here.
     """
-    launch = _prepare((layout_of(x), layout_of(weight)), x, None, weight)
+    launch = _prepare((layout_of(x), layout_of(weight), eps), x, None, weight, eps)
     out = x.new_empty(*x.shape)
-    launch(x, x, x if weight is None else weight, out, eps)
+    launch(x, x, x if weight is None else weight, out)
     return out
 
 
@@ -66,10 +66,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Raises:
         ValueError, RuntimeError: as ``rms_norm``.
     """
-    layouts = layout_of(x), layout_of(residual), layout_of(weight)
-    launch = _prepare(layouts, x, residual, weight)
+    layouts = layout_of(x), layout_of(residual), layout_of(weight), eps
+    launch = _prepare(layouts, x, residual, weight, eps)
     out = residual.new_empty(*residual.shape)
-    launch(x, residual, weight, out, eps)
+    launch(x, residual, weight, out)
     return out
 
 
@@ -91,11 +91,11 @@ def launch_options(width: int) -> dict[str, int]:
 
 @once_per_layout
 def _prepare(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """Check the tensors of ``rms_norm``, or with ``residual`` of ``add_rms_norm``, and return their launch.
 
-    Its arguments: x, residual, weight, out, eps.
+    Its arguments: x, residual, weight, out.
     """
     dims: dict[str, int | None] = {"num_tokens": None, "heads": None, "width": None}
     if x.dim() == 2 or residual is not None:
@@ -115,8 +115,8 @@ def _prepare(
         return launch_nothing
     constants = launch_constants(width, residual is not None, weight is not None)
     head_stride = x.stride(1) if x.dim() == 3 else 0
-    strides = (rows, heads, x.stride(0), head_stride, (x if residual is None else residual).stride(0))
-    return Launch(kernel, (-(-rows // constants["TILE_ROWS"]),), strides, constants | launch_options(width))
+    last = (eps, rows, heads, x.stride(0), head_stride, (x if residual is None else residual).stride(0))
+    return Launch(kernel, (-(-rows // constants["TILE_ROWS"]),), last, constants | launch_options(width))
 
 
 def _kernel(device: torch.device) -> Any:

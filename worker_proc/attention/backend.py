@@ -100,7 +100,7 @@ class AttentionSpec:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 1e-6
-    layout: Hashable = field(init=False, repr=False)
+    layout: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         values = (getattr(self, setting.name) for setting in fields(self) if setting.init)

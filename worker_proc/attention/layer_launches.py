@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.attention.paged_attention import PreparedAttention
+from quire.kernels.attention.paged_attention import PagedAttention
 from quire.kernels.common.fp8 import as_bits
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.varlen_prefill import attend_fresh
@@ -25,7 +25,7 @@ class LayerLaunches:
     owns_cache: bool
     query_shape: tuple[int, ...]
     write: Callable[..., None]
-    attend: PreparedAttention | None
+    attend: PagedAttention | None
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         batch, rotary, attend = self.batch, self.rotary, self.attend
@@ -38,10 +38,7 @@ class LayerLaunches:
         key = value = None
         if attend is None:
             key, value = qkv.new_empty(2, len(qkv), spec.num_kv_heads, spec.head_dim)
-        self.write(
-            qkv, query, cache, slots, key, value, spec.q_norm, spec.k_norm, table, positions, k_scale, v_scale,
-            spec.norm_eps,
-        )  # fmt: skip
+        self.write(qkv, query, cache, slots, key, value, spec.q_norm, spec.k_norm, table, positions, k_scale, v_scale)
         if attend is not None:
             return attend(query, stored, spec.sinks, spec.k_scale, spec.v_scale)
         assert key is not None and value is not None

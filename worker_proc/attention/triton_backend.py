@@ -83,7 +83,7 @@ class TritonBackend:
         fresh_from: whole new prompts with at least this many tokens on average use torch operators over their own keys
             (``varlen_prefill``); 0: never.
         deterministic: a query's result depends, bit for bit, on its own query, keys and values alone (see
-            ``paged_attention``); all plans are then made on the host.
+            ``prepare_attention``); all plans are then made on the host.
 
     Raises:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
@@ -162,6 +162,7 @@ class TritonBackend:
             batch.slot_mapping if owns_cache else None,
             q_norm=spec.q_norm,
             k_norm=spec.k_norm,
+            norm_eps=spec.norm_eps,
             rotary_table=None if rotary is None else rotary.table,
             positions=None if rotary is None else rotary.positions,
             k_scale=spec.k_scale if owns_cache else None,

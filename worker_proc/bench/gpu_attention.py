@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
-from quire.kernels.attention.paged_attention import paged_attention
+from quire.kernels.attention.paged_attention import prepare_attention
+from quire.kernels.common.fp8 import as_bits
 from quire.worker_proc.bench.paged_case import Heads, PagedCase, make_case
 from quire.worker_proc.bench.record import Bench, free_memory
 from quire.worker_proc.bench.timing import Call
@@ -53,7 +54,8 @@ def prefill(case: PagedCase) -> list[Call]:
 
 def _attend(case: PagedCase, plan: AttentionPlan) -> list[Call]:
     rows = (case.query_start_loc, case.seq_lens, plan, case.heads.head_dim**-0.5)
-    return [partial(paged_attention, case.query, case.kv_cache, table, *rows) for table in case.tables]
+    prepared = [prepare_attention(case.query, case.kv_cache, table, *rows) for table in case.tables]
+    return [partial(attend, case.query, as_bits(case.kv_cache)) for attend in prepared]
 
 
 def _shape(case: PagedCase) -> AttentionShape:

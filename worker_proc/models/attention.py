@@ -61,12 +61,13 @@ class Attention(Module):
         self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: LayerAttention, rotary: Rotary | None
     ) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
+        num_tokens = x.shape[0]
         qkv = self.qkv(x)
         if self.config.qk_norm == "width":
             self._normalise_width(qkv)
-        qkv = qkv.view(len(x), self.num_projected, self.head_dim)
+        qkv = qkv.view(num_tokens, self.num_projected, self.head_dim)
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
-        return self.build.parallel.all_reduce(self.o(attended.reshape(len(x), -1)))
+        return self.build.parallel.all_reduce(self.o(attended.reshape(num_tokens, -1)))
 
     def set_kv_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         """Set the scales of an fp8 cache: float32 ``[1]``, or ``[num_kv_heads]`` for all heads of all ranks."""

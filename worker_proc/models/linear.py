@@ -48,20 +48,20 @@ class Linear(Module):
         self.bias = bias
         self.cuts = cuts
         self._stored_bias = stored_bias
-        self._transposed = weight.T
+        # A view that is made once; None: another product is used.
+        self._transposed: torch.Tensor | None = None if float32_output else weight.T
         self._float32_output = float32_output
         self._native: PackedLinear | None = None
         self._product: Product | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._transposed, self.bias
+        if weight is not None and weight.dtype is x.dtype:
+            # The same as F.linear, which takes 0.6 µs more of the host's time.
+            return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
         if self._native is not None:
             return self._native(x, torch.float32 if self._float32_output else None)
-        if self._product is not None:
-            return self._product(x)
-        if self._float32_output or x.dtype is not self._transposed.dtype:
-            return self._plain(x)
-        # The same as F.linear, with less host time.
-        return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
+        return self._plain(x) if self._product is None else self._product(x)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of the checkpoint tensors of all projections, by name below the layer."""
@@ -108,11 +108,12 @@ class Linear(Module):
         elif not rounded:
             self._product = _onednn(weight, self.bias)
         changed = self._native is not None or self._product is not None
+        if changed or deterministic:
+            self._transposed = None
         if deterministic and self._native is None:
             self._product = in_tiles(self._product or self._plain_product(), weight)
         if changed and not keep:
             self.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-            self._transposed = self.weight
         return changed
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 import torch
 
 from quire.kernels.common.triton_runtime import require_launchable
-from quire.kernels.dense import gated_activation, rms_norm
-from quire.kernels.moe import fused_experts, fused_experts_mxfp4, moe_routing
+from quire.kernels.dense.gated_activation import gate
+from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
+from quire.kernels.moe import fused_experts, fused_experts_mxfp4
+from quire.kernels.moe.moe_routing import route
 from quire.worker_proc.models.ops import Experts
 
 
@@ -18,20 +20,13 @@ class TritonOps:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
     """
 
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    gate = staticmethod(gate)
+    route = staticmethod(route)
+
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return rms_norm.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm.add_rms_norm(x, residual, weight, eps)
-
-    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return gated_activation.gate(gate_up, activation)
-
-    def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return moe_routing.route(scores, top_k, renormalise=renormalise)
 
     def experts(
         self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor

@@ -29,7 +29,7 @@ from quire.kernels.attention.attention_work import (
     round_up,
     tile_rows,
 )
-from quire.kernels.attention.paged_attention import QUERY_DTYPES, paged_attention, paged_attention_reference
+from quire.kernels.attention.paged_attention import QUERY_DTYPES, paged_attention_reference, prepare_attention
 from quire.kernels.cache.cache_write import write_cache_reference
 
 CPU = torch.device("cpu")
@@ -247,7 +247,7 @@ def test_launcher_rejects_wrong_tensors() -> None:
     def rejects(message: str, **changed: Any) -> None:
         arguments = {"query": query, "kv_cache": cache, "plan": plan, "scale": 1.0} | rows | changed
         with pytest.raises(ValueError, match=message):
-            paged_attention(**arguments)
+            prepare_attention(**arguments)
 
     rejects(r"query: dimension 1 \(num_heads\) is 3, not a multiple of 2 KV heads", query=query[:, :3])
     rejects(r"query: dimension 2 \(head_dim\) is 600, not in \[1, 512\]", query=torch.zeros(5, 4, 600))

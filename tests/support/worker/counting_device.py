@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quire.kernels.common.launches import Launch
+
 DEVICE = torch.device("cuda", 0)
 _HOST = torch.device("cpu")
 
@@ -398,6 +400,8 @@ def _record_triton(stack: ExitStack, device: CountingDevice) -> None:
         device.record("launch", self.__name__)
 
     stack.enter_context(mock.patch.object(JITFunction, "run", run))
+    # No launch keeps a variant, and one that a real GPU left behind is not used.
+    stack.enter_context(mock.patch.object(Launch, "__call__", Launch.dispatch))
 
 
 def _product_line() -> str:

@@ -10,7 +10,7 @@ from quire.kernels.attention.attention_decode import DecodeBuffers, allocate_dec
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_prefix
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.attention_work import Visible, cut_tiles, tile_rows
-from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
+from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention_reference, prepare_attention
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
 
@@ -89,7 +89,8 @@ def test_attention_with_plans_of_several_steps(
         case = make_case(*batch, main_dtype, 2, 1, padding=3, **local)
         step = (case.batch.block_table, case.batch.query_start_loc, case.batch.seq_lens)
         plan = plan_decode(buffers, *step[1:], **local)
-        result = paged_attention(case.query, case.filled_cache, *step, plan, 0.2)
+        attend = prepare_attention(case.query, case.filled_cache, *step, plan, 0.2)
+        result = attend(case.query, case.filled_cache)
         expected = paged_attention_reference(case.query, case.filled_cache, *step, 0.2, **local)
         torch.testing.assert_close(result, expected, **TOLERANCES[main_dtype])
         assert result[case.num_tokens :].count_nonzero() == 0
@@ -102,6 +103,7 @@ def test_attention_with_a_common_prefix(main_dtype: torch.dtype, make_case: Any,
     buffers = allocate_decode(shape, 3, device, programs=4, min_piece=128, max_prefix=prefix)
     step = (case.batch.block_table, case.batch.query_start_loc, case.batch.seq_lens)
     plan = plan_decode(buffers, *step[1:], prefix=prefix)
-    result = paged_attention(case.query, case.filled_cache, *step, plan, 0.2)
+    attend = prepare_attention(case.query, case.filled_cache, *step, plan, 0.2)
+    result = attend(case.query, case.filled_cache)
     expected = paged_attention_reference(case.query, case.filled_cache, *step, 0.2)
     torch.testing.assert_close(result, expected, **TOLERANCES[main_dtype])

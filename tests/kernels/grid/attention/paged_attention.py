@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
-from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention, paged_attention_reference
+from quire.kernels.attention.paged_attention import TOLERANCES, paged_attention_reference, prepare_attention
 from quire.kernels.cache.cache_write import write_cache_reference
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits
 from quire.worker_proc.attention import triton_backend
@@ -57,6 +57,12 @@ def plan_case(case: Any, **options: Any) -> AttentionPlan:
         num_tokens=num_tokens,
         **options,
     )
+
+
+def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, *step: Any, **options: Any) -> torch.Tensor:
+    attend = prepare_attention(query, kv_cache, *step, **options)
+    options.pop("soft_cap", None)
+    return attend(query, as_bits(kv_cache), **options)
 
 
 def check_case(case: Any, plan_options: dict[str, Any] | None = None, **options: Any) -> None:
