@@ -1,4 +1,4 @@
-"""Check that Triton kernels can be launched in this process."""
+"""Whether Triton kernels can be launched in this process, and what their launches cost."""
 
 import functools
 
@@ -24,3 +24,12 @@ def require_launchable(device_type: str) -> None:
             f"Triton kernels need CUDA, and the tensors are on {device_type!r}; to run them slowly in Triton's "
             "interpreter, set TRITON_INTERPRET=1 before Python starts"
         )
+
+
+def drop_unused_launch_hooks() -> None:
+    """Let Triton describe launches only if a profiler has asked for it: otherwise each launch costs 3 µs more."""
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if all(hook is not None and not hook.calls for hook in hooks):
+        knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None

@@ -8,6 +8,7 @@ import msgspec
 import psutil
 import torch
 
+from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
 from quire.kernels.cpu.native import Native, find_native, load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -155,7 +156,9 @@ def pick_ops(device: torch.device, deterministic: bool) -> Ops:
         return RowByRowOps() if deterministic else TorchOps()
     from quire.worker_proc.models.triton_ops import TritonOps
 
-    return TritonOps()
+    ops = TritonOps()
+    drop_unused_launch_hooks()
+    return ops
 
 
 def _compute_dtypes(config: EngineConfig, device: torch.device) -> ComputeDtypes:

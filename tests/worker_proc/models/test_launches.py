@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.common.launches import Launch
+from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
@@ -137,3 +139,16 @@ def test_an_unaligned_tensor_gets_a_variant_of_its_own(recording: RecordingDrive
         ops.rms_norm(memory[start : start + 64].view(4, 16), weight, 1e-6)
     aligned, unaligned, *again = [launch[3] for launch in recording.launches]
     assert aligned != unaligned and again == [aligned, unaligned]
+
+
+def test_hooks_that_are_used_stay() -> None:
+    runtime = knobs.runtime
+    with runtime.scope():
+        runtime.launch_enter_hook, runtime.launch_exit_hook = knobs.HookChain(), knobs.HookChain()
+        runtime.launch_exit_hook.add(print)
+        drop_unused_launch_hooks()
+        assert runtime.launch_enter_hook is not None and runtime.launch_exit_hook.calls == [print]
+        runtime.launch_exit_hook.remove(print)
+        for _ in range(2):
+            drop_unused_launch_hooks()
+            assert runtime.launch_enter_hook is runtime.launch_exit_hook is None
