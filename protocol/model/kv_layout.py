@@ -68,6 +68,14 @@ class KVLayout(msgspec.Struct, frozen=True):
             layers[page] = max(layers.get(page, 0), len(group.layers))
         return sum(page * number for page, number in layers.items())
 
+    def rank_block_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of one block on the rank with the most KV heads; ranks may share a head."""
+        shapes = [(group, *self.kv_shape(group)) for group in self.groups]
+        groups = [
+            msgspec.structs.replace(g, num_kv_heads=-(-heads // num_ranks), head_dim=dim) for g, heads, dim in shapes
+        ]
+        return msgspec.structs.replace(self, groups=groups).block_bytes
+
     def with_block_size(self, block_size: int) -> "KVLayout":
         """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
         if block_size == self.block_size:

@@ -41,6 +41,8 @@ class KernelTableCost(ModelOnChips):
         super().__init__(model, chip or CHIPS["h200"], tensor_parallel_size)
         if model.moe is not None:
             raise ConfigError(f"{folder}: the tables have no mixture-of-experts models, {_USE_ROOFLINE}")
+        if len(model.all_kv_shapes) > 1:
+            raise ConfigError(f"{folder}: the tables need layers with the same KV heads, {_USE_ROOFLINE}")
         if model.head_dim != 128:
             raise ConfigError(f"{folder}: head_dim must be 128 (got {model.head_dim}), {_USE_ROOFLINE}")
         self._folder = folder

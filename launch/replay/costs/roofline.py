@@ -4,7 +4,13 @@ from collections import Counter
 
 from quire.launch.replay.costs.chips import Chip
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
-from quire.launch.replay.costs.sizes import expert_layers, num_experts_read, room_for_kv
+from quire.launch.replay.costs.sizes import (
+    expert_layers,
+    expert_weight_bytes,
+    layer_shapes,
+    num_experts_read,
+    room_for_kv,
+)
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES
@@ -44,7 +50,9 @@ class Roofline(ModelOnChips):
         super().__init__(model, chip, tensor_parallel_size)
         self._flops = chip.flops_of(model.dtype)
         self._streamed = chip.bandwidth * chip.memory_efficiency
-        self._windows = Counter(model.window(layer) for layer in range(model.num_layers))
+        shapes = layer_shapes(model)
+        self._shapes = Counter(shapes)
+        self._attention = Counter((model.window(layer), *shape[:2]) for layer, shape in enumerate(shapes))
         self._by_tokens: dict[int, float] = {}
         self._by_samples: dict[int, float] = {}
 
@@ -66,15 +74,17 @@ class Roofline(ModelOnChips):
     def _token_seconds(self, tokens: int) -> float:
         """Return the seconds of all layers without attention, and without the output projection."""
         model, ranks = self._model, self._ranks
-        hidden, queries, keys = model.hidden_size, self._rank_heads(), self._rank_kv_heads()
-        around = self._product(tokens, hidden, queries + 2 * keys) + self._product(tokens, queries, hidden)
-        inner = model.intermediate_size / ranks
+        hidden, inner = model.hidden_size, model.intermediate_size / ranks
         dense = self._product(tokens, hidden, 2 * inner) + self._product(tokens, inner, hidden)
         with_experts = expert_layers(model)
-        total = model.num_layers * around + (model.num_layers - with_experts) * dense
+        total = (model.num_layers - with_experts) * dense
         if with_experts:
             total += with_experts * self._expert_seconds(tokens)
-        total += model.num_layers * self._stream(tokens * (8 * hidden + 3 * inner + 2 * queries + 2 * keys), kernels=4)
+        for (kv_heads, head_dim, own), layers in self._shapes.items():
+            queries, keys = self._query_width(head_dim), self._key_width(kv_heads, head_dim) * own
+            around = self._product(tokens, hidden, queries + 2 * keys) + self._product(tokens, queries, hidden)
+            passed = self._stream(tokens * (8 * hidden + 3 * inner + 2 * queries + 2 * keys), kernels=4)
+            total += layers * (around + passed)
         exchange = self._chip.link.all_reduce(tokens * hidden * self._bytes, ranks)
         return total + 2 * model.num_layers * exchange + self._stream(2 * tokens * hidden, kernels=2)
 
@@ -90,31 +100,32 @@ class Roofline(ModelOnChips):
         read = num_experts_read(model, tokens)
         weights = 3 * model.hidden_size * moe.intermediate_size / self._ranks
         products = 2 * tokens * chosen * weights / (self._flops * self._chip.gemm_efficiency)
-        streamed = (read * weights + 2 * tokens * chosen * model.hidden_size) * self._bytes / self._streamed
+        passed = 2 * tokens * chosen * model.hidden_size * self._bytes
+        streamed = (read * weights * expert_weight_bytes(model) + passed) / self._streamed
         router = self._product(tokens, model.hidden_size, moe.num_experts)
         return max(products, streamed) + router + 3 * self._chip.kernel_seconds
 
     def _attention_seconds(self, step: StepShape) -> float:
         total = 0.0
-        for window, layers in self._windows.items():
+        for (window, kv_heads, head_dim), layers in self._attention.items():
             pairs, read = 0.0, decode_pairs(step.num_decodes, step.decode_context, window)
             decode_products = read
             for chunk, before in step.prefills:
                 pairs += prefill_pairs(chunk, before, window)
                 read += min(before, window or before) + chunk
-            products = 4 * self._rank_heads() * (pairs + decode_products)
+            products = 4 * self._query_width(head_dim) * (pairs + decode_products)
             at_peak = products / (self._flops * self._chip.attention_efficiency)
-            streamed = 2 * self._rank_kv_heads() * read * self._bytes / self._streamed
+            streamed = 2 * self._key_width(kv_heads, head_dim) * read * self._bytes / self._streamed
             total += layers * (max(at_peak, streamed) + self._chip.kernel_seconds)
         return total
 
-    def _rank_heads(self) -> float:
+    def _query_width(self, head_dim: int) -> float:
         """Return the width of one rank's queries."""
-        return self._model.num_heads * self._model.head_dim / self._ranks
+        return self._model.num_heads * head_dim / self._ranks
 
-    def _rank_kv_heads(self) -> float:
+    def _key_width(self, kv_heads: int, head_dim: int) -> float:
         """Return the width of one rank's keys: at least one head, which several ranks may share."""
-        return max(self._model.num_kv_heads / self._ranks, 1) * self._model.head_dim
+        return max(kv_heads / self._ranks, 1) * head_dim
 
     def _product(self, rows: float, inner: float, columns: float) -> float:
         """Return the seconds of a (rows, inner) by (inner, columns) matrix product."""
@@ -132,7 +143,6 @@ def check_split(model: ModelConfig, tensor_parallel_size: int) -> None:
     ranks = tensor_parallel_size
     if ranks < 1 or model.num_heads % ranks:
         raise ConfigError(f"tensor_parallel_size={ranks} does not divide the {model.num_heads} attention heads")
-    if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={ranks} neither divides nor is a multiple of {model.num_kv_heads} KV heads"
-        )
+    for kv_heads, _ in model.all_kv_shapes:
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ConfigError(f"tensor_parallel_size={ranks} neither divides nor is a multiple of {kv_heads} KV heads")

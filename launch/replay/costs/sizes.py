@@ -7,10 +7,19 @@ MAX_STEP_TOKENS = 8192
 """Tokens of the largest step for which activation memory is reserved."""
 
 
+MXFP4_BYTES = 17 / 32
+"""Bytes of one weight in MXFP4: 32 have four bits each, and a scale of one byte. Workers keep them packed."""
+
+
+def layer_shapes(model: ModelConfig) -> list[tuple[int, int, bool]]:
+    """Return each layer's number of KV heads, head dimension, and whether it has keys and values of its own."""
+    return [(*model.kv_shape(i), model.cache_source(i) == i) for i in range(model.num_layers)]
+
+
 def attention_weights(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer's attention projections."""
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return model.hidden_size * (2 * queries + 2 * keys)
+    """Return the number of parameters of all layers' attention projections."""
+    widths = sum(2 * model.num_heads * dim + 2 * kv_heads * dim * own for kv_heads, dim, own in layer_shapes(model))
+    return model.hidden_size * widths
 
 
 def expert_layers(model: ModelConfig) -> int:
@@ -28,12 +37,22 @@ def num_experts_read(model: ModelConfig, num_tokens: int) -> float:
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of parameters without norms and biases."""
     dense = 3 * model.hidden_size * model.intermediate_size
-    total = model.num_layers * attention_weights(model) + (model.num_layers - expert_layers(model)) * dense
+    total = attention_weights(model) + (model.num_layers - expert_layers(model)) * dense + _expert_weights(model)
     if model.moe is not None:
-        expert = 3 * model.hidden_size * model.moe.intermediate_size
-        total += expert_layers(model) * model.moe.num_experts * (expert + model.hidden_size)
+        total += expert_layers(model) * model.moe.num_experts * model.hidden_size
     embeddings = 1 if model.tie_word_embeddings else 2
     return total + embeddings * model.vocab_size * model.hidden_size
+
+
+def expert_weight_bytes(model: ModelConfig) -> float:
+    """Return the bytes of one weight of an expert."""
+    return MXFP4_BYTES if model.moe is not None and model.moe.mxfp4 else DTYPE_BYTES[model.dtype]
+
+
+def weight_bytes(model: ModelConfig) -> float:
+    """Return the bytes of all weights of ``num_parameters``."""
+    experts = _expert_weights(model)
+    return (num_parameters(model) - experts) * DTYPE_BYTES[model.dtype] + experts * expert_weight_bytes(model)
 
 
 def activation_bytes(model: ModelConfig, tensor_parallel_size: int, num_tokens: int = MAX_STEP_TOKENS) -> int:
@@ -45,6 +64,13 @@ def activation_bytes(model: ModelConfig, tensor_parallel_size: int, num_tokens: 
 
 def room_for_kv(model: ModelConfig, memory_bytes: float, tensor_parallel_size: int) -> int:
     """Return the bytes left for KV over all ranks after weights and activations; ``memory_bytes`` is per rank."""
-    weights = num_parameters(model) * DTYPE_BYTES[model.dtype] / tensor_parallel_size
+    weights = weight_bytes(model) / tensor_parallel_size
     left = memory_bytes - weights - activation_bytes(model, tensor_parallel_size)
     return max(int(left * tensor_parallel_size), 0)
+
+
+def _expert_weights(model: ModelConfig) -> int:
+    """Return the number of parameters of all experts, without routers."""
+    if model.moe is None:
+        return 0
+    return expert_layers(model) * model.moe.num_experts * 3 * model.hidden_size * model.moe.intermediate_size

@@ -198,12 +198,10 @@ def _num_usable_blocks(
     if config.num_blocks_override:
         return min(config.num_blocks_override, MAX_USABLE_BLOCKS)
     known = config.kv_cache_memory_bytes or (cost.kv_bytes if cost is not None else 0)
-    copies = max(config.tensor_parallel_size // layout.num_kv_heads, 1)  # more ranks than KV heads: heads are copied
-    number = (known or DEFAULT_KV_BYTES) // (layout.block_bytes * copies) - 1
+    block_bytes = layout.rank_block_bytes(config.tensor_parallel_size) * config.tensor_parallel_size
+    number = (known or DEFAULT_KV_BYTES) // block_bytes - 1
     if number < 1:
-        raise ConfigError(
-            f"{known or DEFAULT_KV_BYTES} bytes are too few for one KV block of {layout.block_bytes * copies} bytes"
-        )
+        raise ConfigError(f"{known or DEFAULT_KV_BYTES} bytes are too few for one KV block of {block_bytes} bytes")
     if not known:
         notes.append(f"num_usable_blocks is {number}, the default of {DEFAULT_KV_BYTES // 2**30} GiB")
     return min(number, MAX_USABLE_BLOCKS)

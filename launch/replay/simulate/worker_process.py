@@ -192,7 +192,7 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
     Raises:
         ConfigError: not even one block fits.
     """
-    per_rank = layout.block_bytes * max(1, layout.num_kv_heads // num_ranks) // layout.num_kv_heads
+    per_rank = layout.rank_block_bytes(num_ranks)
     per_request = -(-config.max_model_len // config.block_size)
     if config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1

@@ -12,7 +12,7 @@ from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.launch.replay.costs.roofline import Roofline
-from quire.launch.replay.costs.sizes import num_experts_read, num_parameters
+from quire.launch.replay.costs.sizes import num_experts_read, num_parameters, room_for_kv, weight_bytes
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 
@@ -89,6 +89,30 @@ class TestRoofline:
         cost = Roofline(model, H200)
         dense = num_parameters(model) * 2 / (H200.bandwidth * H200.memory_efficiency)
         assert cost.seconds(ONE) < dense / 4 < dense < cost.seconds(MANY)
+
+    def test_packed_experts_are_read_as_they_are_stored(self) -> None:
+        """gpt-oss-20b: a file of 13.8 GB; with 16-bit experts three times as many bytes."""
+        packed = find_model("gpt-oss-20b")
+        assert packed.moe is not None and packed.moe.mxfp4
+        wide = msgspec.structs.replace(packed, moe=msgspec.structs.replace(packed.moe, mxfp4=False))
+        assert weight_bytes(packed) == pytest.approx(13.8e9, rel=0.02)
+        assert weight_bytes(wide) == 2 * num_parameters(wide)
+        assert room_for_kv(packed, 80e9, 1) - room_for_kv(wide, 80e9, 1) > 27e9
+        assert Roofline(packed, H200).seconds(ONE) < 0.75 * Roofline(wide, H200).seconds(ONE)
+
+    def test_layers_have_kv_heads_of_their_own(self) -> None:
+        """Every second layer has the fourth of the KV heads and twice the head dimension."""
+        mixed = msgspec.structs.replace(LLAMA, kv_shapes=[(8, 128), (2, 256)] * 16)
+        wide = msgspec.structs.replace(LLAMA, kv_shapes=[(2, 256)] * 32)
+        assert num_parameters(mixed) == (num_parameters(LLAMA) + num_parameters(wide)) / 2
+        for step in (ONE, MANY, PREFILL, MIXED):
+            outer = [Roofline(model, H200).seconds(step) for model in (LLAMA, wide)]
+            assert Roofline(mixed, H200).seconds(step) == pytest.approx(sum(outer) / 2)
+        reading = [layer % 2 for layer in range(32)]
+        sources = msgspec.structs.replace(LLAMA, cache_sources=[layer - odd for layer, odd in enumerate(reading)])
+        assert num_parameters(LLAMA) - num_parameters(sources) == 16 * 2 * 4096 * 8 * 128
+        with pytest.raises(ConfigError, match="multiple of 3 KV heads"):
+            Roofline(msgspec.structs.replace(LLAMA, kv_shapes=[(8, 128), (3, 128)] * 16), H200, 2)
 
     def test_windows_limit_contexts(self) -> None:
         model = SHAPES["mistral-7b"]

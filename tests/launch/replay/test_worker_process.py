@@ -17,6 +17,7 @@ from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.launch.replay.simulate.worker_process import MAX_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
@@ -184,6 +185,15 @@ class TestPool:
         config = make_config(kv_cache_memory_bytes=layout.block_bytes * 50)
         halved = type(layout)(layout.groups, 2 * layout.num_kv_heads, layout.head_dim, layout.dtype)
         assert plan_pool(config, halved, PerToken(), 2).num_blocks == 50
+
+    def test_each_group_is_divided_by_its_own_heads(self) -> None:
+        """Over 4 ranks 8 heads become 2, and 1 head stays 1, in blocks of 16 tokens of 2 x 32 float32."""
+        group = KVGroup("full_attention", 16, [0], num_kv_heads=8, head_dim=32)
+        window = KVGroup("sliding_window", 16, [1], 8, num_kv_heads=1, head_dim=32)
+        layout = KVLayout([group, window], num_kv_heads=8, head_dim=32, dtype="float32")
+        assert layout.rank_block_bytes(4) == (2 + 1) * 16 * 2 * 32 * 4
+        config = make_config(kv_cache_memory_bytes=40 * layout.rank_block_bytes(4))
+        assert plan_pool(config, layout, PerToken(), 4).num_blocks == 40
 
     def test_rejects_too_little_memory(self) -> None:
         with pytest.raises(ConfigError, match="not enough memory for one KV block"):
