@@ -1,13 +1,15 @@
 """Mixture of experts: the gated MLPs of each token's experts, as grouped products over tiles of one expert."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launch, layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import ACTIVATIONS, gate_reference
-from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
+from quire.kernels.moe.moe_routing import max_tiles, sort_pairs
 
 EXPERT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -74,63 +76,70 @@ def fused_experts(
         ValueError: a tensor does not have this shape, dtype or device, or the activation is unknown.
         RuntimeError: Triton cannot launch here.
     """
-    _check(x, w13, w2, expert_ids, weights, activation, bias13, bias2)
-    kernels = _kernels(x.device)
+    tensors = x, w13, w2, expert_ids, weights, bias13, bias2
+    launches = _prepare((*map(layout_of, tensors), activation), *tensors, activation)
     num_tokens, hidden_size = x.shape
-    num_experts = len(w13)
-    out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
+    out = x.new_empty(num_tokens, hidden_size)
     if num_tokens == 0:
         return out
-    tiles = sort_pairs(expert_ids, num_experts, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
-    gated = _gate_up(kernels, x, w13, bias13, activation, tiles, expert_ids.shape)
-    results = _down(kernels, gated, w2, bias2, weights, tiles)
-    constants = sum_launch_constants(hidden_size, expert_ids.shape[1])
-    kernels.sum_experts_kernel[(num_tokens, -(-hidden_size // constants["TILE_ELEMENTS"]))](
-        results, expert_ids, out, num_experts, hidden_size, **constants
-    )
+    num_experts, _, width = w2.shape
+    tiles = sort_pairs(expert_ids, num_experts, launches.tile_pairs)
+    gated = x.new_empty(expert_ids.numel(), width)
+    launches.gate_up(x, w13, w13 if bias13 is None else bias13, gated, tiles.pairs, tiles.experts)
+    # Pairs of other ranks are not written.
+    results = x.new_empty(expert_ids.numel(), hidden_size)
+    launches.down(gated, w2, w2 if bias2 is None else bias2, weights, results, tiles.pairs, tiles.experts)
+    launches.add(results, expert_ids, out)
     return out
 
 
-def _gate_up(
-    kernels: Any,
+@dataclass(frozen=True, slots=True)
+class ExpertLaunches:
+    """The products of a layer's experts, and the sum of each token's results."""
+
+    tile_pairs: int
+    gate_up: Launch
+    down: Launch
+    add: Launch
+
+
+@once_per_layout
+def _prepare(
     x: torch.Tensor,
     w13: torch.Tensor,
-    bias13: torch.Tensor | None,
-    activation: str,
-    tiles: ExpertTiles,
-    pairs_shape: torch.Size,
-) -> torch.Tensor:
-    """Compute the activated hidden state of each pair: ``[num_pairs, width]``."""
-    hidden_size, width = x.shape[1], w13.shape[1] // 2
-    constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width, down=False)
-    gated = torch.empty(pairs_shape.numel(), width, dtype=x.dtype, device=x.device)
-    kernels.gate_up_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        x, w13, w13 if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, pairs_shape[1], x.stride(0),
-        *w13.stride()[:2], 0 if bias13 is None else bias13.stride(0),
-        **constants, ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=int(bias13 is not None),
-        **launch_options(x.dtype, tiles.tile_pairs),
-    )  # fmt: skip
-    return gated
-
-
-def _down(
-    kernels: Any,
-    gated: torch.Tensor,
     w2: torch.Tensor,
-    bias2: torch.Tensor | None,
+    expert_ids: torch.Tensor,
     weights: torch.Tensor,
-    tiles: ExpertTiles,
-) -> torch.Tensor:
-    """Compute each pair's weighted output: ``[num_pairs, hidden_size]``; pairs of other ranks are not written."""
-    hidden_size, width = w2.shape[1:]
-    constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, width, down=True)
-    results = torch.empty(len(gated), hidden_size, dtype=gated.dtype, device=gated.device)
-    kernels.down_kernel[(-(-hidden_size // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        gated, w2, w2 if bias2 is None else bias2, weights, results, tiles.pairs, tiles.experts, *w2.stride()[:2],
-        0 if bias2 is None else bias2.stride(0),
-        **constants, HAS_BIAS=int(bias2 is not None), **launch_options(gated.dtype, tiles.tile_pairs),
-    )  # fmt: skip
-    return results
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    activation: str,
+) -> ExpertLaunches:
+    """Check the arguments of ``fused_experts`` and return its launches."""
+    _check(x, w13, w2, expert_ids, weights, activation, bias13, bias2)
+    kernels = _kernels(x.device)
+    num_experts, hidden_size, width = w2.shape
+    num_tokens, top_k = expert_ids.shape
+    tile_pairs = pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype)
+    num_tiles = max_tiles(expert_ids.numel(), num_experts, tile_pairs)
+    first = launch_constants(x.dtype, tile_pairs, hidden_size, width, down=False)
+    second = launch_constants(x.dtype, tile_pairs, hidden_size, width, down=True)
+    options = launch_options(x.dtype, tile_pairs)
+    return ExpertLaunches(
+        tile_pairs,
+        Launch(
+            kernels.gate_up_kernel,
+            (-(-width // first["TILE_COLUMNS"]), num_tiles),
+            (top_k, x.stride(0), *w13.stride()[:2], 0 if bias13 is None else bias13.stride(0)),
+            first | {"ACTIVATION": ACTIVATIONS[activation], "HAS_BIAS": int(bias13 is not None)} | options,
+        ),
+        Launch(
+            kernels.down_kernel,
+            (-(-hidden_size // second["TILE_COLUMNS"]), num_tiles),
+            (*w2.stride()[:2], 0 if bias2 is None else bias2.stride(0)),
+            second | {"HAS_BIAS": int(bias2 is not None)} | options,
+        ),
+        sum_launch(kernels.sum_experts_kernel, num_tokens, num_experts, hidden_size, top_k),
+    )
 
 
 def pick_tile_pairs(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -156,6 +165,13 @@ def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, widt
 def launch_options(dtype: torch.dtype, tile_pairs: int) -> dict[str, int]:
     """Return the warps that share the accumulators, and the pipeline stages of tiles in flight."""
     return {"num_warps": 8 if tile_pairs >= 128 else 4, "num_stages": 2 if dtype == torch.float32 else 3}
+
+
+def sum_launch(kernel: Any, num_tokens: int, num_experts: int, hidden_size: int, top_k: int) -> Launch:
+    """Return the launch for results, expert_ids and out."""
+    constants = sum_launch_constants(hidden_size, top_k)
+    grid = (num_tokens, -(-hidden_size // constants["TILE_ELEMENTS"]))
+    return Launch(kernel, grid, (num_experts, hidden_size), constants)
 
 
 def sum_launch_constants(hidden_size: int, top_k: int) -> dict[str, int]:

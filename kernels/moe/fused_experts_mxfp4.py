@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launch, layout_of, once_per_layout
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import ACTIVATIONS
-from quire.kernels.moe.fused_experts import EXPERT_DTYPES, pick_tile_pairs, sum_launch_constants
-from quire.kernels.moe.moe_routing import ExpertTiles, sort_pairs
+from quire.kernels.moe.fused_experts import EXPERT_DTYPES, ExpertLaunches, pick_tile_pairs, sum_launch
+from quire.kernels.moe.moe_routing import max_tiles, sort_pairs
 
 MAX_TILE_PAIRS = 64
 """Larger tiles do not fit in registers. For experts with more tokens, dequantise and use ``fused_experts``."""
@@ -46,69 +47,71 @@ def fused_experts_mxfp4(
     Other arguments, the result and errors are those of ``fused_experts``. float16 is for tests: it cannot represent all
     MXFP4 numbers.
     """
+    tensors = x, w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights, bias13, bias2
+    launches = _prepare((*map(layout_of, tensors), activation), *tensors, activation)
+    num_tokens, hidden_size = x.shape
+    out = x.new_empty(num_tokens, hidden_size)
+    if num_tokens == 0:
+        return out
+    num_pairs, width = expert_ids.numel(), w2_blocks.shape[2] * GROUP_SIZE
+    tiles = sort_pairs(expert_ids, len(w13_blocks), launches.tile_pairs)
+    even_odd = x.view(num_tokens, hidden_size // 2, 2).permute(2, 0, 1).contiguous()
+    # Even columns and then odd ones, as the second product reads them.
+    gated = x.new_empty(2, num_pairs, width // 2)
+    bias = w13_scales if bias13 is None else bias13
+    launches.gate_up(even_odd, w13_blocks, w13_scales, bias, gated, tiles.pairs, tiles.experts)
+    results = x.new_empty(num_pairs, hidden_size)
+    bias = w2_scales if bias2 is None else bias2
+    launches.down(gated, w2_blocks, w2_scales, bias, weights, results, tiles.pairs, tiles.experts)
+    launches.add(results, expert_ids, out)
+    return out
+
+
+@once_per_layout
+def _prepare(
+    x: torch.Tensor,
+    w13_blocks: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w2_blocks: torch.Tensor,
+    w2_scales: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    activation: str,
+) -> ExpertLaunches:
+    """Check the arguments of ``fused_experts_mxfp4`` and return its launches."""
     hidden_size, width = _check(x, w13_blocks, w13_scales, w2_blocks, w2_scales, expert_ids, weights, activation)
     num_experts = len(w13_blocks)
     for name, bias, columns in (("bias13", bias13, 2 * width), ("bias2", bias2, hidden_size)):
         if bias is not None:
             check_tensor(name, bias, {"num_experts": num_experts, "columns": columns}, BIAS_DTYPES, x.device)
     kernels, sum_kernel = _kernels(x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if len(x) == 0:
-        return out
-    pairs = min(MAX_TILE_PAIRS, pick_tile_pairs(expert_ids.numel(), num_experts, x.dtype))
-    tiles = sort_pairs(expert_ids, num_experts, pairs)
-    gated = _gate_up(kernels, x, w13_blocks, w13_scales, bias13, activation, tiles, expert_ids)
-    results = _down(kernels, gated, w2_blocks, w2_scales, bias2, weights, tiles)
-    constants = sum_launch_constants(hidden_size, expert_ids.shape[1])
-    sum_kernel[(len(x), -(-hidden_size // constants["TILE_ELEMENTS"]))](
-        results, expert_ids, out, num_experts, hidden_size, **constants
+    num_tokens, top_k = expert_ids.shape
+    num_pairs = num_tokens * top_k
+    tile_pairs = min(MAX_TILE_PAIRS, pick_tile_pairs(num_pairs, num_experts, x.dtype))
+    num_tiles = max_tiles(num_pairs, num_experts, tile_pairs)
+    constants = launch_constants(x.dtype, tile_pairs, hidden_size, width)
+    columns = constants["TILE_COLUMNS"]
+    first = {"ACTIVATION": ACTIVATIONS[activation], "HAS_BIAS": int(bias13 is not None)} | launch_options()
+    second = {"HAS_BIAS": int(bias2 is not None)} | launch_options()
+    bias13_stride, bias2_stride = (0 if bias is None else bias.stride(0) for bias in (bias13, bias2))
+    return ExpertLaunches(
+        tile_pairs,
+        Launch(
+            kernels.gate_up_mxfp4_kernel,
+            (-(-width // columns), num_tiles),
+            (num_tokens, num_pairs, top_k, bias13_stride),
+            constants | first,
+        ),
+        Launch(
+            kernels.down_mxfp4_kernel,
+            (-(-hidden_size // columns), num_tiles),
+            (num_pairs, bias2_stride),
+            constants | second,
+        ),
+        sum_launch(sum_kernel, num_tokens, num_experts, hidden_size, top_k),
     )
-    return out
-
-
-def _gate_up(
-    kernels: Any,
-    x: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-    bias13: torch.Tensor | None,
-    activation: str,
-    tiles: ExpertTiles,
-    expert_ids: torch.Tensor,
-) -> torch.Tensor:
-    """Compute each pair's activated hidden state, even columns and then odd ones: ``[2, num_pairs, width / 2]``."""
-    num_tokens, hidden_size = x.shape
-    width = blocks.shape[1] // 2
-    constants = launch_constants(x.dtype, tiles.tile_pairs, hidden_size, width)
-    even_odd = x.view(num_tokens, hidden_size // 2, 2).permute(2, 0, 1).contiguous()
-    gated = torch.empty(2, expert_ids.numel(), width // 2, dtype=x.dtype, device=x.device)
-    kernels.gate_up_mxfp4_kernel[(-(-width // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        even_odd, blocks, scales, scales if bias13 is None else bias13, gated, tiles.pairs, tiles.experts, num_tokens,
-        expert_ids.numel(), expert_ids.shape[1], 0 if bias13 is None else bias13.stride(0),
-        **constants, ACTIVATION=ACTIVATIONS[activation], HAS_BIAS=int(bias13 is not None), **launch_options(),
-    )  # fmt: skip
-    return gated
-
-
-def _down(
-    kernels: Any,
-    gated: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-    bias2: torch.Tensor | None,
-    weights: torch.Tensor,
-    tiles: ExpertTiles,
-) -> torch.Tensor:
-    """Compute each pair's weighted output: ``[num_pairs, hidden_size]``."""
-    num_pairs, hidden_size = gated.shape[1], blocks.shape[1]
-    constants = launch_constants(gated.dtype, tiles.tile_pairs, hidden_size, 2 * gated.shape[2])
-    results = torch.empty(num_pairs, hidden_size, dtype=gated.dtype, device=gated.device)
-    kernels.down_mxfp4_kernel[(-(-hidden_size // constants["TILE_COLUMNS"]), len(tiles.experts))](
-        gated, blocks, scales, scales if bias2 is None else bias2, weights, results, tiles.pairs, tiles.experts,
-        num_pairs, 0 if bias2 is None else bias2.stride(0),
-        **constants, HAS_BIAS=int(bias2 is not None), **launch_options(),
-    )  # fmt: skip
-    return results
 
 
 def launch_constants(dtype: torch.dtype, tile_pairs: int, hidden_size: int, width: int) -> dict[str, int]:

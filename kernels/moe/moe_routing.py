@@ -3,12 +3,14 @@
 A *pair* is one token with one of its ``top_k`` experts: pair ``token * top_k + j`` is the token's ``j``-th choice.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
 from quire.kernels.common.triton_runtime import require_launchable
 
 LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,20 +98,28 @@ def route(logits: torch.Tensor, top_k: int, *, renormalise: bool = True) -> tupl
         ValueError: the tensor does not have this shape, dtype or device, or a number is out of range.
         RuntimeError: Triton cannot launch here.
     """
+    launch = _prepare_route((layout_of(logits), top_k, renormalise), logits, top_k, renormalise)
+    ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
+    weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
+    launch(logits, ids, weights)
+    return ids, weights
+
+
+@once_per_layout
+def _prepare_route(logits: torch.Tensor, top_k: int, renormalise: bool) -> Callable[..., None]:
+    """Check the arguments of ``route`` and return its launch, for logits, ids and weights."""
     check_tensor("logits", logits, {"num_tokens": None, "num_experts": None}, LOGITS_DTYPES, logits.device)
     num_tokens, num_experts = logits.shape
     if not 0 < num_experts <= MAX_EXPERTS:
         raise ValueError(f"logits: dimension 1 (num_experts) is {num_experts}, expected 1 to {MAX_EXPERTS}")
     if not 0 < top_k <= min(num_experts, MAX_TOP_K):
         raise ValueError(f"top_k: {top_k} of {num_experts} experts, expected 1 to {min(num_experts, MAX_TOP_K)}")
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     kernel = _kernels(logits.device).route_kernel
-    if num_tokens > 0:
-        constants = route_constants(num_experts, top_k, renormalise)
-        grid = (-(-num_tokens // constants["TILE_TOKENS"]),)
-        kernel[grid](logits, ids, weights, num_tokens, num_experts, logits.stride(0), **constants)
-    return ids, weights
+    if num_tokens == 0:
+        return launch_nothing
+    constants = route_constants(num_experts, top_k, renormalise)
+    grid = (-(-num_tokens // constants["TILE_TOKENS"]),)
+    return Launch(kernel, grid, (num_tokens, num_experts, logits.stride(0)), constants)
 
 
 def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> ExpertTiles:
@@ -124,6 +134,21 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
         ValueError: the tensor does not have this shape, dtype or device, or a number is out of range.
         RuntimeError: Triton cannot launch here.
     """
+    layouts = layout_of(expert_ids), num_experts, tile_pairs
+    num_tiles, count, place = _prepare_sort(layouts, expert_ids, num_experts, tile_pairs)
+    filled = torch.full((num_tiles * (tile_pairs + 1),), NO_PAIR, dtype=torch.int32, device=expert_ids.device)
+    tiles = ExpertTiles(filled[: num_tiles * tile_pairs], filled[num_tiles * tile_pairs :], tile_pairs)
+    counts = expert_ids.new_empty(num_experts)
+    count(expert_ids, counts)
+    place(expert_ids, counts, tiles.pairs, tiles.experts)
+    return tiles
+
+
+@once_per_layout
+def _prepare_sort(
+    expert_ids: torch.Tensor, num_experts: int, tile_pairs: int
+) -> tuple[int, Callable[..., None], Callable[..., None]]:
+    """Check the arguments of ``sort_pairs``; return the number of tiles, and the launches that count and place."""
     check_tensor("expert_ids", expert_ids, {"num_tokens": None, "top_k": None}, (torch.int32,), expert_ids.device)
     if not expert_ids.is_contiguous():
         raise ValueError(f"expert_ids: expected a contiguous tensor, strides are {expert_ids.stride()}")
@@ -135,16 +160,13 @@ def sort_pairs(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> E
     kernels = _kernels(expert_ids.device)
     num_pairs = expert_ids.numel()
     num_tiles = max_tiles(num_pairs, num_experts, tile_pairs)
-    filled = torch.full((num_tiles * (tile_pairs + 1),), NO_PAIR, dtype=torch.int32, device=expert_ids.device)
-    tiles = ExpertTiles(filled[: num_tiles * tile_pairs], filled[num_tiles * tile_pairs :], tile_pairs)
-    if num_pairs > 0:
-        counts = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
-        kernels.count_pairs_kernel[(num_experts,)](expert_ids, counts, num_pairs, SCAN_PAIRS=SCAN_PAIRS)
-        kernels.place_pairs_kernel[(num_experts,)](
-            expert_ids, counts, tiles.pairs, tiles.experts, num_pairs, num_experts,
-            TILE_PAIRS=tile_pairs, TILE_EXPERTS=1 << (num_experts - 1).bit_length(), SCAN_PAIRS=SCAN_PAIRS,
-        )  # fmt: skip
-    return tiles
+    if num_pairs == 0:
+        return num_tiles, launch_nothing, launch_nothing
+    scan = {"SCAN_PAIRS": SCAN_PAIRS}
+    tiles = {"TILE_PAIRS": tile_pairs, "TILE_EXPERTS": 1 << (num_experts - 1).bit_length()}
+    count = Launch(kernels.count_pairs_kernel, (num_experts,), (num_pairs,), scan)
+    place = Launch(kernels.place_pairs_kernel, (num_experts,), (num_pairs, num_experts), tiles | scan)
+    return num_tiles, count, place
 
 
 def route_constants(num_experts: int, top_k: int, renormalise: bool) -> dict[str, int]:

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.kernels.common.launches import Launch
 from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
-from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.decoder import Decoder
@@ -61,7 +61,10 @@ class RecordingDriver:
 def recording() -> Iterator[RecordingDriver]:
     """One driver for all tests, because launches keep variants with its launcher."""
     recording = RecordingDriver()
-    kernels = ("attention.paged_attention", "cache.fused_cache_write", "dense.rms_norm", "dense.gated_activation")
+    kernels = (
+        *("attention.paged_attention", "cache.fused_cache_write", "dense.rms_norm", "dense.gated_activation"),
+        *("moe.moe_routing", "moe.fused_experts", "moe.fused_experts_mxfp4"),
+    )
     users = ("attention.triton_backend", "models.triton_ops")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", recording)
@@ -70,8 +73,19 @@ def recording() -> Iterator[RecordingDriver]:
         yield recording
 
 
-def mixed_step(recording: RecordingDriver, num_layers: int) -> list[tuple[Any, ...]]:
-    """Return the launches of a step with two decoding rows, one of them long, and a prompt."""
+def mixed_step(recording: RecordingDriver, num_layers: int, experts: str = "") -> list[tuple[Any, ...]]:
+    """Return the launches of a step with two decoding rows, one of them long, and a prompt.
+
+    Args:
+        experts: none, ``plain`` or ``mxfp4``.
+    """
+    moe = MoeConfig(
+        num_experts=4,
+        num_experts_per_token=2,
+        intermediate_size=32,
+        layers=list(range(num_layers)),
+        mxfp4=experts == "mxfp4",
+    )
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=61,
@@ -82,6 +96,7 @@ def mixed_step(recording: RecordingDriver, num_layers: int) -> list[tuple[Any, .
         num_kv_heads=2,
         head_dim=16,
         qk_norm="head",
+        moe=moe if experts else None,
     )
     model = Decoder(config, torch.float32, "cpu", ops=TritonOps(), max_position=1024)
     backend = TritonBackend(fresh_from=0)
@@ -108,16 +123,18 @@ def described(launch: tuple[Any, ...]) -> list[Any]:
     return [(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in launch]
 
 
+@pytest.mark.parametrize(("experts", "launches"), [("", 1), ("plain", 6), ("mxfp4", 6)])
 def test_kept_variants_get_the_arguments_of_tritons_dispatch(
-    recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+    experts: str, launches: int, recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed_step(recording, 2)
-    kept = mixed_step(recording, 3)
+    mixed_step(recording, 2, experts)
+    kept = mixed_step(recording, 3, experts)
     with monkeypatch.context() as patch:
         patch.setattr(Launch, "__call__", Launch.dispatch)
-        dispatched = mixed_step(recording, 3)
+        dispatched = mixed_step(recording, 3, experts)
     assert list(map(described, kept)) == list(map(described, dispatched))
-    assert len(kept) == 3 * 7 + 1  # two norms, cache write, two parts and the merge of attention, gate; the last norm
+    # Two norms, the cache write, two parts and the merge of attention, the gate or experts; and the last norm.
+    assert len(kept) == 3 * (6 + launches) + 1
 
 
 def test_layers_after_the_first_do_not_pass_through_dispatch(
