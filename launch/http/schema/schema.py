@@ -142,10 +142,11 @@ class Parser:
         logprobs = body.top_logprobs if body.logprobs else None
         wanted = self.defaults.get("max_tokens") if max_tokens is None else max_tokens
         params = self._params(body, raw, ignored, wanted, logprobs, tool_use=tool_use)
-        required, has_only_calls = params.structured_outputs, False
-        if self.writer and tools and required and tool_use is None and body.structured_outputs is None:
-            either = answer_or_calls(self.writer, required, tools, parallel=parallel)
-            params, has_only_calls = msgspec.structs.replace(params, structured_outputs=either), True
+        is_raw = body.structured_outputs is not None or body.continue_final_message
+        content = None if tool_use or is_raw else params.structured_outputs
+        form = answer_or_calls(self.writer, content, tools or [], parallel=parallel)
+        if form is not None:
+            params = msgspec.structs.replace(params, structured_outputs=form)
         messages, options = self.conversation(body)
         return ChatRequest(
             **self._common(body, params, max_tokens, raw, ignored),
@@ -153,7 +154,7 @@ class Parser:
             options=replace(options, tools=tools),
             tool_use=tool_use,
             parallel_calls=parallel,
-            has_only_calls=has_only_calls,
+            has_only_calls=form is not None,
         )
 
     def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Message], ChatOptions]:

@@ -153,9 +153,14 @@ def _any_call(schemas: dict[str, Any], *, parallel: bool) -> StructuredOutputs:
 
 
 def answer_or_calls(
-    writer: AnswerWriter, content: StructuredOutputs, tools: list[dict[str, Any]], *, parallel: bool
-) -> StructuredOutputs:
-    """Return the constraint to content as ``response_format`` describes it, or calls as the model writes them."""
+    writer: AnswerWriter | None, content: StructuredOutputs | None, tools: list[dict[str, Any]], *, parallel: bool
+) -> StructuredOutputs | None:
+    """Return the constraint to ``content``, that of ``response_format``, or calls as the model writes them.
+
+    None if the request has no such content, or the model's answer has only this content.
+    """
+    if writer is None or content is None or (not tools and writer.content_is_bare):
+        return None
     schema = '{"type":"object"}' if content.json_object else str(content.json)
     schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
     try:

@@ -107,15 +107,21 @@ class AnswerWriter:
     thoughts: tuple[str, str] | None
     specials: Mapping[str, int]
 
+    @property
+    def content_is_bare(self) -> bool:
+        """Whether the content is the whole answer, but for thoughts between the thinking markers."""
+        return self.writing.thoughts is None
+
     def answer_or_calls(self, schema: str, tools: Mapping[str, Schema], *, parallel: bool) -> Form:
         """Return the form of an answer that is content by ``schema``, or calls; thoughts may precede either.
 
         Args:
-            tools: the schema of the arguments of each tool, by name.
+            tools: the schema of the arguments of each tool, by name. Without any, there are no calls.
             parallel: allow several calls.
         """
-        content = _in_order([*self._fixed(self.writing.content), Json(schema)])
-        form: Form = OneOf([content, self.calls(tools, parallel=parallel)])
+        form = _in_order([*self._fixed(self.writing.content), Json(schema)])
+        if tools:
+            form = OneOf([form, self.calls(tools, parallel=parallel)])
         if self.thoughts is None:
             return form
         before, after = self.thoughts

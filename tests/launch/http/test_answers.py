@@ -36,11 +36,12 @@ OWN = {
 
 @pytest.fixture
 def make_client(engine: Any, tokenizer: Any, client: Any) -> Any:
-    def make(own: Any = None, opening: str = "") -> Any:
+    def make(own: Any = None, opening: str = "", *, calls: str = "auto", thoughts: str = "auto") -> Any:
         template = TEMPLATE.replace("assistant\\n'", f"assistant\\n{opening}'")
         text_in = TextIn(tokenizer, ChatTemplate(template, {}, "test"))
         text_in.protect(("<think>", "</think>"))
-        form = choose_format(text_in.special_tokens, "<tool_call>", own, markers=("<think>", "</think>"))
+        names = {"calls": calls, "thoughts": thoughts}
+        form = choose_format(text_in.special_tokens, "<tool_call>", own, markers=("<think>", "</think>"), **names)
         settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), answer_format=form)
         return type(client)(make_app(engine, settings))
 
@@ -105,6 +106,18 @@ def test_a_schema_and_tools(make_client: Any, engine: Any, events: Any, per_upda
     assert engine.added[-1].params.structured_outputs.kind == "regex"
     refused = client.chat(structured_outputs={"form": {"type": "text", "text": "a"}})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs.form"
+
+
+def test_a_schema_where_content_has_a_header(make_client: Any, engine: Any) -> None:
+    client = make_client(calls="harmony", thoughts="harmony")
+    engine.reply = '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
+    message = client.chat(response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", '{"a": 1}')
+    assert engine.added[-1].params.structured_outputs.kind == "form"
+    client.chat(structured_outputs={"json_object": True})
+    assert engine.added[-1].params.structured_outputs.kind == "json_object"
+    client.chat(response_format={"type": "json_object"}, continue_final_message=True)
+    assert engine.added[-1].params.structured_outputs.kind == "json_object"
 
 
 def test_only_calls(make_client: Any, engine: Any) -> None:

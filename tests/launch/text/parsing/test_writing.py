@@ -208,6 +208,15 @@ def test_without_parallel_calls_there_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+def test_without_tools_there_are_no_calls(name: str) -> None:
+    writer = chosen(name).writer
+    assert writer is not None and writer.content_is_bare == (name not in THOUGHT_FORMATS)
+    form = writer.answer_or_calls(json.dumps(PERSON), {}, parallel=True)
+    assert fits(answer_text(name), form=form) and fits(thought_text(name) + answer_text(name), form=form)
+    assert not fits(calls_text(name, "find_all"), form=form)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_parser_reads_the_writing(name: str) -> None:
     thought = thought_text(name)
     events = read(name, thought + calls_text(name, "find"))
