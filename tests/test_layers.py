@@ -1,4 +1,4 @@
-"""Rules for imports between packages and folders. Banned modules are in test_bans.py."""
+"""Rules for imports between packages and folders, and for sizes. Banned modules are in test_bans.py."""
 
 import ast
 import subprocess
@@ -79,6 +79,15 @@ def test_no_folder_has_more_than_20_modules() -> None:
     files = [file for file in _files(*PACKAGES) if file.name != "__init__.py"]
     folders = Counter(str(file.parent.relative_to(ROOT)) for file in files)
     assert not {folder: count for folder, count in folders.items() if count > 20}
+
+
+def test_no_file_has_more_than_400_lines_and_no_function_more_than_80() -> None:
+    for file in _files(*PACKAGES):
+        source = file.read_text(encoding="utf-8")
+        assert source.count("\n") <= 400, f"{file}: {source.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 80, f"{file}:{node.lineno}: {node.name} is too long"
 
 
 IMPURE = {"asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select"}

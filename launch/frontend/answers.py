@@ -66,6 +66,11 @@ class OutputDelta(msgspec.Struct, gc=False):
 class Answer:
     """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
+    __slots__ = (
+        "_include_stop_token", "_is_complete", "_num_logprobs", "_only_engine_ends", "_prompt_logprobs_due",
+        "_sequence", "_text_out",
+    )  # fmt: skip
+
     def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
         self._sequence = sequence
         self._text_out = TextOut(
@@ -157,6 +162,8 @@ class Answer:
 
 class StreamedAnswer(Answer):
     """An answer whose deltas are taken as they arrive."""
+
+    __slots__ = ("_prompt_only", "_take")
 
     def __init__(
         self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False

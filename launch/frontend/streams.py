@@ -30,6 +30,12 @@ class Stream:
         over: no further message about it is expected.
     """
 
+    __slots__ = (
+        "_num_deaths", "_num_tokens_at_death", "_prompt_logprobs", "_update", "admitted", "error", "handle",
+        "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over", "request",
+        "request_id", "tokens", "was_introduced",
+    )  # fmt: skip
+
     def __init__(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> None:
         self.request = request
         self.request_id = request.request_id

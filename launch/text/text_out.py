@@ -22,6 +22,8 @@ NUM_CHARACTERS = 0x110000
 class Detokenizer:
     """Incremental detokenizer of one sequence. Holds back the bytes of an incomplete character."""
 
+    __slots__ = ("_held", "_silent", "_skip_special_tokens", "_stream", "_tokenizer")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -196,6 +198,10 @@ class TextOut:
         num_chars: characters decoded so far, including those held back for a stop string: the text offset of the
             next token.
     """
+
+    __slots__ = (
+        "_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_unsent", "num_chars", "stop",
+    )  # fmt: skip
 
     def __init__(
         self,

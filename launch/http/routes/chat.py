@@ -134,6 +134,12 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
 class ChatFormatter:
     """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role."""
 
+    __slots__ = (
+        "_called", "_calls_named", "_created", "_has_content", "_include_usage", "_is_plain", "_model",
+        "_num_prompt_logprobs", "_num_thought_tokens", "_readers", "_templates", "_text_in", "_token_texts",
+        "request_id",
+    )  # fmt: skip
+
     def __init__(
         self, server: Server, request: ChatRequest, request_id: str, new_reader: Callable[[], AnswerReader]
     ) -> None:

@@ -117,6 +117,12 @@ def new_request_id(prefix: str, request: Request) -> str:
 class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
+    __slots__ = (
+        "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_formatter", "_has_prompt_logprobs",
+        "_has_running_usage", "_num_sequences", "_prompts", "_request", "_running", "_server", "_style", "_tenant",
+        "_turn", "_waiting",
+    )  # fmt: skip
+
     def __init__(
         self,
         server: Server,

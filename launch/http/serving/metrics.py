@@ -187,6 +187,11 @@ class SequenceClock:
         num_tokens, num_cached_tokens: output tokens so far, and prompt tokens found in the prefix cache.
     """
 
+    __slots__ = (
+        "_arrival", "_metrics", "_num_prompt_tokens", "admitted", "first_token", "last_token", "num_cached_tokens",
+        "num_tokens",
+    )  # fmt: skip
+
     def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrival = arrival

@@ -68,6 +68,8 @@ class EventStream:
     Nothing waits for a slow reader: unsent data is limited here and nowhere else.
     """
 
+    __slots__ = ("_frame", "_num_unsent_writes", "_request_id", "_send", "_style", "_writer", "started")
+
     def __init__(self, send: Send, request_id: str, writer: BodyWriter | None, style: EventStyle = DATA_EVENTS) -> None:
         """``writer``: None on a server that has none; each write is then slow work."""
         self._send = send
