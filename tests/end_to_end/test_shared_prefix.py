@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import greedy_tokens
+from checkpoints import FAMILIES, greedy_tokens
 from inprocess import InProcessEngine
 from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
 from quire.worker_proc.attention.backend import StepBatch
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"]
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "synchronous, chunks of 40, deterministic": {

@@ -106,9 +106,15 @@ class InputSender:
         self, inputs: StepInputs, starts: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return each group's slots, int64 ``[num_tokens]``: computed on a GPU, or by the host for a CPU."""
-        tables = self._tables.tables
         if positions.is_cpu:
-            return self._transfer(*(table.slots(inputs.token_rows, inputs.positions) for table in tables))
+            own = (table.slots(inputs.token_rows, inputs.positions) for table in self._tables.tables)
+            return self._transfer(*own)
+        return self._device_slots(inputs, starts, positions, rows)
+
+    def _device_slots(
+        self, inputs: StepInputs, starts: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        tables = self._tables.tables
         for table in tables:
             table.require_slots(inputs.rows, inputs.seq_lens - inputs.query_lens, inputs.seq_lens)
         slots = torch.empty(len(tables), len(positions), dtype=torch.int64, device=positions.device)

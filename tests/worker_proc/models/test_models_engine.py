@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
 
+from quire.kernels.cache.pointer_table import TableSet
+from quire.kernels.cache.slot_mapping import slot_mappings_reference
 from quire.worker_proc.attention import cpu
 from quire.worker_proc.attention.supports import Supports
+from quire.worker_proc.execute import device_inputs
 
 pytestmark = pytest.mark.full
 
@@ -21,12 +25,13 @@ FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1
 """Families and their numbers of KV groups."""
 
 OTHER_FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3", "gemma", "mixtral")
-KERNEL_BLOCKS = "kernel blocks of 4"
+KERNEL_BLOCKS, DEVICE_SLOTS = "kernel blocks of 4", "slots as a GPU computes them"
 
 MODES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"long_prefill_token_threshold": 7, "block_size": 8},
     "tight pool, synchronous": {"block_size": 4, "num_blocks_override": 96, "async_scheduling": False},
     KERNEL_BLOCKS: {"block_size": 16},
+    DEVICE_SLOTS: {"long_prefill_token_threshold": 7, "block_size": 4},
 }
 LENGTHS = (3, 17, 40, 40, 40, 63)
 NEW_TOKENS = 12
@@ -44,11 +49,21 @@ def test_tokens_equal_transformers(
     family: str, checkpoint_factory: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reference = checkpoint_factory(family)
+    mapped: list[torch.Tensor] = []
+
+    def map_slots(
+        starts: torch.Tensor, positions: torch.Tensor, tables: TableSet, rows: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        mapped.append(out.copy_(slot_mappings_reference(starts, positions, tables, rows)))
+
+    monkeypatch.setattr(device_inputs, "compute_slot_mappings", map_slots)
     prompts = _prompts()
     wanted = [greedy_tokens(reference, [prompt], NEW_TOKENS)[0] for prompt in prompts]
     for mode, settings in MODES.items():
-        if family in OTHER_FAMILIES and mode != KERNEL_BLOCKS:
+        if family in OTHER_FAMILIES and mode not in (KERNEL_BLOCKS, DEVICE_SLOTS):
             continue
+        if mode == DEVICE_SLOTS:
+            monkeypatch.setattr(device_inputs.InputSender, "_slots", device_inputs.InputSender._device_slots)
         for path in ("NATIVE", "TORCH"):
             monkeypatch.setattr(cpu, path, Supports(block_sizes=(4,) if mode == KERNEL_BLOCKS else ()))
         engine = InProcessEngine(folder, max_model_len=96, **settings)
@@ -60,3 +75,4 @@ def test_tokens_equal_transformers(
         engine.add("again", prompts[-1], max_tokens=NEW_TOKENS)
         again = engine.run()["again"]
         assert again.tokens == wanted[-1] and again.num_cached_tokens > 0
+        assert bool(mapped) == (mode == DEVICE_SLOTS)
