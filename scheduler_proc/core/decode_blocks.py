@@ -37,8 +37,6 @@ class SteadyBlockAllocator:
             and all(manager.window == self._window for manager in windows)
             and not any(manager.skips for manager in managers[: self._num_full])
         )
-        # A pool that distinguishes tenants chooses at each allocation, and learns from each release.
-        self._handles_together = self._is_regular and not (kv.pool.by_tenant and len(managers) + len(windows) > 1)
 
     def can_allocate(self, count: int) -> bool:
         """Return whether the pool has blocks for this many requests, not counting those that windows will free."""
@@ -56,30 +54,36 @@ class SteadyBlockAllocator:
 
     def allocate(self, requests: Sequence[Request]) -> NewBlocks:
         """Allocate the next block of each request in each group that needs one, after the windows' releases."""
-        if not self._handles_together:
+        if not self._is_regular:
             return self._allocate_one_by_one(requests)
-        count = self._skip(requests) if self._num_skipped else len(requests)
-        if count < len(requests):
-            return self.allocate(requests[:count]).followed_by(self._allocate_one_by_one(requests[count:]))
-        groups = [*range(len(self._suffixes))]
-        new = self._get_new_blocks(requests)
+        taken = self._take(requests)
+        groups = [*range(len(self._tables))]
+        count = len(taken) // len(groups)
+        rest, requests = requests[count:], requests[:count]
         tables = chain.from_iterable([request.tables for request in requests])
-        for blocks, block in zip(tables, new, strict=True):
+        for blocks, block in zip(tables, taken, strict=True):
             blocks.append(block)
         handles = [request.handle for request in requests]
         if len(groups) > 1:
             handles = [handle for handle in handles for _ in groups]
-        return NewBlocks(handles, [block.block_id for block in new], groups * len(requests))
-
-    def _get_new_blocks(self, requests: Sequence[Request]) -> list[KVCacheBlock]:
-        """Return a block per request and group; if the pool is shared by tenants, each for the request's own."""
-        if not self._pool.by_tenant:
-            return self._pool.get_new_blocks(len(requests) * len(self._tables))
-        new: list[KVCacheBlock] = []
-        for request in requests:
-            self._pool.act_for(request.tenant)
-            new += self._pool.get_new_blocks(1)
+        new = NewBlocks(handles, [block.block_id for block in taken], groups * count)
+        if rest:
+            new.extend(self._allocate_one_by_one(rest))
         return new
+
+    def _take(self, requests: Sequence[Request]) -> list[KVCacheBlock]:
+        """Free blocks that windows have left, and take a new block per group, for the first requests or for all."""
+        pool, num_groups = self._pool, len(self._tables)
+        if not pool.by_tenant:
+            count = self._skip(requests) if self._num_skipped else len(requests)
+            return pool.get_new_blocks(count * num_groups)
+        taken: list[KVCacheBlock] = []
+        for request in requests:  # each release and each new block changes which tenant has the most
+            pool.act_for(request.tenant)
+            if self._num_skipped and not self._skip((request,)):
+                break
+            taken += pool.get_new_blocks(num_groups)
+        return taken
 
     def _skip(self, requests: Sequence[Request]) -> int:
         """Free the block that each request's window has left, if any. Returns the number of requests handled.

@@ -20,8 +20,9 @@ class NewBlocks(NamedTuple):
     block_ids: list[int]
     groups: list[int]
 
-    def followed_by(self, other: "NewBlocks") -> "NewBlocks":
-        return NewBlocks(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def extend(self, other: "NewBlocks") -> None:
+        for column, added in zip(self, other, strict=True):
+            column += added
 
     def remove(self, handle: int) -> None:
         kept = [at for at, other in enumerate(self.handles) if other != handle]

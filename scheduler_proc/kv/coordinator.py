@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 from math import lcm
 
 from quire.protocol.errors import ConfigError
@@ -80,7 +81,11 @@ class KVCacheCoordinator(ABC):
             manager.add_computed_blocks(handle, blocks)
 
     def allocate(self, handle: int, num_tokens: int) -> GroupBlocks:
-        return [manager.allocate(handle, num_tokens) for manager in self.managers]
+        """Allocate blocks so that each of ``num_tokens`` positions has a slot. Enough blocks must be free."""
+        missing = [manager.num_missing_blocks(handle, num_tokens) for manager in self.managers]
+        new = iter(self.pool.get_new_blocks(sum(missing)))
+        pairs = zip(self.managers, missing, strict=True)
+        return [manager.append(handle, list(islice(new, count))) for manager, count in pairs]
 
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Cache the first ``num_tokens`` positions, as far as each group's blocks are full."""

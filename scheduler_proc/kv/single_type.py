@@ -41,10 +41,13 @@ class SingleTypeKVCacheManager(ABC):
         num_held = num_hit_blocks if held is None else num_hit_blocks + len(held)
         return num_tokens > num_held * self.block_size
 
+    def num_missing_blocks(self, handle: int, num_tokens: int) -> int:
+        """Return how many blocks ``num_tokens`` positions need in addition to those that the request holds."""
+        return max(-(-num_tokens // self.block_size) - len(self.req_to_blocks.get(handle, ())), 0)
+
     def num_blocks_to_allocate(self, handle: int, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
         """Return the free blocks that ``num_tokens`` positions need, including hits that are in the free queue."""
-        new = -(-num_tokens // self.block_size) - len(computed) - len(self.req_to_blocks.get(handle, ()))
-        return max(new, 0) + num_free(computed)
+        return max(self.num_missing_blocks(handle, num_tokens) - len(computed), 0) + num_free(computed)
 
     def add_computed_blocks(self, handle: int, computed: Sequence[KVCacheBlock]) -> None:
         """Start a request with blocks found in the prefix cache."""
@@ -53,15 +56,10 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks[handle] = list(computed)
         self.num_cached_block[handle] = len(computed)
 
-    def allocate(self, handle: int, num_tokens: int) -> list[KVCacheBlock]:
-        """Allocate blocks so that each of ``num_tokens`` positions has a slot. Enough blocks must be free."""
-        held = self.req_to_blocks.setdefault(handle, [])
-        missing = -(-num_tokens // self.block_size) - len(held)
-        if missing <= 0:
-            return []
-        new = self.pool.get_new_blocks(missing)
-        held += new
-        return new
+    def append(self, handle: int, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Add newly allocated blocks to a request. Returns them."""
+        self.req_to_blocks.setdefault(handle, []).extend(blocks)
+        return blocks
 
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Make the blocks findable that ``num_tokens`` known and written positions fill."""
