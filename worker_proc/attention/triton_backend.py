@@ -121,6 +121,7 @@ class TritonBackend:
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
         """Apply head norms, rotation and the cache write in one launch, then compute attention."""
+        # The launches keep ``rotary``, so that no other object gets its id.
         layouts = layout_of(qkv), layout_of(kv_cache), spec.layout, id(rotary)
         launches = plan.launches.get(layouts)
         if launches is None:
