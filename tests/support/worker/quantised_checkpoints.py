@@ -109,6 +109,7 @@ def _value_of_compressed(tensors: Tensors, shape: torch.Size, args: Any) -> torc
             zero = fields(tensors["weight_zero_point"].T, args.num_bits).T - 2.0 ** (args.num_bits - 1)
     else:
         values = tensors["weight"].float()
+        zero = tensors.get("weight_zero_point", zero).float()
     return (values - spread(zero, shape, args.block_structure)) * spread(scale, shape, args.block_structure)
 
 
@@ -243,6 +244,8 @@ FORMATS: dict[str, Callable[[], Format]] = {
         "pack-quantized", num_bits=8, strategy="group", group_size=GROUP, symmetric=False
     ),
     "int8-weights": lambda: compressed("int-quantized", num_bits=8, strategy="channel"),
+    "int8-asymmetric": lambda: compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False),
+    "int8-asymmetric-tensor": lambda: compressed("int-quantized", num_bits=8, strategy="tensor", symmetric=False),
     "w8a8": lambda: compressed("int-quantized", num_bits=8, strategy="channel", activations=TOKEN_INT8),
     "fp8-tensor": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
     "fp8-channel": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),

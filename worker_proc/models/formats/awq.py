@@ -12,7 +12,7 @@ from quire.worker_proc.models.formats.words import enclosing, scale_slot, unpack
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-OUTPUTS_AT_A_TIME = 512
+OUTPUTS_AT_A_TIME = 64
 """Outputs that are transposed at a time, so that unpacked codes take little memory beside a large weight."""
 
 

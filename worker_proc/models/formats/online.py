@@ -6,8 +6,8 @@ from quire.kernels.common.scaled_weight import INT4_ZERO, LARGEST_CODES, pack_pa
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
-ELEMENTS_AT_A_TIME = 2**22
-"""Elements that are widened to float32 at a time: 16 MiB."""
+ELEMENTS_AT_A_TIME = 2**20
+"""Elements that are widened to float32 at a time: 4 MiB."""
 
 
 def read_online(linear: QuantisedLinear, cut: Cut, held: slice) -> dict[str, WeightSlot]:

@@ -9,6 +9,8 @@ from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.weight_slot import FLOATS, Cut, WeightSlot
 
 DUMMY_DEVIATION = 0.02
+CHECKED_AT_A_TIME = 2**20
+"""Codes that are checked at a time: temporary arrays of whole weights would stay in the process's heap."""
 
 
 def words_as_codes(words: torch.Tensor, kind: str) -> torch.Tensor:
@@ -81,5 +83,8 @@ def wrong_scale(scales: torch.Tensor) -> str | None:
 
 def wrong_fp8(codes: torch.Tensor) -> str | None:
     """Return what is wrong with float8 e4m3 numbers that are not all finite."""
-    found = bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any())
-    return "has non-finite values in float8_e4m3fn" if found else None
+    octets = codes.view(torch.uint8).reshape(-1)
+    for start in range(0, len(octets), CHECKED_AT_A_TIME):
+        if int((octets[start : start + CHECKED_AT_A_TIME] & 0x7F).max()) == 0x7F:
+            return "has non-finite values in float8_e4m3fn"
+    return None
