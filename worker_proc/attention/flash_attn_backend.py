@@ -79,6 +79,7 @@ class FlashAttnLibrary(Protocol):
         ...
 
 
+# No fp8 cache: the libraries want queries of the cache's dtype, and queries in fp8 would lose precision.
 _EITHER = Supports(
     dtypes=HALVES,
     fp8_cache=False,
