@@ -63,6 +63,12 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
         per_word = 8 if self.kind == "int4" else 4
         return {"pack-quantized": per_word, "gptq": per_word}.get(self.layout, 2 if self.kind in ("int4", "fp4") else 1)
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of one weight in memory, with its share of a group's scale and zero point."""
+        scale = {"float8_e4m3fn": 1, "float32": 4}.get(self.scale_dtype, 2) + self.zero_points
+        return (0.5 if self.kind in ("int4", "fp4") else 1) + (scale / self.group_size if self.group_size else 0)
+
     def covers(self, layer: str) -> bool:
         """Whether a layer is quantised, by its full name with separate projections."""
         if layer in self.plain:

@@ -8,6 +8,7 @@ from quire.launch.replay.costs.sizes import (
     expert_layers,
     expert_weight_bytes,
     layer_shapes,
+    linear_weight_bytes,
     num_experts_read,
     room_for_kv,
 )
@@ -28,6 +29,7 @@ class ModelOnChips:
         check_split(model, tensor_parallel_size)
         self._model, self._chip, self._ranks = model, chip, tensor_parallel_size
         self._bytes = DTYPE_BYTES[model.dtype]
+        self._weight_bytes = linear_weight_bytes(model)
         self._on = f"on {chip.name}" + (f" x {tensor_parallel_size}" if tensor_parallel_size > 1 else "")
 
     @property
@@ -90,7 +92,9 @@ class Roofline(ModelOnChips):
 
     def _head_seconds(self, samples: int) -> float:
         width = self._model.vocab_size / self._ranks
-        return self._product(samples, self._model.hidden_size, width) + self._stream(3 * samples * width, kernels=2)
+        return self._product(samples, self._model.hidden_size, width, plain=True) + self._stream(
+            3 * samples * width, kernels=2
+        )
 
     def _expert_seconds(self, tokens: int) -> float:
         """Return the seconds of one layer's experts; only experts that some token chose are read."""
@@ -102,7 +106,7 @@ class Roofline(ModelOnChips):
         products = 2 * tokens * chosen * weights / (self._flops * self._chip.gemm_efficiency)
         passed = 2 * tokens * chosen * model.hidden_size * self._bytes
         streamed = (read * weights * expert_weight_bytes(model) + passed) / self._streamed
-        router = self._product(tokens, model.hidden_size, moe.num_experts)
+        router = self._product(tokens, model.hidden_size, moe.num_experts, plain=True)
         return max(products, streamed) + router + 3 * self._chip.kernel_seconds
 
     def _attention_seconds(self, step: StepShape) -> float:
@@ -127,10 +131,11 @@ class Roofline(ModelOnChips):
         """Return the width of one rank's keys: at least one head, which several ranks may share."""
         return max(kv_heads / self._ranks, 1) * head_dim
 
-    def _product(self, rows: float, inner: float, columns: float) -> float:
-        """Return the seconds of a (rows, inner) by (inner, columns) matrix product."""
+    def _product(self, rows: float, inner: float, columns: float, *, plain: bool = False) -> float:
+        """Return the seconds of a (rows, inner) by (inner, columns) matrix product; ``plain``: never quantised."""
         products = 2 * rows * inner * columns / (self._flops * self._chip.gemm_efficiency)
-        streamed = (rows * inner + inner * columns + rows * columns) * self._bytes / self._streamed
+        weights = inner * columns * (self._bytes if plain else self._weight_bytes)
+        streamed = (weights + (rows * inner + rows * columns) * self._bytes) / self._streamed
         return max(products, streamed) + self._chip.kernel_seconds
 
     def _stream(self, numbers: float, kernels: int) -> float:

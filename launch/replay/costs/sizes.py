@@ -36,8 +36,7 @@ def num_experts_read(model: ModelConfig, num_tokens: int) -> float:
 
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of parameters without norms and biases."""
-    dense = 3 * model.hidden_size * model.intermediate_size
-    total = attention_weights(model) + (model.num_layers - expert_layers(model)) * dense + _expert_weights(model)
+    total = attention_weights(model) + _dense_weights(model) + _expert_weights(model)
     if model.moe is not None:
         total += expert_layers(model) * model.moe.num_experts * model.hidden_size
     embeddings = 1 if model.tie_word_embeddings else 2
@@ -46,13 +45,21 @@ def num_parameters(model: ModelConfig) -> int:
 
 def expert_weight_bytes(model: ModelConfig) -> float:
     """Return the bytes of one weight of an expert."""
-    return MXFP4_BYTES if model.moe is not None and model.moe.mxfp4 else DTYPE_BYTES[model.dtype]
+    return MXFP4_BYTES if model.moe is not None and model.moe.mxfp4 else linear_weight_bytes(model)
+
+
+def linear_weight_bytes(model: ModelConfig) -> float:
+    """Return the bytes of one weight of a layer's projections; routers and the head are never quantised."""
+    form = model.weight_format
+    return DTYPE_BYTES[model.dtype] if form is None else form.bytes_per_weight
 
 
 def weight_bytes(model: ModelConfig) -> float:
     """Return the bytes of all weights of ``num_parameters``."""
-    experts = _expert_weights(model)
-    return (num_parameters(model) - experts) * DTYPE_BYTES[model.dtype] + experts * expert_weight_bytes(model)
+    experts, linear = _expert_weights(model), attention_weights(model) + _dense_weights(model)
+    plain = num_parameters(model) - experts - linear
+    projections = linear * linear_weight_bytes(model) + experts * expert_weight_bytes(model)
+    return plain * DTYPE_BYTES[model.dtype] + projections
 
 
 def activation_bytes(model: ModelConfig, tensor_parallel_size: int, num_tokens: int = MAX_STEP_TOKENS) -> int:
@@ -67,6 +74,11 @@ def room_for_kv(model: ModelConfig, memory_bytes: float, tensor_parallel_size: i
     weights = weight_bytes(model) / tensor_parallel_size
     left = memory_bytes - weights - activation_bytes(model, tensor_parallel_size)
     return max(int(left * tensor_parallel_size), 0)
+
+
+def _dense_weights(model: ModelConfig) -> int:
+    """Return the number of parameters of all feed-forward layers without experts."""
+    return (model.num_layers - expert_layers(model)) * 3 * model.hidden_size * model.intermediate_size
 
 
 def _expert_weights(model: ModelConfig) -> int:

@@ -15,6 +15,7 @@ from quire.launch.replay.costs.roofline import Roofline
 from quire.launch.replay.costs.sizes import num_experts_read, num_parameters, room_for_kv, weight_bytes
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.weight_format import online_format
 
 TABLES = Path(__file__).parents[2] / "data" / "kernel_tables_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]
@@ -99,6 +100,15 @@ class TestRoofline:
         assert weight_bytes(wide) == 2 * num_parameters(wide)
         assert room_for_kv(packed, 80e9, 1) - room_for_kv(wide, 80e9, 1) > 27e9
         assert Roofline(packed, H200).seconds(ONE) < 0.75 * Roofline(wide, H200).seconds(ONE)
+
+    def test_quantised_layers_are_read_packed(self) -> None:
+        """int4 in groups of 32 with 16-bit scales: 4.5 bits for each weight, but for the embedding and the head."""
+        packed = msgspec.structs.replace(LLAMA, weight_format=online_format("int4"))
+        embeddings = 2 * LLAMA.vocab_size * LLAMA.hidden_size
+        projections = num_parameters(LLAMA) - embeddings
+        assert weight_bytes(packed) == 2 * embeddings + projections * 4.5 / 8
+        saved = projections * (2 - 4.5 / 8) / (H200.bandwidth * H200.memory_efficiency)
+        assert Roofline(LLAMA, H200).seconds(ONE) - Roofline(packed, H200).seconds(ONE) == pytest.approx(saved)
 
     def test_layers_have_kv_heads_of_their_own(self) -> None:
         """Every second layer has the fourth of the KV heads and twice the head dimension."""
