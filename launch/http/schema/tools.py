@@ -20,6 +20,8 @@ from quire.protocol.request.grammar_checks import GrammarRefused, check_schema
 from quire.protocol.request.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 
 MAX_TOOLS = 128
+MAX_FORM_BYTES = 2 * MAX_GRAMMAR_BYTES
+"""A form has each schema twice: for the first call, and for those after it."""
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -164,6 +166,11 @@ def answer_or_calls(
     schema = '{"type":"object"}' if content.json_object else str(content.json)
     schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters")) for tool in tools}
     try:
-        return StructuredOutputs(form=writer.answer_or_calls(schema, schemas, parallel=parallel))
+        form = writer.answer_or_calls(schema, schemas, parallel=parallel)
+        size = len(msgspec.json.encode(form))
     except RecursionError:
         raise InvalidRequest("tools are nested too deeply", "tools") from None
+    if size > MAX_FORM_BYTES:
+        text = f"the grammar of tools and response_format must have at most {MAX_FORM_BYTES} bytes (got {size})"
+        raise InvalidRequest(f"{text}: send fewer tools, or shorter schemas", "tools", "invalid_structured_outputs")
+    return StructuredOutputs(form=form)

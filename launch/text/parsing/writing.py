@@ -17,6 +17,8 @@ from quire.launch.text.parsing.values import schema_types
 from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 
 Schema = Mapping[str, Any]
+MAX_DEFINITIONS = 64 * 1024
+"""Bytes of the definitions in the schemas of all tagged arguments of a tool, each of which has its own copy."""
 JSON, TAGS, ITEM, LIST, UNCHECKED = "json", "tags", "item", "list", "unchecked"
 
 
@@ -169,18 +171,23 @@ class AnswerWriter:
         before, between, after = self.writing.tag
         properties = schema.get("properties")
         required = schema.get("required")
+        properties = properties if isinstance(properties, dict) else {}
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        is_small = len(properties) * len(msgspec.json.encode(definitions)) <= MAX_DEFINITIONS
         found: list[Form] = []
-        for key, value in properties.items() if isinstance(properties, dict) else ():
-            argument = [*self._fixed(before + key + between), *self._value(value, after, definitions)]
+        for key, value in properties.items():
+            argument = [*self._fixed(before + key + between), *self._value(value, after, definitions, is_small)]
             is_required = isinstance(required, list) and key in required
             found.append(_in_order(argument) if is_required else Repeat(_in_order(argument), is_once=True))
         return found
 
-    def _value(self, schema: Any, after: str, definitions: Schema) -> list[Form]:
-        """Return the value of one argument, which is text where the parser reads it as text."""
+    def _value(self, schema: Any, after: str, definitions: Schema, is_small: bool) -> list[Form]:
+        """Return the value of one argument, which is text where the parser reads it as text.
+
+        ``is_small``: each argument may have a copy of the definitions; otherwise all values are free.
+        """
         types = schema_types(schema)
-        if types and "string" not in types:
+        if types and "string" not in types and is_small:
             return [_json({**definitions, **schema}), *self._fixed(after)]
         choices = schema.get("enum") if isinstance(schema, dict) and set(types) == {"string"} else None
         if isinstance(choices, list) and choices and all(isinstance(each, str) and each for each in choices):

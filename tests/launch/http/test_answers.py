@@ -108,6 +108,17 @@ def test_a_schema_and_tools(make_client: Any, engine: Any, events: Any, per_upda
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs.form"
 
 
+def test_too_many_schemas_for_one_grammar(make_client: Any, engine: Any) -> None:
+    client = make_client(calls="qwen3_coder")
+    engine.max_model_len = 10**6
+    choices = {str(i): {"type": "string", "enum": [str(j) for j in range(20)]} for i in range(20)}
+    parameters = {"type": "object", "properties": choices}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(120)]
+    assert client.chat(tools=tools).status_code == 200
+    refused = client.chat(tools=tools, response_format={"type": "json_object"})
+    assert refused.status_code == 400 and "send fewer tools" in refused.json()["error"]["message"]
+
+
 def test_a_schema_where_content_has_a_header(make_client: Any, engine: Any) -> None:
     client = make_client(calls="harmony", thoughts="harmony")
     engine.reply = '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'

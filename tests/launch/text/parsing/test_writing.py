@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, Content, Event, Thought
 from quire.launch.text.parsing.choose import AnswerFormat, choose_format
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, between_markers
+from quire.launch.text.parsing.writing import MAX_DEFINITIONS
 from quire.protocol.request.output_form import Form, schemas_in
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.llguidance_backend import LLGuidanceBackend
@@ -270,6 +271,15 @@ def test_delimiters_may_be_special_tokens(with_specials: tuple[Tokenizer, Any], 
     thought, answer, call = thought_text(name), answer_text(name).replace("<tool_call>", ""), calls_text(name, "find")
     assert matches(answer) and matches(thought + answer) and matches(call) and matches(thought + call)
     assert not matches("Well.") and not matches(answer + call) and not matches(call.replace("find", "fund"))
+
+
+def test_definitions_are_not_copied_without_limit() -> None:
+    item = {"type": "array", "items": {"$ref": "#/$defs/d"}}
+    tool = {"properties": dict.fromkeys(map(str, range(1000)), item), "$defs": {"d": {"const": "x" * 8000}}}
+    writer = chosen("qwen3_coder").writer
+    assert writer is not None
+    form = writer.answer_or_calls(json.dumps(PERSON), {"f": tool}, parallel=True)
+    assert sum(map(len, schemas_in(form))) < 2 * MAX_DEFINITIONS
 
 
 def test_a_template_that_reads_something_else_has_no_writer() -> None:
