@@ -83,7 +83,7 @@ inline void turn_tile(const float* const* keys, int64_t width, float* turned) {
 template <int N, int K>
 void score_turned(const float* query, int64_t width, const float* turned, float* scores) {
     constexpr int PAIRS = VF == 16 ? 8 : VF;
-    vfloat kept[4][N][K];  // sums of 1, 2, 4, 8 neighbours
+    vfloat kept[3][N][K];  // sums of 1, 2 and 4 neighbours that wait for the next ones
     for (int pair = 0; pair < PAIRS; pair++) {
         vfloat acc[N][K];
         for (int lane = pair; lane < VF; lane += PAIRS) {
