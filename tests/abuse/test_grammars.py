@@ -134,7 +134,7 @@ OUTPUT_FORMS: list[Any] = [
 FORMATS: list[Any] = [
     *(7, "json_object", [], True, {}, {"type": 7}, {"type": "xml"}, {"type": "json_schema"}),
     *({"type": "json_object", "json_schema": {}}, {"type": "json_schema", "json_schema": 7}, {"type": None}),
-    *({"type": "json_schema", "json_schema": {"name": name, "schema": {}}} for name in ("", 7, "a b", "x" * 65, None)),
+    *({"type": "json_schema", "json_schema": {"name": name, "schema": {}}} for name in ("", 7, "a b", "x" * 129, None)),
     *({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in (7, [], "x", None, True)),
     {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 7}},
     *({"type": "json_object", name: 7} for name in ("schema", "value")),

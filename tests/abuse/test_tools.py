@@ -31,7 +31,7 @@ INVALID_TOOLS: list[Any] = [
     *([{**tool(), "type": kind}] for kind in (7, "retrieval", None, [], {}, "FUNCTION", "function ", True)),
     *(
         [tool(name=name)]
-        for name in ("", 7, None, "a b", "x" * 65, "x" * 10**6, "é", "a\n", "a.b", "a/b", "<|im_end|>")
+        for name in ("", 7, None, "a b", "x" * 129, "x" * 10**6, "é", "a\n", "a.b", "a/b", "<|im_end|>")
     ),
     *([tool(description=text)] for text in (7, [], {}, True)),
     *([tool(strict=value)] for value in (7, "x", [], {})),
