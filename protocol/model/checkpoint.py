@@ -124,7 +124,7 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
     ]
     scales = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
     dtype = _NARROW.get(next(iter(scales)), "float32") if len(scales) == 1 else "float32"
-    present = any(name.endswith(".g_idx") for name in stored)
+    present = any(name.endswith((".g_idx", ".weight_g_idx")) for name in stored)
     completed = msgspec.structs.replace(
         declared,
         plain=tuple(sorted(plain)),

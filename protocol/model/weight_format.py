@@ -1,7 +1,7 @@
 """How a checkpoint stores the weights of its linear layers, read from ``quantization_config``.
 
-Methods: compressed-tensors (llm-compressor), fp8 (DeepSeek, Qwen, AutoFP8), gptq and awq. The tensors are read by
-``worker_proc/models/formats``.
+Methods: compressed-tensors (llm-compressor), fp8 (DeepSeek, Qwen, AutoFP8), gptq, awq and modelopt. The tensors are
+read by ``worker_proc/models/formats``.
 """
 
 import re
@@ -17,6 +17,7 @@ SUPPORTED_METHODS = (
     "fp8",
     "gptq",
     "awq",
+    "modelopt (FP8, NVFP4)",
 )
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
@@ -31,8 +32,8 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The format of a checkpoint's quantised linear layers. The output head and the embedding are never quantised.
 
     Attributes:
-        layout: which tensors a layer has, and their shapes: a format of compressed-tensors, fp8, gptq, awq, or online
-            for plain tensors that are quantised as they are loaded.
+        layout: which tensors a layer has, and their shapes: a format of compressed-tensors, fp8, gptq, awq,
+            modelopt-nvfp4, or online for plain tensors that are quantised as they are loaded.
         kind: codes in memory: int8, int4, fp8 or fp4 (``kernels/common/scaled_weight.py``).
         group_size: inputs that share a scale; 0: all inputs.
         block_rows: outputs that share a scale; 0: all outputs.
@@ -93,7 +94,13 @@ def parse_weight_format(raw: dict[str, Any], architecture: str, where: str) -> W
     """
     given = raw.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "modelopt": _modelopt,
+    }
     if not isinstance(given, dict) or not isinstance(method, str) or method not in readers:
         return None
     field = Fields(given, f"{where}: quantization_config")
@@ -152,6 +159,8 @@ def _compressed_group(group: Fields, layout: object) -> WeightFormat:
         group_size=group_size,
         block_rows=block_rows,
         zero_points=zero_points,
+        act_order=field.raw.get("actorder") in ("group", "dynamic", True),
+        has_input_groups=field.raw.get("actorder") in ("group", "dynamic", True),
         int8_activations=kind == "int8" and _rounds_activations(group),
     )
 
@@ -242,3 +251,12 @@ def _awq(field: Fields) -> WeightFormat:
     return WeightFormat(
         layout="awq", kind=kind, group_size=_group_size(field), zero_points=field.flag("zero_point", True)
     )
+
+
+def _modelopt(field: Fields) -> WeightFormat | None:
+    """Read TensorRT Model Optimizer's settings; without ``quant_algo`` only the KV cache may be quantised."""
+    if field.raw.get("quant_algo") is None:
+        return None
+    if field.choice("quant_algo", field.raw["quant_algo"], ("FP8", "NVFP4")) == "FP8":
+        return WeightFormat(layout="fp8", kind="fp8", block_rows=0)
+    return WeightFormat(layout="modelopt-nvfp4", kind="fp4", group_size=16)

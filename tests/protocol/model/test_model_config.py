@@ -94,7 +94,10 @@ def test_rope_in_old_and_new_form(changes: dict[str, Any], rope: RopeConfig) -> 
         ({"vocab_size": "absent"}, "vocab_size must be an integer from 1"),
         ({"hidden_size": 64.0}, "hidden_size must be an integer"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "method 'aqlm' is not supported for LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "gptq, awq, and mxfp4 for GptOssForCausalLM"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "awq, modelopt (FP8, NVFP4), and mxfp4 for GptOssForCausalLM",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 3 names"),

@@ -75,7 +75,10 @@ def test_unknown_scheme_of_the_cache_is_refused(changes: dict[str, Any], message
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not supported;"),
         ({"quant_method": "compressed-tensors"}, "method 'compressed-tensors' is not supported for LlamaForCausalLM"),
         ({"quant_method": "fbgemm_fp8", "kv_cache_scheme": SCHEME}, "method 'fbgemm_fp8' is not supported"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "method 'modelopt'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo 'W4A8_AWQ' is not supported; supported: F",
+        ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": WEIGHTS}, "kv_cache_scheme": SCHEME},
             "a: format None is not supported; supported: pack-quantized, int-quantized, float-quantized",

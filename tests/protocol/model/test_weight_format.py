@@ -36,6 +36,13 @@ def compressed(layout: str | None, activations: Any = None, **weights: Any) -> d
             {"layout": "fp8", "kind": "fp8", "group_size": 64, "block_rows": 128},
         ),
         ({"quant_method": "fp8"}, {"layout": "fp8", "group_size": 0, "block_rows": 0}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"layout": "fp8", "group_size": 0, "block_rows": 0}),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"layout": "modelopt-nvfp4", "kind": "fp4"}),
+        (
+            compressed("pack-quantized", num_bits=4, group_size=128, actorder="group"),
+            {"act_order": True, "has_input_groups": True},
+        ),
+        (compressed("pack-quantized", num_bits=4, group_size=128, actorder="weight"), {"act_order": False}),
         (
             {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
             {
@@ -131,6 +138,7 @@ SETTINGS = [
     {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "float"},
     {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True, "checkpoint_format": "gptq"},
     {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    {"quant_method": "modelopt", "quant_algo": "FP8"},
 ]
 
 

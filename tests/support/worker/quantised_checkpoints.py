@@ -230,6 +230,36 @@ def nvfp4() -> Format:
     }, pack
 
 
+def with_act_order() -> Format:
+    """Return W4A16 of older llm-compressor, with actorder group."""
+    config, pack = compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    generator = torch.Generator().manual_seed(5)
+
+    def pack_in_order(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, _ = pack(weight)
+        groups = (torch.arange(weight.shape[1]) // GROUP)[torch.randperm(weight.shape[1], generator=generator)]
+        values = fields(tensors["weight_packed"], 4) - 8
+        tensors["weight_g_idx"] = groups.int()
+        return tensors, values * tensors["weight_scale"].float()[:, groups]
+
+    return config, pack_in_order
+
+
+def modelopt(algorithm: str, pack: Pack) -> Format:
+    """Return a format of ModelOpt, from another's tensors of the same form."""
+
+    def renamed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, value = pack(weight)
+        if algorithm == "NVFP4":
+            tensors["weight"] = tensors.pop("weight_packed")
+            tensors["weight_scale_2"] = (1 / tensors.pop("weight_global_scale")).squeeze()
+            tensors["input_scale"] = torch.tensor(0.5)
+        return tensors, value
+
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "exclude_modules": ["lm_head"]}, renamed
+
+
 FP4_SCALES = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
 TOKEN_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 
@@ -263,5 +293,8 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "gptq-version-2": lambda: gptq(4, symmetric=False, version=2),
     "gptq-8-bits": lambda: gptq(8, symmetric=False),
     "awq": lambda: awq(),
+    "w4a16-act-order": lambda: with_act_order(),
     "nvfp4": lambda: nvfp4(),
+    "modelopt-fp8": lambda: modelopt("FP8", fp8(None)[1]),
+    "modelopt-nvfp4": lambda: modelopt("NVFP4", nvfp4()[1]),
 }

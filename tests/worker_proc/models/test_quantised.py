@@ -230,7 +230,7 @@ def test_dummy_weights_have_numbers_of_usual_size(form: str, checkpoint_factory:
     model = _build(tmp_path / "packed")
     init_dummy_weights(model, seed=1)
     layers = [module.scaled_weight() for module in model.modules() if isinstance(module, QuantisedLinear)]
-    assert len(layers) == (14 if form in ("gptq-act-order", "gptq-asymmetric") else 8)
+    assert len(layers) == (14 if form in ("gptq-act-order", "gptq-asymmetric", "w4a16-act-order") else 8)
     assert all(0.005 < float(layer.dequantise().std()) < 0.08 for layer in layers)
     assert _logits(model).isfinite().all()
 
@@ -309,7 +309,7 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("form", "message"),
         [
-            ("gptq", "config.json has desc_act false"),
+            ("gptq", "config.json has no act-order: set desc_act"),
             ("gptq-act-order", "has groups from 0 to 7; the layer has groups 0 to 1"),
         ],
     )

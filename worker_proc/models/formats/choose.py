@@ -8,7 +8,7 @@ from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.formats.awq import read_awq
 from quire.worker_proc.models.formats.compressed_tensors import read_packed, read_plain_codes
 from quire.worker_proc.models.formats.gptq import read_gptq
-from quire.worker_proc.models.formats.nvfp4 import read_nvfp4
+from quire.worker_proc.models.formats.nvfp4 import read_modelopt_nvfp4, read_nvfp4
 from quire.worker_proc.models.formats.online import read_online
 from quire.worker_proc.models.formats.quantised import QuantisedLinear, Reader
 from quire.worker_proc.models.weight_slot import Cut
@@ -18,6 +18,7 @@ READERS: dict[str, Reader] = {
     "int-quantized": read_plain_codes,
     "float-quantized": read_plain_codes,
     "nvfp4-pack-quantized": read_nvfp4,
+    "modelopt-nvfp4": read_modelopt_nvfp4,
     "fp8": read_plain_codes,
     "gptq": read_gptq,
     "awq": read_awq,

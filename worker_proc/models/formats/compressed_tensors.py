@@ -3,12 +3,13 @@
 A layer has ``weight_packed`` (int32 words with the lowest bits first, along the inputs) or ``weight`` (int8, float8),
 ``weight_scale`` ``[outputs, groups]``, ``[outputs, 1]``, ``[1]`` or one for each block, and for asymmetric integers
 ``weight_zero_point``, of which packed ones are packed along the outputs. Stored integers are unsigned where packed:
-their zero is 8 or 128.
+their zero is 8 or 128. With actorder group, ``weight_g_idx`` ``[inputs]`` has the group of each input.
 """
 
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.formats.words import (
     enclosing,
+    input_groups_slot,
     scale_slot,
     unpack_words,
     words_as_codes,
@@ -32,6 +33,8 @@ def read_packed(linear: QuantisedLinear, cut: Cut, held: slice) -> dict[str, Wei
         ),
         "weight_scale": scale_slot(linear, cut, held, block_rows=form.block_rows),
     }
+    if form.has_input_groups:
+        slots["weight_g_idx"] = input_groups_slot(linear, cut)
     if linear.zeros is not None:
         zeros = linear.zeros.data[held]
         units, within = enclosing(cut.rows, pack)

@@ -9,7 +9,13 @@ import torch
 
 from quire.kernels.common.scaled_weight import CODE_BITS
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
-from quire.worker_proc.models.formats.words import enclosing, scale_slot, unpack_words, words_as_codes
+from quire.worker_proc.models.formats.words import (
+    enclosing,
+    input_groups_slot,
+    scale_slot,
+    unpack_words,
+    words_as_codes,
+)
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
 
@@ -30,7 +36,7 @@ def read_gptq(linear: QuantisedLinear, cut: Cut, held: slice) -> dict[str, Weigh
         "qzeros": _zeros(linear, cut, held),
     }
     if form.has_input_groups:
-        slots["g_idx"] = _input_groups(linear, cut)
+        slots["g_idx"] = input_groups_slot(linear, cut)
     return slots
 
 
@@ -63,34 +69,4 @@ def _zeros(linear: QuantisedLinear, cut: Cut, held: slice) -> WeightSlot:
         put=put,
         check=check,
         dummy=0x77777777 if form.kind == "int4" else 0x7F7F7F7F,
-    )
-
-
-def _input_groups(linear: QuantisedLinear, cut: Cut) -> WeightSlot:
-    size = linear.form.group_size or cut.total_columns
-    in_order = torch.arange(cut.total_columns, dtype=torch.int32) // size
-    own = in_order[cut.columns]
-
-    def put(groups: torch.Tensor) -> None:
-        if linear.form.act_order and linear.input_groups is not None:
-            linear.input_groups.data.copy_(groups)
-
-    def check(groups: torch.Tensor) -> str | None:
-        if linear.form.act_order:
-            low, high = int(groups.min()), int(groups.max())
-            if low >= 0 and high < linear.total_groups:
-                return None
-            return f"has groups from {low} to {high}; the layer has groups 0 to {linear.total_groups - 1}"
-        same = torch.equal(groups, own)
-        return None if same else "has groups in another order, but config.json has desc_act false: it must be true"
-
-    return WeightSlot(
-        linear.scales.data,
-        (cut.total_columns,),
-        (cut.columns,),
-        dtypes=("I32",),
-        rows_dim=None,
-        put=put,
-        check=check,
-        dummy=in_order,
     )

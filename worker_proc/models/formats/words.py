@@ -74,6 +74,37 @@ def _scales(
     return WeightSlot(target, shape, part, dtypes=FLOATS, rows_dim=rows_dim, put=put, check=wrong_scale, dummy=dummy)
 
 
+def input_groups_slot(linear: QuantisedLinear, cut: Cut) -> WeightSlot:
+    """Return the slot of the group of each input, int32 ``[inputs]``."""
+    size = linear.form.group_size or cut.total_columns
+    in_order = torch.arange(cut.total_columns, dtype=torch.int32) // size
+    own = in_order[cut.columns]
+
+    def put(groups: torch.Tensor) -> None:
+        if linear.form.act_order and linear.input_groups is not None:
+            linear.input_groups.data.copy_(groups)
+
+    def check(groups: torch.Tensor) -> str | None:
+        if linear.form.act_order:
+            low, high = int(groups.min()), int(groups.max())
+            if low >= 0 and high < linear.total_groups:
+                return None
+            return f"has groups from {low} to {high}; the layer has groups 0 to {linear.total_groups - 1}"
+        same = torch.equal(groups, own)
+        return None if same else "has groups in another order, but config.json has no act-order: set desc_act"
+
+    return WeightSlot(
+        linear.scales.data,
+        (cut.total_columns,),
+        (cut.columns,),
+        dtypes=("I32",),
+        rows_dim=None,
+        put=put,
+        check=check,
+        dummy=in_order,
+    )
+
+
 def wrong_scale(scales: torch.Tensor) -> str | None:
     """Return what is wrong with scales that are not all positive and finite."""
     wide = scales.float()
