@@ -93,12 +93,9 @@ class Answer:
         out = self._text_out
         prompt_logprobs = self._prompt_logprobs(update.prompt_logprobs) if self._prompt_logprobs_due else None
         if update.ended is None and update.logprobs is None and self._only_engine_ends:  # most updates by far
-            token_ids, num_output_tokens = update.token_ids, update.num_output_tokens
-            text, num_cached = out.push(token_ids), update.num_cached_tokens
-            admitted = update.admitted
-            return OutputDelta(
-                text, token_ids, None, None, None, num_output_tokens, num_cached, "", prompt_logprobs, admitted
-            )
+            text, token_ids, count = out.push(update.token_ids), update.token_ids, update.num_output_tokens
+            cached, admitted = update.num_cached_tokens, update.admitted
+            return OutputDelta(text, token_ids, None, None, None, count, cached, "", prompt_logprobs, admitted)
         decoded: ListLike[int] = update.token_ids
         if update.ended is EndReason.STOPPED and decoded and not self._include_stop_token:
             decoded = decoded[:-1]

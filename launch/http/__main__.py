@@ -30,7 +30,7 @@ FLUSH_S = 0.5
 """Time to send what sockets still buffer after the shutdown timeout."""
 TICK_S = 1.0
 COLLECT_AFTER = (10_000, 10, 5)
-"""Arguments of gc.set_threshold. With Python's 700, the objects of one step of 2,048 streams cause a dozen collections,
+"""Arguments of gc.set_threshold. With Python's 700, the objects of one step of 2,048 streams cause several collections,
 which free nothing. With a thousand streams a full collection takes 0.15 s, during which no stream gets a token. Cyclic
 garbage is collected after at most 500,000 new objects."""
 
