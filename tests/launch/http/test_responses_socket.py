@@ -1,6 +1,7 @@
 """The Responses API over web sockets, on real connections over a fake engine."""
 
 import json
+import select
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -266,7 +267,8 @@ class TestLimits:
         whole = client_frame(TEXT, bytes(8 * 2**20))
         for client in clients:
             client.send(whole[:-1])
-        assert clients[-1].close_code() == 1013
+        refused, _, _ = select.select([client.connection for client in clients], [], [], 30)  # any of them
+        assert {client.close_code() for client in clients if client.connection in refused} == {1013}
         for client in clients:
             client.close()
         assert text_of(connect().turn(input="hello")) == REPLY
