@@ -1,8 +1,11 @@
-"""Linear layers over a ``ScaledWeight`` in plain torch, for every device: the reference of faster kernels."""
+"""Linear layers over packed weights in plain torch, for every device: the reference of faster kernels."""
 
 import torch
 
+from quire.kernels.common.block_weight import BlockWeight
 from quire.kernels.common.scaled_weight import ScaledWeight
+
+PackedWeight = ScaledWeight | BlockWeight
 
 WIDENED_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 """Elements that are dequantised at a time: 1 MiB in float32, a usual L2 cache. On a GPU a part costs launches."""
@@ -11,14 +14,14 @@ WIDENED_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 TOLERANCE = 5e-6
 
 
-def scaled_linear_reference(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def scaled_linear_reference(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` in float64, ``[rows, inputs]`` → ``[rows, outputs]``."""
     out = x.double() @ weight.dequantise().double().T
     return out if bias is None else out + bias.double()
 
 
 def scaled_linear(
-    x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None, *, int8_activations: bool = False
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, int8_activations: bool = False
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias``, ``[rows, inputs]`` → ``[rows, outputs]`` of ``x``'s dtype.
 

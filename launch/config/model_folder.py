@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import one_line
 from quire.version import install_command
 
@@ -13,7 +14,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
 def find_model(name: str | None) -> Path:
-    """Return the checkpoint folder of a path, of a Hugging Face id, or of the demo model (None).
+    """Return the checkpoint folder or GGUF file of a path, of a Hugging Face id, or of the demo model (None).
 
     Raises:
         ConfigError: the folder does not exist, and the name is not an id that can be downloaded.
@@ -23,9 +24,10 @@ def find_model(name: str | None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if is_gguf(folder):
+        return folder
     if folder.exists():
-        hint = "; GGUF files are not supported" if folder.suffix == ".gguf" else ""
-        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors{hint}")
+        raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors, or a GGUF file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ConfigError(f"{name} is not a folder with a checkpoint")
     return _from_hub(name)

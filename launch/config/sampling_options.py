@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.descriptions import TOKENIZER, read_description
+from quire.protocol.model.gguf_file import is_gguf
 from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
@@ -39,10 +41,9 @@ def thinking_markers(
         ConfigError: only one is given, there is no tokenizer, or a marker has no tokens, more than
             ``MAX_MARKER_TOKENS``, or a token that the model does not have.
     """
-    path = None if folder is None else folder / "tokenizer.json"
-    has_tokenizer = path is not None and path.is_file()
+    has_tokenizer = folder is not None and (is_gguf(folder) or (folder / TOKENIZER).is_file())
     if start is None and end is None:
-        return _default_markers(path, vocab_size) if path is not None and has_tokenizer else ([], [])
+        return _default_markers(folder, vocab_size) if folder is not None and has_tokenizer else ([], [])
     if not start and not end:
         return [], []
     if not start or not end:
@@ -61,11 +62,12 @@ def thinking_markers(
     return markers[0], markers[1]
 
 
-def _default_markers(path: Path, vocab_size: int) -> tuple[list[int], list[int]]:
+def _default_markers(model: Path, vocab_size: int) -> tuple[list[int], list[int]]:
     """Return the default markers; two empty lists for an unreadable file, which the tokenizer's loader reports."""
     try:
-        tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        text = read_description(model, TOKENIZER) or "{}"
+        tokens = msgspec.json.decode(text, type=_TokenizerFile).added_tokens
+    except (ConfigError, OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return [], []
     ids = {token.content: token.id for token in tokens if 0 <= token.id < vocab_size}
     start, end = (ids.get(text) for text in DEFAULT_MARKERS)

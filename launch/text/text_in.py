@@ -25,6 +25,8 @@ from quire.launch.text.chat_template import (
 from quire.launch.text.template_helper import TemplateHelper
 from quire.launch.text.tokenizer_checks import check_speed, check_token_ids
 from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.model.descriptions import TOKENIZER, TOKENIZER_CONFIG, read_description
+from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import event_logger
 
 log = event_logger("frontend.text")
@@ -99,20 +101,23 @@ class TextIn:
         Raises:
             ConfigError: one of them cannot be used, with its path.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            return cls()
+        path = folder if is_gguf(folder) else folder / TOKENIZER
         try:
+            text = read_description(folder, TOKENIZER)
+            if text is None:
+                return cls()
             with _without_stderr():
-                tokenizer = Tokenizer.from_file(str(path))
+                tokenizer = Tokenizer.from_str(text)
+        except ConfigError:
+            raise
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the library raises nothing narrower, and its panics are not subclasses of Exception
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
-        check_token_ids(path)
+        check_token_ids(text, path)
         with _without_stderr():
             check_speed(tokenizer, path)
-        config = _read_config(folder / "tokenizer_config.json")
+        config = _read_config(folder)
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
         kind = config.get("tokenizer_class")
@@ -308,11 +313,10 @@ def _has_surrogates(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is not None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / TOKENIZER_CONFIG
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_description(folder, TOKENIZER_CONFIG) or "{}", type=dict[str, Any])
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         raise ConfigError(f"{path}: cannot be read as a JSON object") from None
 

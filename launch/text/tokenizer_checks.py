@@ -33,10 +33,10 @@ class _TokenizerFile(msgspec.Struct):
     model: _Model
 
 
-def check_token_ids(path: Path) -> None:
+def check_token_ids(text: str, path: Path) -> None:
     """Raise ConfigError if an id in a ``tokenizer.json`` would take too much memory."""
     try:
-        vocab = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).model.vocab
+        vocab = msgspec.json.decode(text, type=_TokenizerFile).model.vocab
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
     if isinstance(vocab, dict) and vocab and (highest := max(vocab.values())) > MAX_TOKEN_ID:

@@ -15,7 +15,10 @@ from safetensors import SafetensorError, safe_open
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import read_json
+from quire.protocol.model.gguf_file import QUANTISED, GgufTensor, is_gguf, read_gguf
+from quire.protocol.model.gguf_model import ROPE_FACTORS, full_gguf_name, interleaved_rows
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.weight_format import gguf_format
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,15 +42,25 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Name, dtype and shape of one tensor, as the header of its file states them."""
+    """Name, dtype and shape of one tensor, as the header of its file states them.
+
+    Attributes:
+        dtype: type of the values that a slot gets: a tensor of a GGUF file that is no projection counts as F32.
+        gguf: type and place in a GGUF file.
+        interleaved: if not 0, the rows of a head, whose rows are those of its two halves in turn (GGUF, Llama).
+    """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    gguf: GgufTensor | None = None
+    interleaved: int = 0
 
     @property
     def num_bytes(self) -> int:
+        if self.gguf is not None:
+            return self.gguf.num_bytes
         return prod(self.shape) * (DTYPE_BYTES | PACKED_BYTES)[self.dtype]
 
 
@@ -57,6 +70,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: one line that names file and tensor.
     """
+    if is_gguf(folder):
+        return _gguf_tensors(folder)
     check_links(folder)
     stored: dict[str, StoredTensor] = {}
     for file, expected in _files(folder).items():
@@ -110,6 +125,10 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
         ConfigError: the output head is quantised.
     """
     declared = config.weight_format
+    types = {name: tensor.dtype for name, tensor in stored.items() if tensor.dtype in QUANTISED}
+    if types and declared is None:
+        layers = {name.removesuffix(".weight"): kind for name, kind in types.items()}
+        return msgspec.structs.replace(config, weight_format=gguf_format(layers))
     if declared is None:
         return config
     head = next((tensor for name, tensor in stored.items() if name.startswith("model.lm_head.")), None)
@@ -149,6 +168,23 @@ def full_name(name: str) -> str:
             name = name.removeprefix(prefix)
             break
     return name if name.startswith("model.") or name == HEAD else f"model.{name}"
+
+
+def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a GGUF file. Those that are quantised, except projections, are widened as they are read."""
+    file = read_gguf(path)
+    architecture = str(file.settings.get("general.architecture"))
+    stored = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue  # part of the configuration
+        full = full_gguf_name(name, architecture)
+        packed = tensor.kind in QUANTISED
+        if packed and len(tensor.shape) != 2:
+            raise ConfigError(f"{path}: tensor {name} has type {tensor.kind} and {len(tensor.shape)} dimensions, not 2")
+        dtype = "F32" if packed and not _WEIGHT.fullmatch(full) else tensor.kind
+        stored[full] = StoredTensor(path, name, dtype, tensor.shape, tensor, interleaved_rows(file, name))
+    return stored
 
 
 def _read_header(file: Path) -> list[StoredTensor]:

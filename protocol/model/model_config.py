@@ -21,6 +21,8 @@ from quire.protocol.model.families import (
     layer_windows,
     layers_without_rope,
 )
+from quire.protocol.model.gguf_file import is_gguf, read_gguf
+from quire.protocol.model.gguf_model import end_tokens, model_settings
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 from quire.protocol.model.weight_format import WeightFormat
@@ -147,6 +149,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     Raises:
         ConfigError: one line that names the file and the problem.
     """
+    if is_gguf(folder):
+        return _gguf_config(folder)
     path = folder / "config.json"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with a checkpoint")
@@ -164,6 +168,18 @@ def load_model_config(folder: Path) -> ModelConfig:
     if eos and max(eos) >= config.vocab_size:
         raise ConfigError(f"{path}: eos_token_id {max(eos)} is not in a vocabulary of {config.vocab_size}")
     return config
+
+
+def _gguf_config(path: Path) -> ModelConfig:
+    file = read_gguf(path)
+    eos = token_ids(end_tokens(file), f"{path}: tokenizer.ggml.eos_token_id")
+    config = parse_model_config(model_settings(file), str(path), eos)
+    if eos and max(eos) >= config.vocab_size:
+        raise ConfigError(
+            f"{path}: tokenizer.ggml.eos_token_id {max(eos)} is not in a vocabulary of {config.vocab_size}"
+        )
+    # The offset is added already in such a file.
+    return msgspec.structs.replace(config, norm_offset=0.0)
 
 
 def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int] | None = None) -> ModelConfig:

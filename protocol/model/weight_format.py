@@ -11,6 +11,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.config_fields import Fields
+from quire.protocol.model.gguf_file import BLOCKS
 
 SUPPORTED_METHODS = (
     "compressed-tensors (pack-quantized with 4 or 8 bits, int-quantized, float-quantized, nvfp4-pack-quantized)",
@@ -34,7 +35,8 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         layout: which tensors a layer has, and their shapes: a format of compressed-tensors, fp8, gptq, awq,
             modelopt-nvfp4, or online for plain tensors that are quantised as they are loaded.
-        kind: codes in memory: int8, int4, fp8 or fp4 (``kernels/common/scaled_weight.py``).
+        kind: codes in memory: int8, int4, fp8 or fp4 (``kernels/common/scaled_weight.py``), or the type of a GGUF
+            file's blocks (``kernels/common/block_weight.py``).
         group_size: inputs that share a scale; 0: all inputs.
         block_rows: outputs that share a scale; 0: all outputs.
         zero_points: each scale has a zero point.
@@ -44,6 +46,7 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
         int8_activations: activations are rounded to int8 with a scale for each token.
         scale_dtype: dtype of the scales in memory; float32 if the checkpoint's tensors are not known or differ.
         plain: layers that are not quantised, by full name.
+        types: the type of each quantised layer of a GGUF file, by full name.
     """
 
     layout: str
@@ -57,6 +60,7 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     int8_activations: bool = False
     scale_dtype: str = "float32"
     plain: tuple[str, ...] = ()
+    types: dict[str, str] = {}
 
     @property
     def pack(self) -> int:
@@ -66,9 +70,21 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of one weight in memory, with its share of a group's scale and zero point."""
+        """Bytes of one weight in memory, with its share of a group's scale and zero point; a GGUF file's mean."""
+        if self.types:
+            return sum(BLOCKS[kind][1] / BLOCKS[kind][0] for kind in self.types.values()) / len(self.types)
         scale = {"float8_e4m3fn": 1, "float32": 4}.get(self.scale_dtype, 2) + self.zero_points
         return (0.5 if self.kind in ("int4", "fp4") else 1) + (scale / self.group_size if self.group_size else 0)
+
+    def of_layer(self, layer: str) -> "WeightFormat | None":
+        """Return the format of a layer, by its full name with separate projections; None if it is not quantised."""
+        if self.layout != "gguf":
+            return self if self.covers(layer) else None
+        kind = self.types.get(layer)
+        if kind is None:
+            return None
+        codes = {"Q4_0": "int4", "Q8_0": "int8"}.get(kind, kind)
+        return WeightFormat(layout="gguf", kind=codes, group_size=BLOCKS[kind][0], scale_dtype="float16")
 
     def covers(self, layer: str) -> bool:
         """Whether a layer is quantised, by its full name with separate projections."""
@@ -77,6 +93,11 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
         match = _EXPERT.fullmatch(layer)
         base, _, name = (f"{match[1]}.{match[2]}" if match else layer).rpartition(".")
         return f"{base}.{_FUSED.get(name, name)}" not in self.plain
+
+
+def gguf_format(types: dict[str, str]) -> WeightFormat:
+    """Return the format of a GGUF file, whose layers may be of different types."""
+    return WeightFormat(layout="gguf", kind="mixed", types=types)
 
 
 def online_format(kind: str) -> WeightFormat:

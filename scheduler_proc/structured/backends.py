@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.descriptions import TOKENIZER, read_description
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.scheduler_proc.structured.backend import GrammarBackend
 from quire.version import install_command
@@ -25,13 +26,17 @@ def check_backend(config: EngineConfig) -> None:
 def make_backend(config: EngineConfig) -> GrammarBackend:
     """Make the backend from the checkpoint's tokenizer. Raises GrammarRefused when this model cannot use grammars."""
     model = config.model
-    path = Path(config.model_path) / "tokenizer.json"
-    if not config.model_path or not path.is_file():
+    text = None
+    if config.model_path:
+        try:
+            text = read_description(Path(config.model_path), TOKENIZER)
+        except (OSError, ValueError, ConfigError):
+            raise GrammarRefused("structured_outputs do not support this model's tokenizer") from None
+    if text is None:
         raise GrammarRefused("structured_outputs need a tokenizer, which this model does not have")
     if not model.eos_token_ids:
         raise GrammarRefused("structured_outputs need an end-of-text token, which this model does not have")
     try:
-        text = path.read_text(encoding="utf-8")
         if config.structured_outputs_backend == "xgrammar":
             from quire.scheduler_proc.structured.xgrammar_backend import XGrammarBackend
 

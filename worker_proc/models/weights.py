@@ -97,7 +97,7 @@ class Build:
         formats = [None if plain else self.format_of(cut.name) for cut in cuts]
         # With act-order, each projection has groups of its own.
         ordered = formats[0] is not None and formats[0].act_order and len(cuts) > 1
-        if ordered or any(each is not formats[0] for each in formats):
+        if ordered or any(each != formats[0] for each in formats):
             alone = zip(cuts, formats, strict=True)
             return RowParts([self._fused([cut], form, bias, stored_bias) for cut, form in alone])
         return self._fused(cuts, formats[0], bias, stored_bias)
@@ -112,7 +112,7 @@ class Build:
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection, by its name below the layer; None if it is not quantised."""
         form = self.config.weight_format
-        return form if form is not None and form.covers(f"{self.layer}.{name}") else None
+        return None if form is None else form.of_layer(f"{self.layer}.{name}")
 
     def share(self, name: str, width: int, form: WeightFormat | None = None) -> slice:
         """Return this rank's slice of ``width``; ``name`` is for the error message.

@@ -1,4 +1,4 @@
-"""Loads weights from a Hugging Face folder of safetensors files: memory-mapped, with every tensor accounted for.
+"""Loads weights from a folder of safetensors files or a GGUF file: memory-mapped, with every tensor accounted for.
 
 Everything in the files' headers (names, shapes, dtypes, truncation) is checked before the first tensor is read, so that
 a wrong checkpoint fails within a second. A rank reads only its own part of each tensor. Pickled weights (``.bin``,
@@ -17,9 +17,11 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.model.checksums import verify_checksums
+from quire.protocol.model.gguf_file import is_gguf
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
 
 _CODES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
@@ -60,7 +62,8 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
     head = stored.pop(HEAD, None) if HEAD not in slots else None
     pieces = find_tensor_sources(folder, stored, slots, model.config)
     if model.build.parallel.rank == 0:
-        verify_checksums(folder, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
+        beside = folder.parent if is_gguf(folder) else folder
+        verify_checksums(beside, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
     total = sum(_num_bytes(piece) for piece in pieces)
     sums: list[tuple[TensorSource, torch.Tensor]] = []
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
@@ -140,6 +143,8 @@ class OpenFiles:
         slot = piece.slot
         if not slot.target.numel():
             return slot.target
+        if piece.stored.gguf is not None:
+            return read_gguf_tensor(piece.stored, slot)
         if not piece.stored.shape:
             return self.get(piece.stored)
         index = [slot.part[i] if i < len(slot.part) else slice(0, size) for i, size in enumerate(slot.shape)]

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.kernels.common.block_weight import BLOCK_TYPES
 from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.formats.awq import read_awq
 from quire.worker_proc.models.formats.compressed_tensors import read_packed, read_plain_codes
+from quire.worker_proc.models.formats.gguf import BlockLinear, read_gguf
 from quire.worker_proc.models.formats.gptq import read_gptq
 from quire.worker_proc.models.formats.nvfp4 import read_modelopt_nvfp4, read_nvfp4
 from quire.worker_proc.models.formats.online import read_online
@@ -23,6 +25,7 @@ READERS: dict[str, Reader] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "online": read_online,
+    "gguf": read_gguf,
 }
 
 
@@ -34,6 +37,8 @@ def quantised_linear(
     device: torch.device | str,
     *,
     stored_bias: bool,
-) -> QuantisedLinear:
-    """Allocate a quantised layer; see ``QuantisedLinear``."""
+) -> QuantisedLinear | BlockLinear:
+    """Allocate a quantised layer; see ``QuantisedLinear`` and ``BlockLinear``."""
+    if form.kind in BLOCK_TYPES:
+        return BlockLinear(form, cuts, bias, layer, device, stored_bias=stored_bias)
     return QuantisedLinear(form, cuts, bias, layer, READERS[form.layout], device, stored_bias=stored_bias)

@@ -1,0 +1,90 @@
+"""GGUF files: Q4_0 and Q8_0 as codes with scales, all other quantised types in the file's blocks."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight, block_scales, nibbles
+from quire.kernels.common.scaled_linear import scaled_linear
+from quire.kernels.common.scaled_weight import pack_pairs
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.weight_format import WeightFormat
+from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.formats.words import enclosing
+from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
+from quire.worker_proc.models.weight_slot import Cut, WeightSlot
+
+_TYPES = {"int4": "Q4_0", "int8": "Q8_0"}
+
+
+def read_gguf(linear: QuantisedLinear, cut: Cut, held: slice) -> dict[str, WeightSlot]:
+    """Return the slot of a layer in Q4_0 or Q8_0: blocks of 32 inputs with a float16 scale and no zero point."""
+    kind = _TYPES[linear.form.kind]
+    codes, scales = linear.weight.data[held], linear.scales.data[held]
+    size = BLOCK_TYPES[kind][0]
+    first = cut.columns.start - linear.groups.start * linear.form.group_size
+    columns = slice(first, first + cut.num_columns)
+
+    def put(rows: torch.Tensor) -> None:
+        blocks = rows.view(len(rows), -1, size)[:, linear.groups]
+        scales.copy_(blocks[..., :2].contiguous().view(torch.float16).squeeze(-1))
+        stored = blocks[..., 2:]
+        if kind == "Q8_0":
+            codes.copy_(stored.view(torch.int8).flatten(1)[:, columns])
+        else:
+            codes.copy_(pack_pairs(nibbles(stored).flatten(1)[:, columns]))
+
+    return {"weight": _slot(codes, cut, kind, put)}
+
+
+class BlockLinear(Linear):
+    """``Linear`` over a ``BlockWeight``. It holds the whole blocks that this rank's inputs belong to.
+
+    Raises:
+        ConfigError: the block size does not divide the inputs.
+    """
+
+    def __init__(
+        self,
+        form: WeightFormat,
+        cuts: Sequence[Cut],
+        bias: torch.nn.Parameter | None,
+        layer: str,
+        device: torch.device | str,
+        *,
+        stored_bias: bool,
+    ) -> None:
+        columns, total, elements = cuts[0].columns, cuts[0].total_columns, form.group_size
+        if total % elements:
+            raise ConfigError(
+                f"{layer}.{cuts[0].name}: type {form.kind} needs multiples of {elements} inputs ({total})"
+            )
+        self.kind = form.kind
+        self._held, self._inputs = enclosing(columns, elements)
+        size = (self._held.stop - self._held.start) * BLOCK_TYPES[form.kind][0]
+        blocks = torch.empty(sum(cut.num_rows for cut in cuts), size, dtype=torch.uint8, device=device)
+        weight = torch.nn.Parameter(blocks, requires_grad=False)
+        super().__init__(weight, bias, cuts=cuts, stored_bias=stored_bias)
+
+    def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
+        target, size = self.weight.data[held], BLOCK_TYPES[self.kind][0]
+        columns = slice(self._held.start * size, self._held.stop * size)
+        return {"weight": _slot(target, cut, self.kind, lambda rows: target.copy_(rows[:, columns]))}
+
+    def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
+        """Choose the product, as ``Linear.prepack`` does."""
+        if self._product is None and deterministic:
+            like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
+            self._product = in_tiles(self._plain, like)
+        return False
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled_linear(x, BlockWeight(self.kind, self.weight.data, self._inputs), self.bias)
+
+
+def _slot(target: torch.Tensor, cut: Cut, kind: str, put: Callable[[torch.Tensor], object]) -> WeightSlot:
+    def check(rows: torch.Tensor) -> str | None:
+        return None if block_scales(kind, rows).isfinite().all() else "has scales that are not finite"
+
+    shape = (cut.total_rows, cut.total_columns)
+    return WeightSlot(target, shape, (cut.rows, cut.columns), dtypes=(kind,), put=put, check=check)
