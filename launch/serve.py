@@ -16,6 +16,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
+from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.version import __version__
@@ -115,5 +116,7 @@ def write_settings(directory: Path, options: ServeOptions) -> None:
 
 
 def model_display_name(folder: Path, given: str | None) -> str:
-    """Return the model's default served name: the id as given, the folder's name, or ``quire-demo``."""
+    """Return the default served name: the id as given, the folder's or the GGUF file's name, or ``quire-demo``."""
+    if is_gguf(folder):
+        return folder.stem
     return "quire-demo" if given is None else given if "/" not in given or not folder.is_absolute() else folder.name

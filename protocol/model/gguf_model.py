@@ -131,7 +131,7 @@ def full_gguf_name(name: str, architecture: str) -> str:
 
 
 def interleaved_rows(file: GgufFile, name: str) -> int:
-    """Return the rows of a head if its row ``2 i + j`` is row ``j * head_dim / 2 + i`` of the checkpoint; else 0."""
+    """Return the rows of a head if its row ``2 i + j`` is row ``j * head_dim / 2 + i`` of the checkpoint, or 0."""
     match = _BLOCK.fullmatch(name)
     if match is None or match[2] not in ("attn_q", "attn_k"):
         return 0

