@@ -60,29 +60,33 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 def nibbles(octets: torch.Tensor) -> torch.Tensor:
     """Return the low halves of the bytes, then the high ones: ``[..., n]`` → ``[..., 2n]``."""
-    return torch.cat([octets & 15, octets >> 4], -1)
+    together = octets.contiguous()  # a third of the time of strided bytes
+    return torch.stack([together & 15, together >> 4], -2).flatten(-2)
 
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return bits 4 of 32 codes, uint8 ``[blocks, 32]``, from a word with the first code's bit lowest."""
-    octets = blocks[:, at : at + 4]
-    return (torch.stack([octets >> bit for bit in range(8)], -1).flatten(1) & 1) << 4
+    word = blocks[:, at : at + 4].flatten().clone().view(torch.int32)[:, None]  # at any alignment
+    bits = torch.arange(32, dtype=torch.int32, device=blocks.device)
+    return (word >> bits).to(torch.uint8).bitwise_and_(1).bitwise_left_shift_(4)
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * (nibbles(blocks[:, 2:]).float() - INT4_ZERO)
+    return nibbles(blocks[:, 2:]).float().sub_(INT4_ZERO).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * nibbles(blocks[:, 4:]) + _half(blocks, 2)
+    return nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * ((nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16)
+    codes = nibbles(blocks[:, 6:]).bitwise_or_(_fifth_bits(blocks, 2))
+    return codes.float().sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * (nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)) + _half(blocks, 2)
+    codes = nibbles(blocks[:, 8:]).bitwise_or_(_fifth_bits(blocks, 4))
+    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -104,25 +108,27 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _grouped(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Scale codes ``[blocks, 8, 32]`` of Q4_K or Q5_K."""
     scales, minima = _six_bits(blocks[:, 4:16])
-    scaled = (_half(blocks, 0) * scales)[..., None] * codes
+    scaled = codes.float().mul_((_half(blocks, 0) * scales)[..., None])
     return scaled.sub_((_half(blocks, 2) * minima)[..., None])
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _grouped(blocks, nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32))
+    return _grouped(blocks, nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
-    high = torch.stack([blocks[:, 16:48] >> bit for bit in range(8)], 1) & 1
-    return _grouped(blocks, low | (high << 4))
+    codes = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    fifth = blocks[:, 16:48].contiguous()
+    high = torch.stack([fifth >> bit for bit in range(8)], 1).bitwise_and_(1).bitwise_left_shift_(4)
+    return _grouped(blocks, codes.bitwise_or_(high))
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
-    high = torch.stack([blocks[:, 128:192].view(-1, 2, 32) >> shift for shift in (0, 2, 4, 6)], 2) & 3
+    codes = nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 32)
+    high = torch.stack([pairs >> shift for shift in (0, 2, 4, 6)], 2).bitwise_and_(3).bitwise_left_shift_(4)
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
-    return scales[..., None] * ((low | (high << 4)).float() - 32).view(-1, 16, 16)
+    return codes.bitwise_or_(high).float().sub_(32).view(-1, 16, 16).mul_(scales[..., None])
 
 
 BLOCK_TYPES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {

@@ -12,7 +12,7 @@ from inprocess import InProcessEngine
 from model_steps import Rows
 from thread_ranks import ThreadRank, on_ranks
 
-from quire.kernels.common.block_weight import BLOCK_TYPES
+from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
@@ -126,6 +126,20 @@ def test_sentence_piece_merges_follow_the_scores(tmp_path: Path) -> None:
     assert text_in.encode("abc") == [1, 9]
     assert text_in.encode("ab d") == [1, 3, 7, 3, 11]
     assert text_in.tokenizer.decode([3, 7, 3, 11]) == "ab d"
+
+
+@pytest.mark.parametrize(("kind", "header"), [("Q5_0", 2), ("Q5_1", 4)])
+def test_fifth_bits_lie_in_a_word(kind: str, header: int) -> None:
+    """Types that files of K types have where 256 does not divide the inputs; transformers does not read them."""
+    generator = torch.Generator().manual_seed(5)
+    block = torch.randint(0, 256, (header + 20,), dtype=torch.uint8, generator=generator)
+    block[:header] = torch.tensor([0.25, -1.5])[: header // 2].half().view(torch.uint8)
+    octets = block.tolist()
+    word = int.from_bytes(bytes(octets[header : header + 4]), "little")
+    low = octets[header + 4 :]
+    codes = [((low[i] & 15) if i < 16 else (low[i - 16] >> 4)) + 16 * (word >> i & 1) for i in range(32)]
+    expected = [0.25 * (code - 16) if kind == "Q5_0" else 0.25 * code - 1.5 for code in codes]
+    assert dequantise_blocks(kind, block[None]).tolist() == [expected]
 
 
 def _whole(tmp_path: Path) -> bytes:
