@@ -6,6 +6,7 @@ from struct import unpack_from
 from typing import Any
 
 from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.config_fields import token_ids
 from quire.protocol.model.gguf_file import GgufFile, GgufTensor
 
 ARCHITECTURES = {
@@ -69,7 +70,7 @@ def model_settings(file: GgufFile) -> dict[str, Any]:
     """
     given = file.settings
     name = given.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"{file.path}: general.architecture {printable(name)} is not supported in GGUF files; supported: "
             f"{', '.join(ARCHITECTURES)}"
@@ -114,10 +115,11 @@ def end_tokens(file: GgufFile) -> list[int]:
     given = file.settings
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [given[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in given]
-    tokens, kinds = given.get("tokenizer.ggml.tokens") or [], given.get("tokenizer.ggml.token_type") or []
-    named = zip(tokens, kinds, strict=False)
-    ids += [index for index, (text, kind) in enumerate(named) if kind == _CONTROL and text in _END_TEXTS]
-    return sorted(set(ids))
+    tokens, kinds = given.get("tokenizer.ggml.tokens"), given.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        named = zip(tokens, kinds, strict=False)
+        ids += [index for index, (text, kind) in enumerate(named) if kind == _CONTROL and text in _END_TEXTS]
+    return token_ids(ids, f"{file.path}: tokenizer.ggml.eos_token_id")
 
 
 def full_gguf_name(name: str, architecture: str) -> str:

@@ -172,7 +172,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 def _gguf_config(path: Path) -> ModelConfig:
     file = read_gguf(path)
-    eos = token_ids(end_tokens(file), f"{path}: tokenizer.ggml.eos_token_id")
+    eos = end_tokens(file)
     config = parse_model_config(model_settings(file), str(path), eos)
     if eos and max(eos) >= config.vocab_size:
         raise ConfigError(

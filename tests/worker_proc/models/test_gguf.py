@@ -193,6 +193,26 @@ def test_unusable_tensors_are_refused_by_name(tensor: Any, message: str, tmp_pat
         stored_tensors(file)
 
 
+@pytest.mark.parametrize("name", ["general.architecture", "llama.embedding_length", "llama.rope.scaling.type"])
+def test_settings_of_wrong_types_are_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    settings = {"general.architecture": "llama", "llama.embedding_length": 64, "llama.attention.head_count": 2}
+    for value in (["llama"], -1):
+        write_gguf(file, settings | {name: value}, {"token_embd.weight": ("F32", (97, 64), bytes(97 * 64 * 4))})
+        with pytest.raises(ConfigError, match=r"model\.gguf"):
+            load_model_config(file)
+
+
+@pytest.mark.parametrize("key", ["tokens", "token_type", "merges", "model", "pre", "bos_token_id", "eos_token_id"])
+def test_tokenizers_of_wrong_types_are_refused(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for value in ([7], "x", -1):
+        settings = {"general.architecture": "llama", **tokenizer_settings(), f"tokenizer.ggml.{key}": value}
+        write_gguf(file, settings, {})
+        with pytest.raises(ConfigError, match=r"model\.gguf"):
+            TextIn.load(file)
+
+
 def test_scales_that_are_not_finite_are_refused(checkpoint_factory: Factory, tmp_path: Path) -> None:
     source, _ = checkpoint_factory("llama", **SIZES)
     file = tmp_path / "model.gguf"
