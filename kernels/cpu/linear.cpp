@@ -9,13 +9,9 @@
 //
 // CPUs with AMX multiply bfloat16 rows by bfloat16 or MXFP4 weights in tiles, whose operand has the order of a bfloat16
 // panel. For the layout of MXFP4 panels see linear_mxfp4.h.
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "linear_amx.h"
 #include "linear_panels.h"
-#include "pool.h"
+#include "linear_run.h"
 
 using namespace quire;
 
@@ -81,20 +77,6 @@ void run_mxfp4(const Call<float>& call, int row, int row_end, int panel, int pan
                        [&](const Block& decoded) { run_block<Bf16>(call, row, row_end, decoded); });
 }
 
-// Divides the panels among the threads; a narrow layer with many rows is divided along its rows too.
-template <class AnyCall, class Part>
-void run(const AnyCall& call, int rows, Part run_one) {
-    const int panels = (call.outputs + PANEL - 1) / PANEL;
-    const int threads = long(rows) * call.outputs * call.inputs > THREADS_FROM ? max_threads() : 1;
-    const int row_parts = std::clamp(std::min((rows + 31) / 32, 8 * threads / panels), 1, threads);
-    const int panel_parts = threads == 1 ? 1 : std::min(panels, std::max(1, PARTS_PER_THREAD * threads / row_parts));
-    parallel_for(row_parts * panel_parts, threads, [&](int64_t part) {
-        const long i = part / panel_parts, j = part % panel_parts;
-        run_one(call, int(i * rows / row_parts), int((i + 1) * rows / row_parts), int(j * panels / panel_parts),
-                int((j + 1) * panels / panel_parts));
-    });
-}
-
 }  // namespace
 
 QUIRE_API int quire_has_float16() { return HAS_FLOAT16; }
@@ -118,15 +100,6 @@ void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
                 to[(k / pair * PANEL + i) * pair + k % pair] = output < outputs && k < inputs ? from[k] : T(0);
         }
     });
-}
-
-// Every step reads all of it, and page walks with small pages cost bandwidth. A failure of madvise is harmless.
-void prefer_huge_pages([[maybe_unused]] void* packed, [[maybe_unused]] long bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21, start = (uintptr_t(packed) + page - 1) & ~(page - 1);
-    const uintptr_t end = (uintptr_t(packed) + bytes) & ~(page - 1);
-    if (end > start) madvise((void*)start, end - start, MADV_HUGEPAGE);
-#endif
 }
 
 QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inputs, int kind) {

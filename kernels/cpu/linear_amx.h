@@ -23,14 +23,14 @@ struct TileShapes {
 };
 
 // Asks the kernel, once per process, for the registers of the tiles.
-bool may_use_tiles() {
+inline bool may_use_tiles() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return allowed;
 }
 
 // Tiles 0 to 3: sums of two tiles of rows by the two halves of a panel; 4 and 5: rows; 6 and 7: weights.
-void shape_tiles(int first, int second) {
+inline void shape_tiles(int first, int second) {
     TileShapes shapes;
     for (int tile = 0; tile < 8; tile++) {
         const bool low = tile < 2 || tile == 4;
@@ -71,7 +71,7 @@ QUIRE_INLINE void multiply_tiles(float* sums, const uint16_t* x, long stride, co
 }
 
 // Computes rows [row, row_end) of a block.
-void run_block_tiles(const Call<uint16_t>& call, int row, int row_end, const Block& of) {
+inline void run_block_tiles(const Call<uint16_t>& call, int row, int row_end, const Block& of) {
     for (int from = row; from < row_end; from += 2 * TILE_ROWS) {
         const int rows = std::min(2 * TILE_ROWS, row_end - from);
         shape_tiles(std::min(rows, TILE_ROWS), rows - TILE_ROWS);
@@ -85,7 +85,7 @@ void run_block_tiles(const Call<uint16_t>& call, int row, int row_end, const Blo
 }
 
 // As run_part, in tiles.
-void run_tiles(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+inline void run_tiles(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
     const int group = panels_in_cache<Bf16>(call.inputs);
     for (; panel < panel_end; panel += group)
         for (int k = 0; k < call.inputs; k += K_BLOCK)
@@ -94,7 +94,7 @@ void run_tiles(const Call<uint16_t>& call, int row, int row_end, int panel, int 
 }
 
 // As run_tiles. Each block is decoded once; for few rows it stays in L1.
-void run_tiles_mxfp4(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+inline void run_tiles_mxfp4(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
     const int group = row_end - row <= 2 * TILE_ROWS ? 1 : panels_in_cache<Bf16>(call.inputs);
     for_decoded_blocks(call, panel, panel_end, group,
                        [&](const Block& decoded) { run_block_tiles(call, row, row_end, decoded); });
@@ -103,9 +103,9 @@ void run_tiles_mxfp4(const Call<uint16_t>& call, int row, int row_end, int panel
 #else
 constexpr bool TILES_COMPILED = false;
 constexpr int TILE_INPUTS = 1;
-bool may_use_tiles() { return false; }
-void run_tiles(const Call<uint16_t>&, int, int, int, int) {}
-void run_tiles_mxfp4(const Call<uint16_t>&, int, int, int, int) {}
+inline bool may_use_tiles() { return false; }
+inline void run_tiles(const Call<uint16_t>&, int, int, int, int) {}
+inline void run_tiles_mxfp4(const Call<uint16_t>&, int, int, int, int) {}
 #endif
 
 }  // namespace

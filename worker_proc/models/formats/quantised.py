@@ -1,11 +1,14 @@
 """A linear layer whose weight is codes with scales."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from quire.kernels.common.scaled_linear import scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
+from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.scaled_linear import PackedScaledLinear, rounded_activations
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
@@ -55,6 +58,7 @@ class QuantisedLinear(Linear):
         super().__init__(codes, bias, cuts=cuts, stored_bias=stored_bias)
         self.form = form
         self._read = read
+        self._packed = False
         size = form.group_size or total
         self.total_groups = -(-total // size)
         self.groups = slice(columns.start // size, -(-columns.stop // size))
@@ -88,11 +92,27 @@ class QuantisedLinear(Linear):
         )
 
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
-        """Choose the product, as ``Linear.prepack`` does. No present product needs another layout."""
-        if self._product is None and deterministic:
+        """Choose the product, as ``Linear.prepack`` does: on a CPU the native library, which holds a copy of its own.
+
+        Another module never reads the codes, so they are freed whatever ``keep`` is.
+        """
+        if self._product is not None:
+            return self._packed
+        weight = self.scaled_weight()
+        native = load_native() if weight.codes.is_cpu else None
+        if native is not None and PackedScaledLinear.takes(native, weight):
+            rounds = self.form.int8_activations
+            packed = PackedScaledLinear(native, weight, None if rounds else self.bias)
+            self._product = partial(rounded_activations, packed, self.bias) if rounds else packed
+            self._packed = True
+            for name, tensor in vars(self).items():
+                if name in ("weight", "scales", "zeros", "row_scales") and tensor is not None:
+                    setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
+            self._transposed = None
+        elif deterministic:
             like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
             self._product = in_tiles(self._plain, like)
-        return False
+        return self._packed
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return scaled_linear(x, self.scaled_weight(), self.bias, int8_activations=self.form.int8_activations)
