@@ -19,6 +19,7 @@ from thread_ranks import ThreadRank, on_ranks
 from tiers import thinned
 
 from quire.kernels.common.scaled_linear import round_to_int8
+from quire.kernels.cpu.native import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import parse_options
 from quire.protocol.errors import ConfigError
@@ -244,6 +245,28 @@ def test_deterministic_rows_ignore_their_batch(checkpoint_factory: Factory, tmp_
     layer = next(module for module in model.modules() if isinstance(module, QuantisedLinear))
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), layer(x))
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w8a8", "nvfp4", "fp8-blocks"])
+def test_packed_copies_replace_the_codes(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """The CPU library's results are those of torch, also with bfloat16 activations."""
+    if load_native() is None:
+        pytest.skip("no compiler here")
+    source, _ = checkpoint_factory("mixtral", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS[form]())
+    model = _build(tmp_path / "packed")
+    load_weights(model, tmp_path / "packed", torch.float32, progress=False)
+    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    rows = {layer: x if layer.cuts[0].num_columns == 64 else x.repeat(1, 2)[:, :96] for layer in layers}
+    before = {layer: layer(given) for layer, given in rows.items()}
+    assert model.prepack()
+    assert not any(layer.weight.numel() or layer.scales.numel() for layer in layers)
+    for layer, given in rows.items():
+        torch.testing.assert_close(layer(given), before[layer], rtol=1e-4, atol=1e-4)
+        narrow = layer(given.bfloat16())
+        assert narrow.dtype is torch.bfloat16
+        assert float((narrow - before[layer]).norm() / before[layer].norm()) < 0.02
 
 
 class TestRefusal:
