@@ -94,7 +94,7 @@ class QuantisedLinear(Linear):
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
         """Choose the product, as ``Linear.prepack`` does: on a CPU the native library, which holds a copy of its own.
 
-        Another module never reads the codes, so they are freed whatever ``keep`` is.
+        The codes are freed then; ``keep`` has no effect, since no other module reads them.
         """
         if self._product is not None:
             return self._packed
