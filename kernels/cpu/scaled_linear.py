@@ -1,11 +1,12 @@
 """Linear layers over codes with scales by the native library: a checked launcher of ``linear_scaled.cpp``."""
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
 from quire.kernels.common.scaled_linear import round_to_int8
-from quire.kernels.common.scaled_weight import CODE_DTYPES, ScaledWeight
+from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight, pack_pairs
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
 
@@ -35,6 +36,8 @@ class _ScaledLayer(ctypes.Structure):
 class PackedScaledLinear(PackedLinear):
     """A ``PackedLinear`` over a ``ScaledWeight``, whose codes, scales and zeros keep their bits.
 
+    Groups that are not consecutive are packed in order of the group, and so is each ``x``.
+
     Args:
         weight: copied.
         bias: ``[outputs]`` or None.
@@ -46,9 +49,13 @@ class PackedScaledLinear(PackedLinear):
     def __init__(self, native: Native, weight: ScaledWeight, bias: torch.Tensor | None = None) -> None:
         if not self.takes(native, weight):
             raise ValueError(
-                f"weight: expected contiguous codes on the CPU and consecutive groups of a multiple of {STEP} inputs, "
+                f"weight: expected contiguous codes on the CPU and groups of one size, a multiple of {STEP}, "
                 f"got {weight.kind} {weight.shape} on {weight.codes.device} with group_size {weight.group_size}"
             )
+        self._order: torch.Tensor | None = None
+        if weight.input_groups is not None:
+            self._order = weight.input_groups.argsort(stable=True).int()
+            weight = _reordered(weight, self._order)
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self.outputs, self.inputs = weight.shape
         self._run = native.function("quire_scaled_linear", pointer, pointer, long, pointer, integer)
@@ -78,14 +85,23 @@ class PackedScaledLinear(PackedLinear):
             native.function("quire_scaled_takes_bf16", pointer, returns=integer)(self._layer_at)
         )
 
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if self._order is not None and x.dim() == 2 and x.shape[1] == self.inputs:
+            x = x.index_select(1, self._order)
+        return super().__call__(x, dtype)
+
     @staticmethod
     def takes(native: Native, weight: ScaledWeight) -> bool:
-        """Whether the library supports the weight. It lacks groups that are not consecutive."""
+        """Whether the library supports the weight. It lacks groups of different sizes."""
         outputs, inputs = weight.shape
         groups = -(-inputs // weight.group_size)
         whole = weight.group_size >= inputs or (weight.group_size % STEP == 0 and inputs % weight.group_size == 0)
-        if not (whole and outputs and inputs and weight.input_groups is None and weight.scales.dtype in SCALES):
+        if not (whole and outputs and inputs and weight.scales.dtype in SCALES):
             return False
+        if weight.input_groups is not None:
+            counts = weight.input_groups.bincount(minlength=groups)
+            if len(counts) != groups or not bool((counts == min(weight.group_size, inputs)).all()):
+                return False
         if weight.scales.dtype is torch.float16 and not native.has_float16:
             return False
         if weight.zeros is not None and weight.kind not in ("int8", "int4"):
@@ -101,6 +117,16 @@ class PackedScaledLinear(PackedLinear):
             tensor.is_cpu and tensor.is_contiguous() and tensor.shape == shape and tensor.dtype is dtype
             for tensor, shape, dtype in expected
         )
+
+
+def _reordered(weight: ScaledWeight, order: torch.Tensor) -> ScaledWeight:
+    """Return the weight with its inputs in this order, in which groups are consecutive."""
+    octets = weight.codes.view(torch.uint8)
+    if CODE_BITS[weight.kind] == 8:
+        moved = octets.index_select(1, order)
+    else:
+        moved = pack_pairs(torch.stack((octets & 15, octets >> 4), -1).flatten(1).index_select(1, order))
+    return replace(weight, codes=moved.view(weight.codes.dtype), input_groups=None)
 
 
 def rounded_activations(packed: PackedScaledLinear, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

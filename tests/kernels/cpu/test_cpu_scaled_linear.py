@@ -1,5 +1,7 @@
 """The native product over codes with scales: equal to the reference, with a row's bits independent of its batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,6 +99,18 @@ def test_scales_of_each_dtype(native: Native, kind: str, dtype: torch.dtype) -> 
         assert ((packed(x[:rows]) - expected[:rows]).abs() <= TOLERANCE * magnitude[:rows]).all()
     half = packed(x.half())
     assert half.dtype is torch.float16 and torch.equal(half, packed(x.half().float()).half())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_groups_of_any_inputs(native: Native, kind: str) -> None:
+    weight = _random(kind, 33, 640, 64, zeros=kind != "fp8")
+    order = torch.randperm(640, generator=torch.Generator().manual_seed(5))
+    weight = replace(weight, input_groups=(order // 64).int())
+    for dtype in (torch.float32, torch.bfloat16):
+        x = _rows(12, 640).to(dtype)
+        out = PackedScaledLinear(native, weight)(x, torch.float32)
+        magnitude = x.double().abs() @ weight.dequantise().double().abs().T
+        assert ((out - scaled_linear_reference(x, weight)).abs() <= TOLERANCE * magnitude).all()
 
 
 def test_bits_do_not_depend_on_the_threads(native: Native) -> None:

@@ -105,8 +105,9 @@ class QuantisedLinear(Linear):
             packed = PackedScaledLinear(native, weight, None if rounds else self.bias)
             self._product = partial(rounded_activations, packed, self.bias) if rounds else packed
             self._packed = True
-            for name, tensor in vars(self).items():
-                if name in ("weight", "scales", "zeros", "row_scales") and tensor is not None:
+            for name in ("weight", "scales", "zeros", "row_scales", "input_groups"):
+                tensor = getattr(self, name)
+                if tensor is not None:
                     setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
             self._transposed = None
         elif deterministic:
