@@ -59,7 +59,7 @@ def reference(folder: Path) -> Iterator[tuple[Any, Any]]:
 def _answers(url: str, questions: tuple[str, ...], **fields: Any) -> list[Any]:
     def ask(question: str) -> Any:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0.0, "max_tokens": NUM_TOKENS}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body | fields, timeout=120)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | fields, timeout=600)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
