@@ -43,7 +43,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def record(folder: Path) -> RunRecord:
     workload = measured_workload(folder)
     setup, cost = prepare(workload, COMMON | SETTINGS[folder.name], f"table:{folder}")
-    assert setup.shown["like"] == "vllm-0.19.0" and "profiled layers" in cost.describe()
+    assert setup.shown["like"] == "vllm-0.19.0" and "profile of 32 layers" in cost.describe()
     return run_workload(workload, setup, cost)
 
 
