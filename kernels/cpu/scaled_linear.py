@@ -92,15 +92,15 @@ class PackedScaledLinear(PackedLinear):
 
     @staticmethod
     def takes(native: Native, weight: ScaledWeight) -> bool:
-        """Whether the library supports the weight. It lacks groups of different sizes."""
+        """Whether the library supports the weight. Only the last group may be smaller than the others."""
         outputs, inputs = weight.shape
         groups = -(-inputs // weight.group_size)
-        whole = weight.group_size >= inputs or (weight.group_size % STEP == 0 and inputs % weight.group_size == 0)
+        whole = weight.group_size >= inputs or weight.group_size % STEP == 0
         if not (whole and outputs and inputs and weight.scales.dtype in SCALES):
             return False
         if weight.input_groups is not None:
-            counts = weight.input_groups.bincount(minlength=groups)
-            if len(counts) != groups or not bool((counts == min(weight.group_size, inputs)).all()):
+            consecutive = torch.arange(inputs) // weight.group_size
+            if not weight.input_groups.is_cpu or not torch.equal(weight.input_groups.sort()[0].long(), consecutive):
                 return False
         if weight.scales.dtype is torch.float16 and not native.has_float16:
             return False

@@ -102,10 +102,15 @@ def test_scales_of_each_dtype(native: Native, kind: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-def test_groups_of_any_inputs(native: Native, kind: str) -> None:
-    weight = _random(kind, 33, 640, 64, zeros=kind != "fp8")
-    order = torch.randperm(640, generator=torch.Generator().manual_seed(5))
-    weight = replace(weight, input_groups=(order // 64).int())
+@pytest.mark.parametrize("size", [64, 256])
+def test_groups_of_any_inputs(native: Native, kind: str, size: int) -> None:
+    """The last group may be smaller than the others."""
+    whole = _random(kind, 33, 768, size, zeros=kind != "fp8")
+    codes = whole.codes[:, : whole.codes.shape[1] * 640 // 768].contiguous()
+    groups, held = (torch.randperm(640, generator=torch.Generator().manual_seed(5)) // size).int(), -(-640 // size)
+    zeros = None if whole.zeros is None else whole.zeros[:, :held].contiguous()
+    scales = whole.scales[:, :held].contiguous()
+    weight = replace(whole, codes=codes, scales=scales, zeros=zeros, input_groups=groups)
     for dtype in (torch.float32, torch.bfloat16):
         x = _rows(12, 640).to(dtype)
         out = PackedScaledLinear(native, weight)(x, torch.float32)
