@@ -1,0 +1,128 @@
+"""Linear layers over a ``ScaledWeight`` on a GPU: codes are read as they are stored, and decoded in registers.
+
+The reference is ``scaled_linear_reference`` (``kernels/common/scaled_linear.py``). Codes are exact in 16 bits. They are
+multiplied by the activations, and each group's sum by the group's scale, so that only float32 sums are rounded.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
+from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
+from quire.kernels.common.triton_runtime import require_launchable
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = {"int8": 0, "int4": 1, "fp8": 2}
+MIN_GROUP_SIZE = 32
+"""Half of the inputs of an int4 tile are 16, the least that matrix instructions take."""
+
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Allowed difference from the reference, relative to the sum of the products' magnitudes: one rounding to the dtype,
+and the order of a float32 sum."""
+
+
+def packed_linear(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``x @ weight.T + bias`` by a Triton kernel, ``[rows, inputs]`` → ``[rows, outputs]`` of ``x``'s dtype.
+
+    Can be captured in a CUDA graph. The result is the same in every run.
+
+    Args:
+        x: float32, float16 or bfloat16, rows may be strided.
+        weight: one that ``accepts``.
+        bias: float32, float16 or bfloat16 ``[outputs]``, or None.
+
+    Raises:
+        ValueError: a tensor does not have this shape, dtype or device, or the weight is not accepted.
+        RuntimeError: Triton cannot launch here.
+    """
+    # As bytes: Triton does not read 8-bit floats on all GPUs.
+    codes = weight.codes.view(torch.uint8) if weight.kind == "fp8" else weight.codes
+    tensors = x, codes, weight.scales, weight.zeros, bias
+    launch = _prepare((*map(layout_of, tensors), weight.kind, weight.group_size), x, weight, bias)
+    out = x.new_empty(len(x), len(codes))
+    launch(x, codes, weight.scales, weight.zeros, bias, out)
+    return out
+
+
+def accepts(weight: ScaledWeight) -> bool:
+    """Whether the kernel computes this form: one group, or consecutive ones of a multiple of 32 inputs; no row scales."""
+    return (
+        weight.kind in KINDS
+        and weight.scales.dtype in DTYPES
+        and weight.row_scales is None
+        and weight.input_groups is None
+        and (weight.scales.shape[1] == 1 or weight.group_size % MIN_GROUP_SIZE == 0)
+    )
+
+
+@once_per_layout
+def _prepare(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> Callable[..., None]:
+    """Check the arguments of ``packed_linear`` and return its launch."""
+    outputs, inputs = weight.shape
+    groups = weight.scales.shape[1]
+    _check(x, weight, bias)
+    require_launchable(x.device.type)
+    if len(x) == 0 or outputs == 0:
+        return launch_nothing
+    from quire.kernels.dense.packed_linear_triton import packed_linear_kernel
+
+    flags = {"HAS_ZEROS": int(weight.zeros is not None), "HAS_BIAS": int(bias is not None)}
+    constants = launch_constants(weight.kind, x.dtype, len(x), inputs, weight.group_size if groups > 1 else 0)
+    grid = -(-len(x) // constants["TILE_ROWS"]), -(-outputs // constants["TILE_COLUMNS"])
+    last = len(x), outputs, inputs, groups, x.stride(0), weight.codes.stride(0)
+    return Launch(packed_linear_kernel, grid, last, constants | flags | launch_options(constants["TILE_ROWS"]))
+
+
+def launch_constants(kind: str, dtype: torch.dtype, rows: int, inputs: int, group_size: int) -> dict[str, int]:
+    """Compile-time constants of a launch; shared with the test that compiles them ahead of time.
+
+    The tiles are estimates. With few rows, narrow tiles keep more programs reading, and long ones more bytes in flight.
+
+    Args:
+        group_size: 0 for one group.
+    """
+    tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or dtype == torch.float32 else 128
+    wide = 128 if tile_rows == 16 else 64
+    tile_inputs = math.gcd(group_size, wide) if group_size else wide
+    return {
+        "KIND": KINDS[kind],
+        "GROUP_SIZE": group_size,
+        "MASKED": int(inputs % tile_inputs != 0),
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": 32 if tile_rows == 16 or dtype == torch.float32 else 64,
+        "TILE_INPUTS": tile_inputs,
+    }
+
+
+def launch_options(tile_rows: int) -> dict[str, int]:
+    """Return the warps that share the accumulators, and the pipeline stages of tiles in flight."""
+    return {"num_warps": 8 if tile_rows == 128 else 4, "num_stages": 4 if tile_rows == 16 else 3}
+
+
+def _check(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> None:
+    if not accepts(weight):
+        raise ValueError(
+            f"weight: expected {', '.join(KINDS)} with one group or consecutive groups of a multiple of "
+            f"{MIN_GROUP_SIZE} inputs, and 16-bit or float32 scales (got {weight.kind} in groups of "
+            f"{weight.group_size}, {weight.scales.dtype} scales)"
+        )
+    outputs, inputs = weight.shape
+    size, groups = weight.group_size, weight.scales.shape[1]
+    check_tensor("x", x, {"rows": None, "inputs": inputs}, DTYPES, x.device)
+    stored = inputs * CODE_BITS[weight.kind] // 8
+    kinds = (CODE_DTYPES[weight.kind],)
+    check_tensor("codes", weight.codes, {"outputs": outputs, "stored": stored}, kinds, x.device)
+    dims = {"outputs": outputs, "groups": groups if groups == 1 else inputs // size}
+    check_tensor("scales", weight.scales, dims, DTYPES, x.device)
+    if groups > 1 and inputs % size:
+        raise ValueError(f"x: dimension 1 (inputs) is {inputs}, expected a multiple of the group size {size}")
+    if weight.zeros is not None:
+        check_tensor("zeros", weight.zeros, dims, (torch.int8,), x.device)
+    if bias is not None:
+        check_tensor("bias", bias, {"outputs": outputs}, DTYPES, x.device)
+    for name, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, strides are {tensor.stride()}")
