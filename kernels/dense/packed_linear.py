@@ -24,7 +24,9 @@ TOLERANCES = {torch.float32: 5e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0*
 and the order of a float32 sum."""
 
 
-def packed_linear(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None, *, deterministic: bool = False
+) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` by a Triton kernel, ``[rows, inputs]`` → ``[rows, outputs]`` of ``x``'s dtype.
 
     Can be captured in a CUDA graph. The result is the same in every run.
@@ -33,6 +35,7 @@ def packed_linear(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | No
         x: float32, float16 or bfloat16, rows may be strided.
         weight: one that ``accepts``.
         bias: float32, float16 or bfloat16 ``[outputs]``, or None.
+        deterministic: use the tiles of few rows for any number, so that a row's bits do not depend on the other rows.
 
     Raises:
         ValueError: a tensor does not have this shape, dtype or device, or the weight is not accepted.
@@ -41,14 +44,16 @@ def packed_linear(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | No
     # As bytes: Triton does not read 8-bit floats on all GPUs.
     codes = weight.codes.view(torch.uint8) if weight.kind == "fp8" else weight.codes
     tensors = x, codes, weight.scales, weight.zeros, bias
-    launch = _prepare((*map(layout_of, tensors), weight.kind, weight.group_size), x, weight, bias)
+    launch = _prepare(
+        (*map(layout_of, tensors), weight.kind, weight.group_size, deterministic), x, weight, bias, deterministic
+    )
     out = x.new_empty(len(x), len(codes))
     launch(x, codes, weight.scales, weight.zeros, bias, out)
     return out
 
 
 def accepts(weight: ScaledWeight) -> bool:
-    """Whether the kernel computes this form: one group, or consecutive ones of a multiple of 32 inputs; no row scales."""
+    """Whether the kernel computes this form: one group, or consecutive ones of a multiple of 32 inputs."""
     return (
         weight.kind in KINDS
         and weight.scales.dtype in DTYPES
@@ -59,7 +64,9 @@ def accepts(weight: ScaledWeight) -> bool:
 
 
 @once_per_layout
-def _prepare(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> Callable[..., None]:
+def _prepare(
+    x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None, deterministic: bool
+) -> Callable[..., None]:
     """Check the arguments of ``packed_linear`` and return its launch."""
     outputs, inputs = weight.shape
     groups = weight.scales.shape[1]
@@ -70,7 +77,8 @@ def _prepare(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -
     from quire.kernels.dense.packed_linear_triton import packed_linear_kernel
 
     flags = {"HAS_ZEROS": int(weight.zeros is not None), "HAS_BIAS": int(bias is not None)}
-    constants = launch_constants(weight.kind, x.dtype, len(x), inputs, weight.group_size if groups > 1 else 0)
+    tiled = 1 if deterministic else len(x)
+    constants = launch_constants(weight.kind, x.dtype, tiled, inputs, weight.group_size if groups > 1 else 0)
     grid = -(-len(x) // constants["TILE_ROWS"]), -(-outputs // constants["TILE_COLUMNS"])
     last = len(x), outputs, inputs, groups, x.stride(0), weight.codes.stride(0)
     return Launch(packed_linear_kernel, grid, last, constants | flags | launch_options(constants["TILE_ROWS"]))

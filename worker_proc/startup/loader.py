@@ -20,6 +20,7 @@ from quire.protocol.model.checksums import verify_checksums
 from quire.protocol.model.gguf_file import is_gguf
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
 
@@ -29,6 +30,8 @@ _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
     """Load the weights that ``config`` names into ``model`` as ``dtype``; prepack them on a CPU.
+
+    On a GPU only quantised layers choose their product; it takes the loaded tensors.
 
     Raises:
         ConfigError: the checkpoint is invalid.
@@ -40,6 +43,10 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
             load_weights(model, Path(config.model_path), dtype, progress)
         if device.type == "cpu":
             model.prepack(deterministic=config.deterministic)
+            return
+        for layer in model.modules():
+            if isinstance(layer, QuantisedLinear):
+                layer.prepack(deterministic=config.deterministic)
 
 
 def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: bool) -> None:

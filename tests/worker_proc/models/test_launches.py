@@ -1,6 +1,7 @@
 """Launches of a layer, through Triton with a driver that only records them: kernels are compiled, but nothing runs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.common.launches import Launch
+from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
+from quire.kernels.dense.packed_linear import packed_linear
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
@@ -63,6 +66,7 @@ def recording() -> Iterator[RecordingDriver]:
     recording = RecordingDriver()
     kernels = (
         *("attention.paged_attention", "cache.fused_cache_write", "dense.rms_norm", "dense.gated_activation"),
+        "dense.packed_linear",
         *("moe.moe_routing", "moe.fused_experts", "moe.fused_experts_mxfp4"),
     )
     users = ("attention.triton_backend", "models.triton_ops")
@@ -156,6 +160,24 @@ def test_an_unaligned_tensor_gets_a_variant_of_its_own(recording: RecordingDrive
         ops.rms_norm(memory[start : start + 64].view(4, 16), weight, 1e-6)
     aligned, unaligned, *again = [launch[3] for launch in recording.launches]
     assert aligned != unaligned and again == [aligned, unaligned]
+
+
+def test_products_of_packed_weights_keep_their_variant(
+    recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without and with zero points and a bias, which are None where they are missing."""
+    bare = ScaledWeight("int4", torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 4), 32)
+    full = replace(bare, zeros=torch.zeros(64, 4, dtype=torch.int8))
+    for weight, bias in ((bare, None), (full, torch.zeros(64))):
+        recording.launches.clear()
+        x = torch.zeros(3, 128)
+        packed_linear(x, weight, bias)
+        packed_linear(x, weight, bias)
+        with monkeypatch.context() as patch:
+            patch.setattr(Launch, "__call__", Launch.dispatch)
+            packed_linear(x, weight, bias)
+        first, kept, dispatched = map(described, recording.launches)
+        assert first == kept == dispatched
 
 
 def test_hooks_that_are_used_stay() -> None:

@@ -55,9 +55,15 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+def _build(
+    folder: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Decoder:
     config = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
-    return build_model(config, dtype, "cpu", parallel=parallel)
+    return build_model(config, dtype, device, parallel=parallel)
+
+
+def _quantised(model: Decoder) -> list[QuantisedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
 def _load(folder: Path, parallel: ThreadRank | None = None) -> Decoder:
@@ -267,6 +273,44 @@ def test_packed_copies_replace_the_codes(form: str, checkpoint_factory: Factory,
         narrow = layer(given.bfloat16())
         assert narrow.dtype is torch.bfloat16
         assert float((narrow - before[layer]).norm() / before[layer].norm()) < 0.02
+
+
+@pytest.mark.parametrize(("form", "triton"), [("awq", True), ("fp8-blocks", True), ("w8a8", False), ("nvfp4", False)])
+def test_devices_with_triton_get_its_product(
+    form: str, triton: bool, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    """A layer without memory stands for one on a GPU: Triton refuses to launch, and torch computes the shape."""
+    source, _ = checkpoint_factory("llama", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS[form]())
+    for layer in _quantised(_build(tmp_path / "packed", device="meta")):
+        layer.prepack()
+        x = torch.empty(3, layer.cuts[0].num_columns, device="meta")
+        if not triton:
+            assert layer(x).shape == (3, layer.scaled_weight().shape[0])
+            continue
+        with pytest.raises(RuntimeError, match="Triton kernels need"):
+            layer(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+def test_products_of_a_gpu_equal_those_of_a_cpu(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    source, _ = checkpoint_factory("qwen3", **SIZES, **HEADS)
+    quantise_checkpoint(source, tmp_path, FORMATS[form]())
+    layers = []
+    for device in ("cuda", "cpu"):
+        model = _build(tmp_path / "packed", device=device)
+        load_weights(model, tmp_path / "packed", torch.float32, progress=False)
+        layers.append(_quantised(model))
+    for layer, reference in zip(*layers, strict=True):
+        layer.prepack()
+        for rows in (3, 70):
+            x = torch.randn(rows, layer.cuts[0].num_columns).bfloat16()
+            expected = reference(x).float()
+            error = layer(x.cuda()).cpu().float() - expected
+            assert float(error.norm() / expected.norm()) < 0.01
 
 
 class TestRefusal:

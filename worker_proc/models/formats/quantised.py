@@ -9,6 +9,7 @@ from quire.kernels.common.scaled_linear import scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.scaled_linear import PackedScaledLinear, rounded_activations
+from quire.kernels.dense.packed_linear import accepts, packed_linear
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
@@ -94,7 +95,8 @@ class QuantisedLinear(Linear):
     def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
         """Choose the product, as ``Linear.prepack`` does: on a CPU the native library, which holds a copy of its own.
 
-        The codes are freed then; ``keep`` has no effect, since no other module reads them.
+        The codes are freed then; ``keep`` has no effect, since no other module reads them. On a GPU it is a Triton
+        kernel, which reads the codes in place.
         """
         if self._product is not None:
             return self._packed
@@ -110,6 +112,8 @@ class QuantisedLinear(Linear):
                 if tensor is not None:
                     setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
             self._transposed = None
+        elif not weight.codes.is_cpu and accepts(weight) and not self.form.int8_activations:
+            self._product = partial(packed_linear, weight=weight, bias=self.bias, deterministic=deterministic)
         elif deterministic:
             like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
             self._product = in_tiles(self._plain, like)

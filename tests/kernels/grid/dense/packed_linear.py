@@ -39,9 +39,9 @@ def assert_equal(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | Non
     ("rows", "outputs", "inputs", "size"),
     [
         # Few rows, and a tile that holds the end of the inputs, of the outputs, or both.
-        *((3, 40, 96, 32), (1, 33, 72, 72), (16, 5, 160, 160), (2, 64, 384, 128)),
+        *((3, 40, 96, 32), (1, 33, 72, 72), (16, 5, 160, 160), (2, 64, 512, 256)),
         # Many rows.
-        *((17, 70, 96, 96), (65, 130, 64, 32), (130, 20, 200, 200)),
+        *((17, 70, 96, 96), (65, 130, 64, 32), (130, 20, 256, 128), (17, 20, 200, 200)),
     ],
 )
 @pytest.mark.parametrize("zeros", [False, True])
@@ -73,3 +73,12 @@ def test_every_code(kind: str, dtype: torch.dtype, device: torch.device) -> None
 def test_no_rows(device: torch.device) -> None:
     weight = random_weight("int8", 4, 32, 32, torch.float32, False, device)
     assert packed_linear(torch.zeros(0, 32, device=device), weight).shape == (0, 4)
+
+
+def test_deterministic_rows_ignore_their_batch(main_dtype: torch.dtype, device: torch.device) -> None:
+    weight = random_weight("int4", 40, 256, 64, torch.float32, True, device)
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(5)).to(main_dtype).to(device)
+    together = packed_linear(x, weight, deterministic=True)
+    assert_equal(x, weight, None)
+    for rows in (slice(0, 1), slice(33, 34), slice(20, 70)):
+        assert torch.equal(packed_linear(x[rows], weight, deterministic=True), together[rows])
