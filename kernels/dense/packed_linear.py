@@ -44,11 +44,10 @@ def packed_linear(
     # As bytes: Triton does not read 8-bit floats on all GPUs.
     codes = weight.codes.view(torch.uint8) if weight.kind == "fp8" else weight.codes
     tensors = x, codes, weight.scales, weight.zeros, bias
-    launch = _prepare(
-        (*map(layout_of, tensors), weight.kind, weight.group_size, deterministic), x, weight, bias, deterministic
-    )
+    layouts = (*map(layout_of, (*tensors, weight.row_scales, weight.input_groups)), weight.kind, weight.group_size)
+    launch = _prepare((layouts, deterministic), x, weight, bias, deterministic)
     out = x.new_empty(len(x), len(codes))
-    launch(x, codes, weight.scales, weight.zeros, bias, out)
+    launch(*tensors, out)
     return out
 
 

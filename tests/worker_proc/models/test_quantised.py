@@ -22,6 +22,7 @@ from quire.kernels.common.scaled_linear import round_to_int8
 from quire.kernels.cpu.native import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import parse_options
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import load_model_config
@@ -29,7 +30,7 @@ from quire.protocol.model.weight_format import online_format
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
+from quire.worker_proc.startup.loader import fill_model, init_dummy_weights, load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 Tensors = dict[str, torch.Tensor]
@@ -66,8 +67,8 @@ def _quantised(model: Decoder) -> list[QuantisedLinear]:
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
-def _load(folder: Path, parallel: ThreadRank | None = None) -> Decoder:
-    model = _build(folder, parallel)
+def _load(folder: Path, parallel: ThreadRank | None = None, device: str = "cpu") -> Decoder:
+    model = _build(folder, parallel, device=device)
     load_weights(model, folder, torch.float32, progress=False)
     model.prepack()
     return model
@@ -276,14 +277,14 @@ def test_packed_copies_replace_the_codes(form: str, checkpoint_factory: Factory,
 
 
 @pytest.mark.parametrize(("form", "triton"), [("awq", True), ("fp8-blocks", True), ("w8a8", False), ("nvfp4", False)])
-def test_devices_with_triton_get_its_product(
-    form: str, triton: bool, checkpoint_factory: Factory, tmp_path: Path
-) -> None:
+def test_gpus_get_triton_products(form: str, triton: bool, checkpoint_factory: Factory, tmp_path: Path) -> None:
     """A layer without memory stands for one on a GPU: Triton refuses to launch, and torch computes the shape."""
     source, _ = checkpoint_factory("llama", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    for layer in _quantised(_build(tmp_path / "packed", device="meta")):
-        layer.prepack()
+    model = _build(tmp_path / "packed", device="meta")
+    config = EngineConfig(model=model.config, model_path="", load_format="dummy", max_model_len=48)
+    fill_model(model, config, torch.float32, torch.device("meta"), progress=False)
+    for layer in _quantised(model):
         x = torch.empty(3, layer.cuts[0].num_columns, device="meta")
         if not triton:
             assert layer(x).shape == (3, layer.scaled_weight().shape[0])
@@ -299,17 +300,11 @@ def test_products_of_a_gpu_equal_those_of_a_cpu(form: str, checkpoint_factory: F
         pytest.skip("no CUDA device")
     source, _ = checkpoint_factory("qwen3", **SIZES, **HEADS)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    layers = []
-    for device in ("cuda", "cpu"):
-        model = _build(tmp_path / "packed", device=device)
-        load_weights(model, tmp_path / "packed", torch.float32, progress=False)
-        layers.append(_quantised(model))
-    for layer, reference in zip(*layers, strict=True):
-        layer.prepack()
+    on_gpu, on_cpu = (_quantised(_load(tmp_path / "packed", device=device)) for device in ("cuda", "cpu"))
+    for layer, reference in zip(on_gpu, on_cpu, strict=True):
         for rows in (3, 70):
             x = torch.randn(rows, layer.cuts[0].num_columns).bfloat16()
-            expected = reference(x).float()
-            error = layer(x.cuda()).cpu().float() - expected
+            error = layer(x.cuda()).cpu().float() - (expected := reference(x.float()))
             assert float(error.norm() / expected.norm()) < 0.01
 
 
