@@ -165,7 +165,7 @@ def test_an_unaligned_tensor_gets_a_variant_of_its_own(recording: RecordingDrive
 def test_products_of_packed_weights_keep_their_variant(
     recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without and with zero points and a bias, which are None where they are missing."""
+    """Zero points and the bias may be tensors or None."""
     bare = ScaledWeight("int4", torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 4), 32)
     full = replace(bare, zeros=torch.zeros(64, 4, dtype=torch.int8))
     for weight, bias in ((bare, None), (full, torch.zeros(64))):
