@@ -21,6 +21,7 @@ from quire.protocol.model.gguf_file import is_gguf
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
 
@@ -31,7 +32,7 @@ _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
     """Load the weights that ``config`` names into ``model`` as ``dtype``; prepack them on a CPU.
 
-    On a GPU only quantised layers choose their product; it takes the loaded tensors.
+    On a GPU quantised layers choose their product, and in deterministic mode all layers; it takes the loaded tensors.
 
     Raises:
         ConfigError: the checkpoint is invalid.
@@ -45,7 +46,7 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
             model.prepack(deterministic=config.deterministic)
             return
         for layer in model.modules():
-            if isinstance(layer, QuantisedLinear):
+            if isinstance(layer, QuantisedLinear) or (config.deterministic and isinstance(layer, Linear)):
                 layer.prepack(deterministic=config.deterministic)
 
 

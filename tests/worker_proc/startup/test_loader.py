@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import stored_tensors
 from quire.protocol.model.model_config import load_model_config
+from quire.worker_proc.models import linear
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
+from quire.worker_proc.startup.loader import fill_model, init_dummy_weights, load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 
@@ -196,3 +198,23 @@ def test_dummy_weights_depend_on_the_seed(single: Path) -> None:
     weights = torch.cat([weight.view(-1) for weight in models[0].parameters() if weight.dim() > 1])
     assert abs(float(weights.std()) - 0.02) < 0.001 and abs(float(weights.mean())) < 0.001
     assert bool((models[0].norm == 1).all())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_layers_of_a_gpu_are_computed_in_tiles(
+    deterministic: bool, single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float16 and without the native library a CPU has the product of a GPU, whose bits depend on the row count."""
+    monkeypatch.setenv("QUIRE_CPU_NATIVE", "0")
+    counts: list[int] = []
+    plain = linear._linear
+    monkeypatch.setattr(linear, "_linear", lambda x, *rest: counts.append(len(x)) or plain(x, *rest))  # type: ignore[func-returns-value]
+    model = _model(single, torch.float16)
+    config = EngineConfig(model=model.config, model_path=str(single), max_model_len=48, deterministic=deterministic)
+    fill_model(model, config, torch.float16, torch.device("cuda"), progress=False)
+    counts.clear()
+    layers = [m for m in model.modules() if isinstance(m, linear.Linear) and m is not model.lm_head]
+    for layer in layers:
+        assert layer(torch.ones(3, layer.weight.shape[1], dtype=torch.float16)).shape == (3, len(layer.weight))
+    tiles = {1, linear.TILE_ROWS} if deterministic else set()
+    assert set(counts) <= tiles and bool(counts) == deterministic
