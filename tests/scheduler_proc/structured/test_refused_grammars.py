@@ -219,7 +219,7 @@ def test_a_stopped_guard_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPat
         while process.status() != psutil.STATUS_STOPPED:  # it stops when it is next scheduled
             time.sleep(0)
     with monkeypatch.context() as hurried, pytest.raises(GrammarBusy):
-        hurried.setattr("quire.scheduler_proc.structured.guard.WALL_SECONDS", 0.05)
+        hurried.setattr("quire.scheduler_proc.structured.guard.WALL_SECONDS", 0.0)
         guard.check(StructuredOutputs(regex="a"), 1.0)
     guard.check(StructuredOutputs(regex="a"), 1.0)
     guard.close()
