@@ -35,30 +35,12 @@ void run_tile(const Call<float>& call, int row, const Block& of, int panel) {
     finish(call, (const float*)tile.sums, row, R, panel * PANEL, P * PANEL, of.k == 0);
 }
 
-template <class W, int R>
-struct Rows {
-    static constexpr int P = W::panels(R);
-    static void run(const Call<float>& call, int rows, int row, const Block& of) {
-        if (rows != R) return Rows<W, R - 1>::run(call, rows, row, of);
-        int panel = of.panel;
-        for (; panel + P <= of.end; panel += P) run_tile<W, R, P>(call, row, of, panel);
-        for (; panel < of.end; panel++) run_tile<W, R, 1>(call, row, of, panel);
-    }
-};
-template <class W>
-struct Rows<W, 0> {
-    static void run(const Call<float>&, int, int, const Block&) {}
-};
-
-// Computes rows [row, row_end) of a block, in tiles of nearly equal size.
+// Computes rows [row, row_end) of a block.
 template <class W>
 void run_block(const Call<float>& call, int row, int row_end, const Block& of) {
-    const int tiles = (row_end - row + W::MAX_ROWS - 1) / W::MAX_ROWS;
-    for (int tile = 0; tile < tiles; tile++) {
-        const int from = row + int(long(row_end - row) * tile / tiles);
-        const int rows = row + int(long(row_end - row) * (tile + 1) / tiles) - from;
-        Rows<W, W::MAX_ROWS>::run(call, rows, from, of);
-    }
+    for_tiles<W>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
+        run_tile<W, rows.value, panels.value>(call, from, of, panel);
+    });
 }
 
 // Computes rows [row, row_end) of panels [panel, panel_end): a group of panels stays in the cache for all rows.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #ifdef __F16C__
 #include <immintrin.h>
@@ -88,6 +89,30 @@ template <int R, int P>
 struct Tile {
     vfloat sums[R][P][2];
 };
+
+// Calls run(rows, panels, row, panel) for R rows and each panel of a block, as many panels at a time as W keeps in
+// registers. The first two arguments are constants.
+template <class W, int R, class Run>
+void for_panels(int rows, int row, const Block& of, const Run& run) {
+    if constexpr (R > 0) {
+        if (rows != R) return for_panels<W, R - 1>(rows, row, of, run);
+        constexpr int P = W::panels(R);
+        const std::integral_constant<int, R> all_rows;
+        int panel = of.panel;
+        for (; panel + P <= of.end; panel += P) run(all_rows, std::integral_constant<int, P>{}, row, panel);
+        for (; panel < of.end; panel++) run(all_rows, std::integral_constant<int, 1>{}, row, panel);
+    }
+}
+
+// The same for rows [row, row_end), in tiles of nearly equal size.
+template <class W, class Run>
+void for_tiles(int row, int row_end, const Block& of, const Run& run) {
+    const long rows = row_end - row, tiles = (rows + W::MAX_ROWS - 1) / W::MAX_ROWS;
+    for (int tile = 0; tile < tiles; tile++) {
+        const int from = row + int(rows * tile / tiles), to = row + int(rows * (tile + 1) / tiles);
+        for_panels<W, W::MAX_ROWS>(to - from, from, of, run);
+    }
+}
 
 template <class W, class T>
 Block block_of(const Call<T>& call, int panel, int end, int k) {

@@ -57,40 +57,26 @@ void run_tile(const ScaledCall<float>& call, int row, const Block& of, int panel
     finish(call, (const float*)total.sums, row, R, panel * PANEL, P * PANEL, of.k == 0);
 }
 
-template <class W, int R>
-struct Rows {
-    static constexpr int P = W::panels(R);
-    static void run(const ScaledCall<float>& call, int rows, int row, const Block& of) {
-        if (rows != R) return Rows<W, R - 1>::run(call, rows, row, of);
-        int panel = of.panel;
-        for (; panel + P <= of.end; panel += P) run_tile<W, R, P>(call, row, of, panel);
-        for (; panel < of.end; panel++) run_tile<W, R, 1>(call, row, of, panel);
-    }
-};
 template <class W>
-struct Rows<W, 0> {
-    static void run(const ScaledCall<float>&, int, int, const Block&) {}
-};
+void run_block(const ScaledCall<float>& call, int row, int row_end, const Block& of) {
+    for_tiles<W>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
+        run_tile<W, rows.value, panels.value>(call, from, of, panel);
+    });
+}
 
 template <class C>
 void run_part(const ScaledCall<float>& call, int row, int row_end, int panel, int panel_end) {
-    const int rows = row_end - row;
-    if (rows <= C::MAX_ROWS) {
+    if (row_end - row <= C::MAX_ROWS) {
         constexpr int GROUP = 4;
         for (; panel < panel_end; panel += GROUP)
             for (int k = 0; k < call.inputs; k += K_BLOCK) {
                 const int end = std::min(panel + GROUP, panel_end), count = std::min(K_BLOCK, call.inputs - k);
-                Rows<InRegisters<C>, C::MAX_ROWS>::run(call, rows, row, Block{nullptr, 0, panel, end, k, count});
+                run_block<InRegisters<C>>(call, row, row_end, Block{nullptr, 0, panel, end, k, count});
             }
         return;
     }
-    for_decoded_codes<C>(call, panel, panel_end, panels_in_cache<Bf16>(call.inputs), [&](const Block& of) {
-        const int tiles = (rows + Decoded::MAX_ROWS - 1) / Decoded::MAX_ROWS;
-        for (int tile = 0; tile < tiles; tile++) {
-            const int from = row + int(long(rows) * tile / tiles), to = row + int(long(rows) * (tile + 1) / tiles);
-            Rows<Decoded, Decoded::MAX_ROWS>::run(call, to - from, from, of);
-        }
-    });
+    for_decoded_codes<C>(call, panel, panel_end, panels_in_cache<Bf16>(call.inputs),
+                         [&](const Block& decoded) { run_block<Decoded>(call, row, row_end, decoded); });
 }
 
 #if defined(__AMX_BF16__) && defined(__linux__)

@@ -5,19 +5,11 @@ import torch
 
 from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.cpu.linear import TOLERANCE, PackedLinear, linear_reference
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Outputs and inputs around the panel, the pair of inputs in a word, and the block of 512 inputs.
 SHAPES = [(1, 1), (16, 8), (31, 33), (100, 511), (48, 512), (65, 513), (40, 1027)]
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    found = load_native()
-    if found is None:
-        pytest.skip("no compiler here")
-    return found
 
 
 def _skip_unless_supported(native: Native, dtype: torch.dtype) -> None:

@@ -10,14 +10,6 @@ import pytest
 from quire.kernels.cpu.native import SOURCES, Native, find_native, load_native
 
 
-@pytest.fixture(scope="module")
-def native() -> Native:
-    found = load_native()
-    if found is None:
-        pytest.skip("no compiler here")
-    return found
-
-
 def _python(code: str, **env: str) -> str:
     """Return the output of ``code`` in a separate process."""
     done = subprocess.run(

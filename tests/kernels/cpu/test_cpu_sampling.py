@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu.logits import CpuLogits
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
 from quire.kernels.sampling.sampling import sample_reference, sampled_logits
 from quire.kernels.sampling.sampling_logprobs import TOLERANCE, top_logprobs_reference
@@ -28,14 +28,6 @@ CASES = [
     (1.0, 7, 1.0, 1.0),
     (1e-44, 0, 1.0, 0.0),
 ]
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    found = load_native()
-    if found is None:
-        pytest.skip("no compiler here")
-    return found
 
 
 def columns_of(rows: int, cases: list[tuple[float, int, float, float]]) -> SamplingColumns:

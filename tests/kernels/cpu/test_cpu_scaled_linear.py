@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels.common.scaled_linear import TOLERANCE, scaled_linear_reference
 from quire.kernels.common.scaled_weight import CODE_DTYPES, ScaledWeight
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.scaled_linear import PackedScaledLinear
 
 # Outputs, inputs and group size: around the panel, the step of 8 inputs, and the block of 512; one group or several.
@@ -25,14 +25,6 @@ SHAPES = [
 ]
 ROWS = [0, 1, 2, 3, 4, 5, 9, 10, 11, 16, 17, 32, 33, 70]
 SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    found = load_native()
-    if found is None:
-        pytest.skip("no compiler here")
-    return found
 
 
 def _random(
