@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from dense_attention import DenseBackend
 from gguf_files import BLOCKS, convert_checkpoint, tokenizer_settings, write_gguf
 from inprocess import InProcessEngine
-from model_steps import Rows
-from thread_ranks import ThreadRank, on_ranks
+from packed_models import load_packed, logits_of, prompts
+from thread_ranks import on_ranks
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
 from quire.launch.config.engine_config import make_engine_config
@@ -19,17 +18,13 @@ from quire.launch.config.options import parse_options
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 from quire.protocol.model import gguf_file
-from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
+from quire.protocol.model.checkpoint import check_sizes, stored_tensors
 from quire.protocol.model.model_config import load_model_config
-from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.startup.loader import load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-LENGTHS = [21, 1, 6]
 CASES = [("llama", kind, "") for kind in ("F32", "F16", "BF16", *BLOCKS)]
 CASES += [("qwen2", "Q4_0", "Q8_0"), ("qwen3", "Q4_K", "Q6_K"), ("gemma2", "Q4_1", "Q8_0"), ("gemma2", "Q5_K", "F16")]
 
@@ -38,24 +33,6 @@ CASES += [("qwen2", "Q4_0", "Q8_0"), ("qwen3", "Q4_K", "Q6_K"), ("gemma2", "Q4_1
 def _inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def _load(file: Path, parallel: ThreadRank | None = None) -> Decoder:
-    config = with_stored_format(file, stored_tensors(file), load_model_config(file))
-    model = build_model(config, torch.float32, "cpu", parallel=parallel)
-    load_weights(model, file, torch.float32, progress=False)
-    model.prepack()
-    return model
-
-
-def _prompts() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
-
-
-def _logits(model: Decoder) -> torch.Tensor:
-    rows = Rows(model, LENGTHS, DenseBackend()).step(dict(enumerate(_prompts())))
-    return torch.cat([rows[row] for row in sorted(rows)])
 
 
 def _reference(plain: Path) -> Any:
@@ -74,8 +51,8 @@ def test_logits_equal_transformers_on_one_and_two_ranks(
     file, plain = tmp_path / "model.gguf", tmp_path / "plain"
     convert_checkpoint(source, file, plain, kind, other)
     reference = _reference(plain)
-    expected = torch.cat([reference(prompt[None]).logits[0] for prompt in _prompts()])
-    for logits in (_logits(_load(file)), *on_ranks(2, lambda parallel: _logits(_load(file, parallel)))):
+    expected = torch.cat([reference(prompt[None]).logits[0] for prompt in prompts()])
+    for logits in (logits_of(load_packed(file)), *on_ranks(2, lambda parallel: logits_of(load_packed(file, parallel)))):
         assert float((logits - expected).norm() / expected.norm()) < 1e-3
 
 
@@ -84,7 +61,7 @@ def test_packed_weights_take_the_memory_of_the_file(checkpoint_factory: Factory,
     for kind in BLOCKS:
         file = tmp_path / f"{kind}.gguf"
         convert_checkpoint(source, file, tmp_path / kind, kind)
-        layers = _load(file).layers[0]
+        layers = load_packed(file).layers[0]
         held = sum(tensor.numel() * tensor.element_size() for tensor in layers.parameters())
         stored = sum(tensor.num_bytes for name, tensor in stored_tensors(file).items() if "layers.0." in name)
         assert held <= 1.05 * stored, kind
@@ -102,7 +79,7 @@ def test_an_engine_reads_everything_from_the_file(checkpoint_factory: Factory, t
     assert text_in.tokenizer.decode([96, 2, 74]) == "hello h"
     assert text_in.tokenizer_info["eos_token"] == "<end>"
     engine = InProcessEngine(file, max_model_len=96, model=config.model)
-    prompt = _prompts()[0].tolist()
+    prompt = prompts()[0].tolist()
     engine.add("0", prompt, max_tokens=8, ignore_eos=True)
     tokens = _reference(plain).generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None)
     assert engine.run()["0"].tokens == tokens[0, len(prompt) :].tolist()
@@ -223,7 +200,7 @@ def test_scales_that_are_not_finite_are_refused(checkpoint_factory: Factory, tmp
     data[tensor.gguf.start : tensor.gguf.start + 2] = b"\x00\x7e"
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=r"blk\.1\.ffn_down\.weight has scales that are not finite"):
-        _load(file)
+        load_packed(file)
 
 
 def test_sizes_are_those_of_the_settings(checkpoint_factory: Factory, tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 import torch
 from checkpoints import greedy_tokens
-from dense_attention import DenseBackend
 from inprocess import InProcessEngine
-from model_steps import Rows
+from packed_models import build_packed, load_packed, logits_of, prompts
 from quantised_checkpoints import FILE, FORMATS, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRank, on_ranks
@@ -47,7 +46,6 @@ CASES = [
     for family in FAMILIES
     if form != "w8a8" and (family, form) not in [("phi3", each) for each in IN_ONE_BLOCK]
 ]
-LENGTHS = [21, 1, 6]
 
 
 @pytest.fixture(autouse=True)
@@ -56,32 +54,8 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def _build(
-    folder: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Decoder:
-    config = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
-    return build_model(config, dtype, device, parallel=parallel)
-
-
 def _quantised(model: Decoder) -> list[QuantisedLinear]:
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
-
-
-def _load(folder: Path, parallel: ThreadRank | None = None, device: str = "cpu") -> Decoder:
-    model = _build(folder, parallel, device=device)
-    load_weights(model, folder, torch.float32, progress=False)
-    model.prepack()
-    return model
-
-
-def _prompts() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
-
-
-def _logits(model: Decoder) -> torch.Tensor:
-    rows = Rows(model, LENGTHS, DenseBackend()).step(dict(enumerate(_prompts())))
-    return torch.cat([rows[row] for row in sorted(rows)])
 
 
 def _expected(plain: Path, *, int8_activations: bool = False) -> torch.Tensor:
@@ -93,7 +67,7 @@ def _expected(plain: Path, *, int8_activations: bool = False) -> torch.Tensor:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.register_forward_pre_hook(lambda _, args: (_rounded(args[0]),))
-    return torch.cat([model(prompt[None]).logits[0] for prompt in _prompts()])
+    return torch.cat([model(prompt[None]).logits[0] for prompt in prompts()])
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -111,8 +85,8 @@ def test_logits_equal_transformers_on_one_and_two_ranks(
 ) -> None:
     source, _ = checkpoint_factory(family, **SIZES, **FAMILIES[family])
     expected = _expected(quantise_checkpoint(source, tmp_path, FORMATS[form]()))
-    _assert_close(_logits(_load(tmp_path / "packed")), expected)
-    for logits in on_ranks(2, lambda parallel: _logits(_load(tmp_path / "packed", parallel))):
+    _assert_close(logits_of(load_packed(tmp_path / "packed")), expected)
+    for logits in on_ranks(2, lambda parallel: logits_of(load_packed(tmp_path / "packed", parallel))):
         _assert_close(logits, expected)
 
 
@@ -121,7 +95,7 @@ def test_rounded_activations_follow_the_format(checkpoint_factory: Factory, tmp_
     source, _ = checkpoint_factory("llama", **SIZES)
     plain = quantise_checkpoint(source, tmp_path, FORMATS["w8a8"]())
     expected = _expected(plain, int8_activations=True)
-    logits = _logits(_load(tmp_path / "packed"))
+    logits = logits_of(load_packed(tmp_path / "packed"))
     errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
     assert float((errors < 1e-5).float().mean()) > 0.2 and float(errors.max()) < 0.05
     assert float((_expected(plain) - expected).norm() / expected.norm()) > 3e-3
@@ -136,11 +110,11 @@ def test_engines_generate_the_tokens_of_transformers(checkpoint_factory: Factory
     folder = tmp_path / "packed"
     model = make_engine_config(parse_options({}, "LLM"), folder=folder).model
     engine = InProcessEngine(folder, max_model_len=96, model=model, long_prefill_token_threshold=13)
-    prompts = [prompt.tolist() for prompt in _prompts()]
-    for index, prompt in enumerate(prompts):
+    given = [prompt.tolist() for prompt in prompts()]
+    for index, prompt in enumerate(given):
         engine.add(str(index), prompt, max_tokens=8)
     answers = engine.run()
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(given):
         assert answers[str(index)].tokens == greedy_tokens(reference, [prompt], 8)[0]
 
 
@@ -171,12 +145,12 @@ def test_plain_checkpoints_are_rounded_when_they_are_loaded(
         return model
 
     expected = _expected(plain)
-    _assert_close(_logits(load()), expected)
+    _assert_close(logits_of(load()), expected)
     if kind == "int4":  # the others have a scale for all inputs of a rank
-        for logits in on_ranks(2, lambda parallel: _logits(load(parallel))):
+        for logits in on_ranks(2, lambda parallel: logits_of(load(parallel))):
             _assert_close(logits, expected)
     init_dummy_weights(model := build_model(config, torch.float32, "cpu"), seed=1)
-    assert _logits(model).isfinite().all()
+    assert logits_of(model).isfinite().all()
 
 
 def test_groups_of_zeros_and_non_finite_weights(checkpoint_factory: Factory, tmp_path: Path) -> None:
@@ -212,7 +186,7 @@ def test_layers_that_the_files_leave_plain(leave: str, checkpoint_factory: Facto
     """Some projections of a fused layer, whole layers, all attention: the files decide."""
     source, _ = checkpoint_factory("llama", **SIZES)
     plain = quantise_checkpoint(source, tmp_path, FORMATS["w4a16"](), leave=leave)
-    _assert_close(_logits(_load(tmp_path / "packed")), _expected(plain))
+    _assert_close(logits_of(load_packed(tmp_path / "packed")), _expected(plain))
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "fp8-small-blocks"])
@@ -235,18 +209,18 @@ def test_resident_weights_are_at_most_a_twentieth_larger_than_the_file(
 def test_dummy_weights_have_numbers_of_usual_size(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
     source, _ = checkpoint_factory("llama", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    model = _build(tmp_path / "packed")
+    model = build_packed(tmp_path / "packed")
     init_dummy_weights(model, seed=1)
     layers = [module.scaled_weight() for module in model.modules() if isinstance(module, QuantisedLinear)]
     assert len(layers) == (14 if form in ("gptq-act-order", "gptq-asymmetric", "w4a16-act-order") else 8)
     assert all(0.005 < float(layer.dequantise().std()) < 0.08 for layer in layers)
-    assert _logits(model).isfinite().all()
+    assert logits_of(model).isfinite().all()
 
 
 def test_deterministic_rows_ignore_their_batch(checkpoint_factory: Factory, tmp_path: Path) -> None:
     source, _ = checkpoint_factory("llama", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS["w4a16"]())
-    model = _build(tmp_path / "packed")
+    model = build_packed(tmp_path / "packed")
     load_weights(model, tmp_path / "packed", torch.float32, progress=False)
     model.prepack(deterministic=True)
     layer = next(module for module in model.modules() if isinstance(module, QuantisedLinear))
@@ -261,7 +235,7 @@ def test_packed_copies_replace_the_codes(form: str, checkpoint_factory: Factory,
         pytest.skip("no compiler here")
     source, _ = checkpoint_factory("mixtral", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    model = _build(tmp_path / "packed")
+    model = build_packed(tmp_path / "packed")
     load_weights(model, tmp_path / "packed", torch.float32, progress=False)
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
@@ -281,7 +255,7 @@ def test_gpus_get_triton_products(form: str, triton: bool, checkpoint_factory: F
     """A layer without memory stands for one on a GPU: Triton refuses to launch, and torch computes the shape."""
     source, _ = checkpoint_factory("llama", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    model = _build(tmp_path / "packed", device="meta")
+    model = build_packed(tmp_path / "packed", device="meta")
     config = EngineConfig(model=model.config, model_path="", load_format="dummy", max_model_len=48)
     fill_model(model, config, torch.float32, torch.device("meta"), progress=False)
     for layer in _quantised(model):
@@ -300,7 +274,7 @@ def test_products_of_a_gpu_equal_those_of_a_cpu(form: str, checkpoint_factory: F
         pytest.skip("no CUDA device")
     source, _ = checkpoint_factory("qwen3", **SIZES, **HEADS)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    on_gpu, on_cpu = (_quantised(_load(tmp_path / "packed", device=device)) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (_quantised(load_packed(tmp_path / "packed", device=device)) for device in ("cuda", "cpu"))
     for layer, reference in zip(on_gpu, on_cpu, strict=True):
         for rows in (3, 70):
             x = torch.randn(rows, layer.cuts[0].num_columns).bfloat16()
@@ -327,7 +301,7 @@ class TestRefusal:
                 tensors[name] = changed.contiguous()
             save_file(tensors, file)
             with pytest.raises(ConfigError) as caught:
-                _load(tmp_path / "packed")
+                load_packed(tmp_path / "packed")
             message = str(caught.value)
             assert name in message and "\n" not in message
             return message
@@ -395,4 +369,4 @@ class TestRefusal:
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 40
         path.write_text(json.dumps(config))
         with pytest.raises(ConfigError, match=r"self_attn\.q_proj: group_size 40 does not divide its 64 inputs"):
-            _build(tmp_path / "packed")
+            build_packed(tmp_path / "packed")

@@ -1,0 +1,42 @@
+"""Models with packed weights, and the logits that are compared with those of transformers."""
+
+from pathlib import Path
+
+import torch
+from dense_attention import DenseBackend
+from model_steps import Rows
+from thread_ranks import ThreadRank
+
+from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
+from quire.protocol.model.model_config import load_model_config
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup.loader import load_weights
+
+_LENGTHS = [21, 1, 6]
+
+
+def build_packed(
+    source: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Decoder:
+    """Build the model of a folder or GGUF file, without its weights."""
+    config = with_stored_format(source, stored_tensors(source), load_model_config(source))
+    return build_model(config, dtype, device, parallel=parallel)
+
+
+def load_packed(source: Path, parallel: ThreadRank | None = None, device: str = "cpu") -> Decoder:
+    model = build_packed(source, parallel, device=device)
+    load_weights(model, source, torch.float32, progress=False)
+    model.prepack()
+    return model
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 97, (length,), generator=generator) for length in _LENGTHS]
+
+
+def logits_of(model: Decoder) -> torch.Tensor:
+    """Return the logits of all tokens of ``prompts``, ``[tokens, vocabulary]``."""
+    rows = Rows(model, _LENGTHS, DenseBackend()).step(dict(enumerate(prompts())))
+    return torch.cat([rows[row] for row in sorted(rows)])
