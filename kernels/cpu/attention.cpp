@@ -8,13 +8,15 @@
 // keys and values, not on the batch, the prefill chunks or the number of threads. Nor does it depend on whether the
 // splits that several rows share are computed for all of them at once: their merged sums are kept per query, and the
 // row's own splits are merged into these.
+#include <memory>
+#include <mutex>
 #include <utility>
 
 #include "attention_rows.h"
 #include "attention_state.h"
 #include "attention_work.h"
 #include "attention_write.h"
-#include "pool.h"
+#include "plan.h"
 
 using namespace quire;
 
@@ -256,74 +258,141 @@ class Attend {
     const float* widened_[TILE];
 };
 
-// Not a local variable of the function that starts the threads: the other threads do not run its declaration.
 Workspace& own_workspace() {
     static thread_local Workspace workspace;
     return workspace;
 }
 
-template <class F>
-void run_items(Call& call, const Work& work, int threads) {
-    static thread_local std::vector<float> partials;
-    const int64_t partial_size = work.block * call.group() * (call.width() + 2);
-    if (int64_t(partials.size()) < work.partials * partial_size) partials.resize(work.partials * partial_size);
-    float* kept = partials.data();
-    const Item *items = work.items.data(), *joints = work.joints.data();
-    const int64_t num_items = int64_t(work.items.size()), num_joints = int64_t(work.joints.size());
-    parallel_for(num_items, threads,
-                 [&](int64_t i) { Attend<F>(call, items[i], own_workspace()).run(kept, partial_size); });
-    parallel_for(num_joints, threads, [&](int64_t i) {
-        Attend<F>(call, joints[i], own_workspace())
-            .join_kept(kept + joints[i].partial * partial_size, partial_size,
-                       joints[i].last_split - joints[i].first_split);
-    });
+// Memory of one operation while it runs. It is kept for later ones: fresh pages would cost more than the arithmetic.
+struct Memory {
+    Call call;
+    Work shared, own;
+    std::vector<int64_t> place;
+    std::vector<float> states, partials;
+};
+
+class FreeMemory {
+  public:
+    Memory* take() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (free_.empty()) return new Memory;
+        Memory* const memory = free_.back();
+        free_.pop_back();
+        return memory;
+    }
+
+    void put(Memory* memory) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        free_.push_back(memory);
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<Memory*> free_;
+};
+
+FreeMemory& free_memory() {
+    static FreeMemory* const memory = new FreeMemory;  // never destroyed: other threads may still run at exit
+    return *memory;
 }
 
-template <class F>
-void attend(Call& call) {
-    static thread_local Work own, shared;
-    static thread_local std::vector<int64_t> place;
-    static thread_local std::vector<float> states;
-    const QuireStep& step = *call.step;
-    int64_t macs = 0;
-    for (int64_t i = 0; i < step.num_rows; i++)
-        macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
-    macs *= call.layer->num_heads * call.layer->head_dim;
-    const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
-    shared.plan_prefixes(call, threads, place);
-    own.plan_rows(call, threads, place);
-    if (call.error) return;
-    const size_t needed = call.sharing.size() * call.layer->num_heads * (call.width() + 2);
-    if (states.size() < needed) states.resize(needed);
-    call.states = states.data();
-    run_items<F>(call, shared, threads);
-    run_items<F>(call, own, threads);
-}
+// Items over shared prefixes, their joints, each row's own items, their joints.
+class AttentionOperation final : public Operation {
+  public:
+    AttentionOperation(char* out, const char* query, int64_t token_stride, int64_t head_stride, const char* cache,
+                       const QuireStep* step, const QuireLayer& layer)
+        : out_(out), query_(query), token_stride_(token_stride), head_stride_(head_stride), cache_(cache), step_(step),
+          layer_(layer) {}
+
+    int64_t begin(int stage) override {
+        if (stage == 0) prepare();
+        stage_ = stage;
+        error_ = memory_->call.error;
+        if (stage == 4 || error_) {
+            free_memory().put(memory_);
+            return -1;
+        }
+        return int64_t((is_joints() ? work().joints : work().items).size());
+    }
+
+    void run(int64_t piece) override {
+        switch (layer_.cache_format) {
+            case FLOAT32: return run<Float32>(piece);
+            case BFLOAT16: return run<BFloat16>(piece);
+            case FLOAT16: return run<Float16>(piece);
+            case FLOAT8_E4M3: return run<Float8E4M3>(piece);
+            default: return run<Float8E5M2>(piece);
+        }
+    }
+
+    int64_t error() const override { return error_; }
+
+  private:
+    bool is_joints() const { return stage_ % 2; }
+    const Work& work() const { return stage_ < 2 ? memory_->shared : memory_->own; }
+    int64_t partial_size() const { return work().block * memory_->call.group() * (memory_->call.width() + 2); }
+
+    void prepare() {
+        const QuireStep& step = *step_;
+        memory_ = free_memory().take();
+        Call& call = memory_->call;
+        call.out = out_, call.query = query_, call.token_stride = token_stride_, call.head_stride = head_stride_;
+        call.cache = cache_, call.step = step_, call.layer = &layer_, call.error = 0;
+        const int64_t used = std::min<int64_t>(step.query_start_loc[step.num_rows], step.num_tokens);
+        const int64_t token_bytes = layer_.num_heads * layer_.head_dim * format_bytes(layer_.query_format);
+        std::memset(out_ + used * token_bytes, 0, (step.num_tokens - used) * token_bytes);
+        int64_t macs = 0;
+        for (int64_t i = 0; i < step.num_rows; i++)
+            macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
+        macs *= layer_.num_heads * layer_.head_dim;
+        const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
+        memory_->shared.plan_prefixes(call, threads, memory_->place);
+        memory_->own.plan_rows(call, threads, memory_->place);
+        const size_t states = call.sharing.size() * layer_.num_heads * (call.width() + 2);
+        if (memory_->states.size() < states) memory_->states.resize(states);
+        call.states = memory_->states.data();
+        for (stage_ = 0; stage_ < 4; stage_ += 2) {
+            const size_t partials = work().partials * partial_size();
+            if (memory_->partials.size() < partials) memory_->partials.resize(partials);
+        }
+    }
+
+    template <class F>
+    void run(int64_t piece) {
+        const Item& item = (is_joints() ? work().joints : work().items)[piece];
+        Attend<F> attend(memory_->call, item, own_workspace());
+        float* const partials = memory_->partials.data();
+        if (is_joints())
+            attend.join_kept(partials + item.partial * partial_size(), partial_size(), item.last_split - item.first_split);
+        else
+            attend.run(partials, partial_size());
+    }
+
+    char* out_;
+    const char* query_;
+    int64_t token_stride_, head_stride_;
+    const char* cache_;
+    const QuireStep* step_;
+    QuireLayer layer_;
+    Memory* memory_ = nullptr;
+    int stage_ = 0;
+    int64_t error_ = 0;
+};
 
 }  // namespace
 
 // Computes attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens after the last row's become zero.
-// Returns 0 or an error code (attention_structs.h), with undefined results.
+// Returns 0 or an error code (attention_structs.h), with undefined results. A plan reads the step anew in each run; its
+// number of tokens must not change.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
                                   const void* cache, const QuireStep* step, const QuireLayer* layer) {
-    static thread_local std::vector<int32_t> sharing;
-    Call call{static_cast<char*>(out), static_cast<const char*>(query), token_stride, head_stride,
-              static_cast<const char*>(cache), step, layer, sharing};
-    const int64_t used = std::min<int64_t>(step->query_start_loc[step->num_rows], step->num_tokens);
-    const int64_t token_bytes = layer->num_heads * layer->head_dim * format_bytes(layer->query_format);
-    std::memset(call.out + used * token_bytes, 0, (step->num_tokens - used) * token_bytes);
-    switch (layer->cache_format) {
-        case FLOAT32: attend<Float32>(call); break;
-        case BFLOAT16: attend<BFloat16>(call); break;
-        case FLOAT16: attend<Float16>(call); break;
-        case FLOAT8_E4M3: attend<Float8E4M3>(call); break;
-        default: attend<Float8E5M2>(call);
-    }
-    return call.error;
+    return execute(AttentionOperation(static_cast<char*>(out), static_cast<const char*>(query), token_stride,
+                                      head_stride, static_cast<const char*>(cache), step, *layer));
 }
 
-// Writes a layer's projected keys and values to the cache, and normalises and rotates queries in place.
+// Writes a layer's projected keys and values to the cache, and normalises and rotates queries in place. As in
+// quire_attention, a plan reads the step anew.
 QUIRE_API int64_t quire_attention_prologue(const QuireTokens* tokens, void* cache, const QuireStep* step,
                                            const QuireLayer* layer) {
-    return prepare_tokens(*tokens, static_cast<char*>(cache), *step, *layer);
+    return execute(PrologueOperation(*tokens, static_cast<char*>(cache), step, *layer));
 }

@@ -31,7 +31,7 @@ struct Call {
     const char* cache;
     const QuireStep* step;
     const QuireLayer* layer;
-    std::vector<int32_t>& sharing;  // tokens of shared items
+    std::vector<int32_t> sharing;   // tokens of shared items
     float* states = nullptr;        // merged sums of their queries over the shared keys: [sharing, num_heads, width + 2]
     std::atomic<int64_t> error{0};
 

@@ -6,7 +6,7 @@
 
 #include "attention_rows.h"
 #include "attention_structs.h"
-#include "pool.h"
+#include "plan.h"
 
 namespace quire {
 
@@ -101,18 +101,41 @@ class Preparer {
     float *x_, *q_norm_, *k_norm_, *cosine_, *sine_;
 };
 
-inline int64_t prepare_tokens(const QuireTokens& tokens, char* cache, const QuireStep& step, const QuireLayer& layer) {
-    const int64_t numbers = step.num_tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
-    const int threads = numbers < ONE_THREAD_NUMBERS ? 1 : max_threads();
-    std::atomic<int64_t> error{0};
-    parallel_runs(step.num_tokens, threads, [&](int64_t first, int64_t last) {
-        Preparer preparer(tokens, cache, step, layer);
+class PrologueOperation final : public RowOperation {
+  public:
+    PrologueOperation(const QuireTokens& tokens, char* cache, const QuireStep* step, const QuireLayer& layer)
+        : RowOperation(step->num_tokens, numbers(*step, layer) >= ONE_THREAD_NUMBERS),
+          tokens_(tokens), cache_(cache), step_(step), layer_(layer) {}
+    PrologueOperation(const PrologueOperation& other) = default;
+    int64_t error() const override { return error_.value; }
+
+  private:
+    // The last error of any thread; a copy starts without one.
+    struct Error {
+        std::atomic<int64_t> value{0};
+        Error() = default;
+        Error(const Error&) {}
+    };
+
+    static int64_t numbers(const QuireStep& step, const QuireLayer& layer) {
+        return step.num_tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
+    }
+
+    void start() override { error_.value = 0; }
+
+    void run_rows(int64_t first, int64_t last) override {
+        Preparer preparer(tokens_, cache_, *step_, layer_);
         for (int64_t token = first; token < last; token++) {
             const int64_t wrong = preparer.token(token);
-            if (wrong) error = wrong;
+            if (wrong) error_.value = wrong;
         }
-    });
-    return error;
-}
+    }
+
+    QuireTokens tokens_;
+    char* cache_;
+    const QuireStep* step_;
+    QuireLayer layer_;
+    Error error_;
+};
 
 }  // namespace quire

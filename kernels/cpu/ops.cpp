@@ -2,7 +2,7 @@
 
 #include "common.h"
 #include "exp.h"
-#include "pool.h"
+#include "plan.h"
 
 using namespace quire;
 
@@ -72,49 +72,58 @@ QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
     return (up + 1.f) * (gate / (exp_of(gate * -1.702f) + 1.f));
 }
 
-template <class Body>
-void for_rows(int rows, int width, long threads_from, Body&& body) {
-    parallel_runs(rows, long(rows) * width > threads_from ? max_threads() : 1, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) body(row);
-    });
-}
+struct Gate {
+    const void* from;  // [rows][2 * width], rows stride apart: gate, then up; interleaved for SWIGLU_OAI
+    long stride;
+    void* out;  // [rows][width]
+    int rows, width, is_bf16, activation;
+};
 
 template <class T>
-void gate_oai(const T* from, long stride, T* out, int rows, int width) {
-    for_rows(rows, width, GATE_THREADS_FROM, [&](int64_t row) {
-        for (int i = 0; i < width; i += VF) {
-            float gates[VF] = {}, ups[VF] = {};
-            for (int lane = 0; lane < VF && i + lane < width; lane++) {
-                gates[lane] = to_float(from[row * stride + 2 * (i + lane)]);
-                ups[lane] = to_float(from[row * stride + 2 * (i + lane) + 1]);
-            }
-            const vfloat gated = swiglu_oai(load<vfloat>(gates), load<vfloat>(ups));
-            store_some(out + long(row) * width + i, gated, width - i);
+void gate_oai(const T* from, T* out, int width) {
+    for (int i = 0; i < width; i += VF) {
+        float gates[VF] = {}, ups[VF] = {};
+        for (int lane = 0; lane < VF && i + lane < width; lane++) {
+            gates[lane] = to_float(from[2 * (i + lane)]);
+            ups[lane] = to_float(from[2 * (i + lane) + 1]);
         }
-    });
+        store_some(out + i, swiglu_oai(load<vfloat>(gates), load<vfloat>(ups)), width - i);
+    }
 }
 
 template <int A, class T>
-void gate(const T* from, long stride, T* out, int rows, int width) {
-    for_rows(rows, width, GATE_THREADS_FROM, [&](int64_t row) {
-        const T *gates = from + row * stride, *ups = gates + width;
-        T* to = out + long(row) * width;
-        for (int i = 0; i < width; i += VF)
-            store_some(to + i, activate<A>(load_some(gates + i, width - i)) * load_some(ups + i, width - i), width - i);
-    });
+void gate_row(const T* gates, T* out, int width) {
+    const T* ups = gates + width;
+    for (int i = 0; i < width; i += VF)
+        store_some(out + i, activate<A>(load_some(gates + i, width - i)) * load_some(ups + i, width - i), width - i);
 }
 
 template <class T>
-void gate_of(const void* from, long stride, void* out, int rows, int width, int activation) {
-    if (activation == SILU)
-        gate<SILU>((const T*)from, stride, (T*)out, rows, width);
-    else if (activation == GELU)
-        gate<GELU>((const T*)from, stride, (T*)out, rows, width);
-    else if (activation == SWIGLU_OAI)
-        gate_oai((const T*)from, stride, (T*)out, rows, width);
+void gate_row(const Gate& call, int64_t row) {
+    const T* from = (const T*)call.from + row * call.stride;
+    T* out = (T*)call.out + row * call.width;
+    if (call.activation == SILU)
+        gate_row<SILU>(from, out, call.width);
+    else if (call.activation == GELU)
+        gate_row<GELU>(from, out, call.width);
+    else if (call.activation == SWIGLU_OAI)
+        gate_oai(from, out, call.width);
     else
-        gate<GELU_TANH>((const T*)from, stride, (T*)out, rows, width);
+        gate_row<GELU_TANH>(from, out, call.width);
 }
+
+class GateOperation final : public RowOperation {
+  public:
+    explicit GateOperation(const Gate& call)
+        : RowOperation(call.rows, long(call.rows) * call.width > GATE_THREADS_FROM), call_(call) {}
+
+  private:
+    void run_rows(int64_t first, int64_t last) override {
+        for (int64_t row = first; row < last; row++) call_.is_bf16 ? gate_row<uint16_t>(call_, row) : gate_row<float>(call_, row);
+    }
+
+    Gate call_;
+};
 
 // Four independent sums hide the latency of additions.
 template <class T>
@@ -152,45 +161,49 @@ struct Norm {
     void* out;  // [rows][width]
     int width;
     float eps;
+    int is_bf16, weight_is_bf16;
 };
 
 template <class T, class W>
-void norm(const Norm& call) {
+void norm(const Norm& call, int64_t row) {
     const int width = call.width;
-    for_rows(call.rows, width, NORM_THREADS_FROM, [&](int64_t row) {
-        const T* from = (const T*)call.x + row / call.inner * call.outer_stride + row % call.inner * call.inner_stride;
-        T* to = (T*)call.out + long(row) * width;
-        if (call.residual) {
-            T* sum = (T*)call.residual + long(row) * width;
-            for (int i = 0; i < width; i += VF)
-                store_some(sum + i, load_some(sum + i, width - i) + load_some(from + i, width - i), width - i);
-            from = sum;
-        }
-        norm_row(from, (const W*)call.weight, to, width, call.eps);
-    });
+    const T* from = (const T*)call.x + row / call.inner * call.outer_stride + row % call.inner * call.inner_stride;
+    T* to = (T*)call.out + row * width;
+    if (call.residual) {
+        T* sum = (T*)call.residual + row * width;
+        for (int i = 0; i < width; i += VF)
+            store_some(sum + i, load_some(sum + i, width - i) + load_some(from + i, width - i), width - i);
+        from = sum;
+    }
+    norm_row(from, (const W*)call.weight, to, width, call.eps);
 }
+
+class NormOperation final : public RowOperation {
+  public:
+    explicit NormOperation(const Norm& call)
+        : RowOperation(call.rows, long(call.rows) * call.width > NORM_THREADS_FROM), call_(call) {}
+
+  private:
+    void run_rows(int64_t first, int64_t last) override {
+        const auto one = call_.is_bf16 ? call_.weight_is_bf16 ? norm<uint16_t, uint16_t> : norm<uint16_t, float>
+                         : call_.weight_is_bf16 ? norm<float, uint16_t>
+                                                : norm<float, float>;
+        for (int64_t row = first; row < last; row++) one(call_, row);
+    }
+
+    Norm call_;
+};
 
 }  // namespace
 
 QUIRE_API int quire_vector_floats() { return VF; }
 
-// from: [rows][2 * width], rows stride apart: gate, then up; interleaved for SWIGLU_OAI. out: [rows][width].
 QUIRE_API void quire_gate(const void* from, long stride, void* out, int rows, int width, int is_bf16, int activation) {
-    if (is_bf16)
-        gate_of<uint16_t>(from, stride, out, rows, width, activation);
-    else
-        gate_of<float>(from, stride, out, rows, width, activation);
+    execute(GateOperation({from, stride, out, rows, width, is_bf16, activation}));
 }
 
 QUIRE_API void quire_rms_norm(const void* x, long outer_stride, long inner_stride, int rows, int inner, void* residual,
                               const void* weight, void* out, int width, float eps, int is_bf16, int weight_is_bf16) {
-    const Norm call{x, outer_stride, inner_stride, rows, inner, residual, weight, out, width, eps};
-    if (is_bf16 && weight_is_bf16)
-        norm<uint16_t, uint16_t>(call);
-    else if (is_bf16)
-        norm<uint16_t, float>(call);
-    else if (weight_is_bf16)
-        norm<float, uint16_t>(call);
-    else
-        norm<float, float>(call);
+    execute(NormOperation(
+        {x, outer_stride, inner_stride, rows, inner, residual, weight, out, width, eps, is_bf16, weight_is_bf16}));
 }

@@ -48,6 +48,32 @@ constexpr int64_t MOST_REPEATABLE = 256;  // pieces of a stage that is computed 
 int64_t run_operations(Operation* const* operations, int64_t count, int threads, bool kept);
 void wait_for_late_threads();
 
+// A few runs per thread, so that the wait for the last run is short.
+inline int64_t runs_of(int64_t count, int threads) {
+    return threads <= 1 ? std::min<int64_t>(count, 1) : std::min<int64_t>(count, 4 * int64_t(threads));
+}
+
+// An operation of one stage over `count` rows, which are independent of each other.
+class RowOperation : public Operation {
+  public:
+    // many: whether there is more work than waiting for other threads would cost.
+    RowOperation(int64_t count, bool many) : count_(count), many_(many) {}
+    int64_t begin(int stage) final {
+        if (stage) return -1;
+        start();
+        return runs_ = runs_of(count_, many_ ? max_threads() : 1);
+    }
+    void run(int64_t piece) final { run_rows(piece * count_ / runs_, (piece + 1) * count_ / runs_); }
+
+  protected:
+    virtual void start() {}
+    virtual void run_rows(int64_t first, int64_t last) = 0;
+
+  private:
+    int64_t count_, runs_ = 1;
+    bool many_;
+};
+
 template <class Body>
 class Pieces final : public Operation {
   public:
@@ -72,11 +98,11 @@ inline void parallel_for(int64_t count, int threads, Body&& body) {
     run_operations(&operation, 1, threads, false);
 }
 
-// Runs body(first, last) over [0, count) in a few runs per thread, so that the wait for the last run is short.
+// Runs body(first, last) over [0, count) in runs_of(count, threads) runs.
 template <class Body>
 inline void parallel_runs(int64_t count, int threads, Body&& body) {
-    const int64_t runs = std::min<int64_t>(count, 4 * int64_t(threads));
-    if (threads <= 1 || runs <= 1) return body(int64_t(0), count);
+    const int64_t runs = runs_of(count, threads);
+    if (runs <= 1) return body(int64_t(0), count);
     parallel_for(runs, threads, [&](int64_t i) { body(i * count / runs, (i + 1) * count / runs); });
 }
 
