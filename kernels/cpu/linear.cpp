@@ -32,7 +32,7 @@ void run_tile(const Call<float>& call, int row, const Block& of, int panel) {
     Tile<R, P> tile = {};
     block<R, P>(W{}, tile, call.x + row * call.x_stride + of.k, call.x_stride, of.of(panel), of.bytes, of.count);
     static_assert(sizeof tile.sums == R * P * PANEL * 4, "the sums lie as finish reads them");
-    finish(call, (const float*)tile.sums, row, R, panel * PANEL, P * PANEL, of.k == 0);
+    finish(call.sums, (const float*)tile.sums, row, R, panel, P, of.k == 0);
 }
 
 // Computes rows [row, row_end) of a block.
@@ -58,6 +58,24 @@ void run_mxfp4(const Call<float>& call, int row, int row_end, int panel, int pan
     for_decoded_blocks(call, panel, panel_end, panels_in_cache<Bf16>(call.inputs),
                        [&](const Block& decoded) { run_block<Bf16>(call, row, row_end, decoded); });
 }
+
+template <class T>
+struct LayerProduct {
+    const Layer* layer;
+    const T* x;
+    long x_stride;
+
+    void operator()(int row, int row_end, int panel, int panel_end, const Sums& sums) const {
+        const Call<T> call{x, x_stride, layer->packed, layer->inputs, sums};
+        if constexpr (sizeof(T) == 2)
+            (layer->kind == MXFP4 ? run_tiles_mxfp4 : run_tiles)(call, row, row_end, panel, panel_end);
+        else
+            (layer->kind == BFLOAT16  ? run_part<Bf16>
+             : layer->kind == FLOAT16 ? run_part<Float16>
+             : layer->kind == MXFP4   ? run_mxfp4
+                                      : run_part<Float32>)(call, row, row_end, panel, panel_end);
+    }
+};
 
 }  // namespace
 
@@ -101,17 +119,9 @@ QUIRE_API void quire_pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, vo
     });
 }
 
-// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous.
-QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, float* out, int rows) {
-    const Call<float> call{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs};
-    if (layer->kind == BFLOAT16)
-        run(call, rows, run_part<Bf16>);
-    else if (layer->kind == FLOAT16)
-        run(call, rows, run_part<Float16>);
-    else if (layer->kind == MXFP4)
-        run(call, rows, run_mxfp4);
-    else
-        run(call, rows, run_part<Float32>);
+// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], contiguous, float32 or bfloat16.
+QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, void* out, int out_is_bf16, int rows) {
+    multiply(LayerProduct<float>{layer, x, x_stride}, *layer, out, out_is_bf16, rows);
 }
 
 // Whether quire_linear_bf16 can multiply rows by this layer.
@@ -121,7 +131,7 @@ QUIRE_API int quire_takes_bf16(const Layer* layer) {
 }
 
 // As quire_linear, for bfloat16 rows.
-QUIRE_API void quire_linear_bf16(const Layer* layer, const uint16_t* x, long x_stride, float* out, int rows) {
-    const Call<uint16_t> call{x, x_stride, layer->packed, layer->bias, out, layer->outputs, layer->inputs};
-    run(call, rows, layer->kind == MXFP4 ? run_tiles_mxfp4 : run_tiles);
+QUIRE_API void quire_linear_bf16(const Layer* layer, const uint16_t* x, long x_stride, void* out, int out_is_bf16,
+                                 int rows) {
+    multiply(LayerProduct<uint16_t>{layer, x, x_stride}, *layer, out, out_is_bf16, rows);
 }

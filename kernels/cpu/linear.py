@@ -93,8 +93,9 @@ class PackedLinear:
         """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         size = native.function("quire_packed_bytes", integer, integer, integer, returns=long)
-        self._run = native.function("quire_linear", pointer, pointer, long, pointer, integer)
-        self._run_narrow = native.function("quire_linear_bf16", pointer, pointer, long, pointer, integer)
+        call = (pointer, pointer, long, pointer, integer, integer)
+        self._run = native.function("quire_linear", *call)
+        self._run_narrow = native.function("quire_linear_bf16", *call)
         self.outputs, self.inputs = outputs, inputs
         self._packed = torch.empty(size(outputs, inputs, kind), dtype=torch.uint8)
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
@@ -125,12 +126,13 @@ class PackedLinear:
         """
         if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
             raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
-        rows = len(x)
-        out = torch.empty(rows, self.outputs, dtype=torch.float32)
+        rows, dtype = x.shape[0], dtype or x.dtype
+        narrow = dtype is torch.bfloat16
+        out = torch.empty(rows, self.outputs, dtype=torch.bfloat16 if narrow else torch.float32)
         if x.dtype is torch.bfloat16 and self._takes_bfloat16:
             x = x if x.stride(1) == 1 else x.contiguous()
-            self._run_narrow(self._layer_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
+            self._run_narrow(self._layer_at, x.data_ptr(), x.stride(0), out.data_ptr(), narrow, rows)
         else:
             wide = x if x.dtype is torch.float32 and x.stride(1) == 1 else x.to(torch.float32).contiguous()
-            self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), rows)
-        return out.to(dtype or x.dtype)
+            self._run(self._layer_at, wide.data_ptr(), wide.stride(0), out.data_ptr(), narrow, rows)
+        return out if out.dtype is dtype else out.to(dtype)

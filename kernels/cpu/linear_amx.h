@@ -79,7 +79,7 @@ inline void run_block_tiles(const Call<uint16_t>& call, int row, int row_end, co
         for (int p = of.panel; p < of.end; p++) {
             alignas(64) float sums[2 * TILE_ROWS * PANEL];
             (rows > TILE_ROWS ? multiply_tiles<true> : multiply_tiles<false>)(sums, x, call.x_stride, of.of(p), of.count);
-            finish(call, sums, from, rows, p * PANEL, PANEL, of.k == 0);
+            finish(call.sums, sums, from, rows, p, 1, of.k == 0);
         }
     }
 }

@@ -16,8 +16,6 @@ namespace {
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
 constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
 constexpr int GROUP_BYTES = 192 * 1024;      // weights that stay in L2 while all rows are computed
-constexpr int PARTS_PER_THREAD = 4;          // so that a thread without a core delays only a quarter of its share
-constexpr long THREADS_FROM = 1 << 17;       // multiplications: fewer take less time than waiting for other threads
 constexpr int AHEAD = 2048;                  // bytes: the hardware prefetcher stops at the end of a 4 KB page
 
 // panels: panels at a time for a number of rows. Few rows leave registers free: more panels give more independent sums,
@@ -67,14 +65,21 @@ struct Layer {
     int32_t outputs, inputs, kind;
 };
 
+// Where the sums of a part of a product go: rows from `row` and panels from `panel`, rows `stride` floats apart.
+struct Sums {
+    float* at;
+    long stride;
+    int row, panel;
+    float* of(int r, int p) const { return at + (r - row) * stride + (p - panel) * PANEL; }
+};
+
 template <class T>
 struct Call {
     const T* x;
     long x_stride;
     const char* packed;
-    const float* bias;
-    float* out;
-    int outputs, inputs;
+    int inputs;
+    Sums sums;
 };
 
 // A block of inputs [k, k + count) of the weights of panels [panel, end), `bytes` apart.
@@ -194,19 +199,13 @@ QUIRE_INLINE void block(Bf16, Tile<R, P>& tile, const float* x, long stride, con
     }
 }
 
-// Adds one block's sums, [rows][panels * PANEL], to the output; the first block initialises it.
-template <class T>
-__attribute__((noinline)) void finish(const Call<T>& call, const float* sums, int row, int rows, int column, int width,
-                                      bool first) {
-    const int here = std::min(width, call.outputs - column);
+// Adds one block's sums, [rows][panels * PANEL], to those of the blocks before.
+__attribute__((noinline)) inline void finish(const Sums& sums, const float* block, int row, int rows, int panel,
+                                             int panels, bool first) {
     for (int r = 0; r < rows; r++) {
-        const float* from = sums + r * width;
-        float* to = call.out + long(row + r) * call.outputs + column;
-        const float* bias = first && call.bias ? call.bias + column : nullptr;
-        for (int i = 0; i < here; i++) {
-            const float sum = bias ? from[i] + bias[i] : from[i];
-            to[i] = first ? sum : to[i] + sum;
-        }
+        float* to = sums.of(row + r, panel);
+        for (int i = 0; i < panels * PANEL; i += VF, block += VF)
+            store(to + i, first ? load<vfloat>(block) : load<vfloat>(to + i) + load<vfloat>(block));
     }
 }
 

@@ -54,7 +54,7 @@ void run_tile(const ScaledCall<float>& call, int row, const Block& of, int panel
         W::template sum<R, P>(call, part, x + k, of, panel, k, until);
         add_scaled(total, part, call, panel, k / call.layer.group_size);
     }
-    finish(call, (const float*)total.sums, row, R, panel * PANEL, P * PANEL, of.k == 0);
+    finish(call.sums, (const float*)total.sums, row, R, panel, P, of.k == 0);
 }
 
 template <class W>
@@ -98,7 +98,7 @@ void run_tiles_of_panel(const ScaledCall<uint16_t>& call, int row, int rows, con
             }
         }
     }
-    finish(call, totals, row, rows, panel * PANEL, PANEL, of.k == 0);
+    finish(call.sums, totals, row, rows, panel, 1, of.k == 0);
 }
 
 template <class C>
@@ -119,17 +119,22 @@ void run_part(const ScaledCall<uint16_t>&, int, int, int, int) {}
 #endif
 
 template <class T>
-void multiply_layer(const ScaledLayer& layer, const T* x, long x_stride, float* out, int rows) {
-    const ScaledCall<T> call{
-        {x, x_stride, layer.packed, layer.bias, out, layer.outputs, layer.inputs}, layer, Parts(layer)};
-    void (*part)(const ScaledCall<T>&, int, int, int, int) = run_part<Codes<INT8, false>>;
-    if (layer.kind == INT8 && layer.has_zeros) part = run_part<Codes<INT8, true>>;
-    if (layer.kind == INT4) part = run_part<Codes<INT4, false>>;
-    if (layer.kind == INT4 && layer.has_zeros) part = run_part<Codes<INT4, true>>;
-    if (layer.kind == FP8) part = run_part<Codes<FP8, false>>;
-    if (layer.kind == FP4) part = run_part<Codes<FP4, false>>;
-    run(call, rows, part);
-}
+struct ScaledProduct {
+    const ScaledLayer* layer;
+    const T* x;
+    long x_stride;
+
+    void operator()(int row, int row_end, int panel, int panel_end, const Sums& sums) const {
+        const ScaledCall<T> call{{x, x_stride, layer->packed, layer->inputs, sums}, *layer, Parts(*layer)};
+        void (*part)(const ScaledCall<T>&, int, int, int, int) = run_part<Codes<INT8, false>>;
+        if (layer->kind == INT8 && layer->has_zeros) part = run_part<Codes<INT8, true>>;
+        if (layer->kind == INT4) part = run_part<Codes<INT4, false>>;
+        if (layer->kind == INT4 && layer->has_zeros) part = run_part<Codes<INT4, true>>;
+        if (layer->kind == FP8) part = run_part<Codes<FP8, false>>;
+        if (layer->kind == FP4) part = run_part<Codes<FP4, false>>;
+        part(call, row, row_end, panel, panel_end);
+    }
+};
 
 // Copies outputs from `first` of [outputs][count] elements to [count][PANEL]. Outputs past the end, and bytes past the
 // end of a row, `stride`, are zeros.
@@ -173,8 +178,9 @@ QUIRE_API void quire_pack_scaled(const ScaledLayer* layer, const char* codes, co
 }
 
 // As quire_linear.
-QUIRE_API void quire_scaled_linear(const ScaledLayer* layer, const float* x, long x_stride, float* out, int rows) {
-    multiply_layer(*layer, x, x_stride, out, rows);
+QUIRE_API void quire_scaled_linear(const ScaledLayer* layer, const float* x, long x_stride, void* out, int out_is_bf16,
+                                   int rows) {
+    multiply(ScaledProduct<float>{layer, x, x_stride}, *layer, out, out_is_bf16, rows);
 }
 
 // Whether quire_scaled_linear_bf16 can multiply rows by this layer.
@@ -184,7 +190,7 @@ QUIRE_API int quire_scaled_takes_bf16(const ScaledLayer* layer) {
 }
 
 // As quire_scaled_linear, for bfloat16 rows.
-QUIRE_API void quire_scaled_linear_bf16(const ScaledLayer* layer, const uint16_t* x, long x_stride, float* out,
-                                       int rows) {
-    multiply_layer(*layer, x, x_stride, out, rows);
+QUIRE_API void quire_scaled_linear_bf16(const ScaledLayer* layer, const uint16_t* x, long x_stride, void* out,
+                                        int out_is_bf16, int rows) {
+    multiply(ScaledProduct<uint16_t>{layer, x, x_stride}, *layer, out, out_is_bf16, rows);
 }

@@ -58,8 +58,9 @@ class PackedScaledLinear(PackedLinear):
             weight = _reordered(weight, self._order)
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self.outputs, self.inputs = weight.shape
-        self._run = native.function("quire_scaled_linear", pointer, pointer, long, pointer, integer)
-        self._run_narrow = native.function("quire_scaled_linear_bf16", pointer, pointer, long, pointer, integer)
+        call = (pointer, pointer, long, pointer, integer, integer)
+        self._run = native.function("quire_scaled_linear", *call)
+        self._run_narrow = native.function("quire_scaled_linear_bf16", *call)
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         codes, scales, zeros, rows = (
             None if tensor is None else tensor.data_ptr()
