@@ -382,7 +382,7 @@ class AttentionOperation final : public Operation {
 }  // namespace
 
 // Computes attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens after the last row's become zero.
-// Returns 0 or an error code (attention_structs.h), with undefined results. A plan reads the step anew in each run; its
+// Returns 0 or an error code (attention_structs.h), with undefined results. Each run of a plan reads the step; its
 // number of tokens must not change.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,
                                   const void* cache, const QuireStep* step, const QuireLayer* layer) {
@@ -391,7 +391,7 @@ QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_st
 }
 
 // Writes a layer's projected keys and values to the cache, and normalises and rotates queries in place. As in
-// quire_attention, a plan reads the step anew.
+// quire_attention, each run of a plan reads the step.
 QUIRE_API int64_t quire_attention_prologue(const QuireTokens* tokens, void* cache, const QuireStep* step,
                                            const QuireLayer* layer) {
     return execute(PrologueOperation(*tokens, static_cast<char*>(cache), step, *layer));

@@ -2,7 +2,7 @@
 //
 // A stage of an operation is a *turn*. One word holds the number of the turn and the next piece, so that taking a piece
 // proves that what was read of the turn before is still valid. The thread that completes the last piece of a turn begins
-// the next one, whichever thread it is: no thread is needed to go on but those that have a core.
+// the next one, whichever thread it is: the work needs no thread but those that have a core.
 #include "pool.h"
 
 #include <omp.h>
@@ -24,7 +24,7 @@ constexpr int PIECE_BITS = 24;
 constexpr uint64_t CLOSED = (1 << PIECE_BITS) - 1;  // in place of a piece: the turn's data is being replaced
 constexpr int MOST_THREADS = 256;
 constexpr int SPINS = 4000;         // about 0.1 ms: longer than the pause between two layers, shorter than between steps
-constexpr int REPEAT_AFTER = 300;   // about 8 us without a piece to take: the piece of a late thread is computed again
+constexpr int REPEAT_AFTER = 300;   // about 8 us without a piece to take: the piece of a late thread is repeated
 
 QUIRE_INLINE void pause() {
 #if defined(__x86_64__)
@@ -87,7 +87,7 @@ class Pool {
         uint64_t word;
         Operation* operation;
         uint64_t count;
-        int64_t scratch;  // not 0: pieces may be computed again
+        int64_t scratch;  // not 0: pieces may be repeated
     };
 
     static int64_t run_alone(Operation* const* operations, int64_t count) {

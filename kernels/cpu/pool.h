@@ -4,8 +4,8 @@
 // An OpenMP region ends when all its threads have reached its end. If other processes use the cores too (the scheduler,
 // the front end, a client), a thread may get no core for milliseconds, and each of a step's hundreds of regions would
 // wait for a thread that has nothing to do. Here each running thread takes the next piece, whichever thread has computed
-// the last piece of an operation begins the next one, and a piece of a thread that has lost its core is computed again
-// by another thread, if the operation allows it.
+// the last piece of an operation begins the next one, and a piece of a thread that has lost its core is repeated by
+// another thread, if the operation allows it.
 #pragma once
 
 #include <algorithm>
