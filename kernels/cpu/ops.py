@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import empty
 from quire.kernels.dense.gated_activation import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,7 +38,7 @@ class CpuKernels:
         if columns % 2 != 0:
             raise ValueError(f"gate_up: dimension 1 (2 * width) is {columns}, expected an even number")
         width, dtype = columns // 2, gate_up.dtype
-        out = gate_up.new_empty(rows, width)
+        out = empty((rows, width), dtype)
         at, stride, number = gate_up.data_ptr(), gate_up.stride(0), ACTIVATIONS[activation]
         self._gate(at, stride, out.data_ptr(), rows, width, dtype is torch.bfloat16, number)
         return out
@@ -60,7 +61,7 @@ class CpuKernels:
             (rows, width), heads = x.shape, 0
             outer, inner = x.stride(0), 0
         dtype = x.dtype
-        out = x.new_empty(rows, width) if heads == 0 else x.new_empty(rows, heads, width)
+        out = empty((rows, heads, width) if heads else (rows, width), dtype)
         at, kind = _weight(weight, width)
         count = (rows * (heads or 1), heads or 1, None, at, out.data_ptr(), width)
         self._norm(x.data_ptr(), outer, inner, *count, eps, dtype is torch.bfloat16, kind)
@@ -79,7 +80,7 @@ class CpuKernels:
             raise ValueError(
                 f"residual: expected contiguous {dtype} {tuple(shape)}, got {residual.dtype} {tuple(residual.shape)}"
             )
-        out = x.new_empty(rows, width)
+        out = empty((rows, width), dtype)
         at, kind = _weight(weight, width)
         count = (rows, 1, residual.data_ptr(), at, out.data_ptr(), width)
         self._norm(x.data_ptr(), x.stride(0), 0, *count, eps, dtype is torch.bfloat16, kind)

@@ -18,6 +18,10 @@ int64_t Plan::add_and_run(std::unique_ptr<Operation> operation) {
 
 int64_t Plan::run() const { return run_operations(operations_.data(), int64_t(operations_.size()), max_threads(), true); }
 
+void note_unrecorded() {
+    if (recording) recording->complete = false;
+}
+
 Plan* recorded_plan() { return recording; }
 
 }  // namespace quire
@@ -28,10 +32,11 @@ QUIRE_API void quire_plan_begin() {
     quire::recording = new quire::Plan;
 }
 
-// Returns the recorded plan, which belongs to the caller.
+// Returns the recorded plan, which belongs to the caller; null if it is not complete.
 QUIRE_API void* quire_plan_end() {
-    quire::Plan* const plan = quire::recording;
+    quire::Plan* plan = quire::recording;
     quire::recording = nullptr;
+    if (!plan->complete) delete plan, plan = nullptr;
     return plan;
 }
 

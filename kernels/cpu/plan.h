@@ -16,6 +16,7 @@ class Plan {
     ~Plan() { wait_for_late_threads(); }
     int64_t add_and_run(std::unique_ptr<Operation> operation);
     int64_t run() const;
+    bool complete = true;  // whether everything that the thread did meanwhile is an operation of the plan
 
   private:
     std::vector<std::unique_ptr<Operation>> owned_;

@@ -74,6 +74,9 @@ class RowOperation : public Operation {
     bool many_;
 };
 
+// Notes that this thread did work which a plan would not repeat (plan.h).
+void note_unrecorded();
+
 template <class Body>
 class Pieces final : public Operation {
   public:
@@ -86,9 +89,10 @@ class Pieces final : public Operation {
     Body& body_;
 };
 
-// Runs body(i) for every i in [0, count). Returns when all are done.
+// Runs body(i) for every i in [0, count), outside plans. Returns when all are done.
 template <class Body>
 inline void parallel_for(int64_t count, int threads, Body&& body) {
+    note_unrecorded();
     if (threads <= 1 || count <= 1) {
         for (int64_t i = 0; i < count; i++) body(i);
         return;
@@ -102,7 +106,6 @@ inline void parallel_for(int64_t count, int threads, Body&& body) {
 template <class Body>
 inline void parallel_runs(int64_t count, int threads, Body&& body) {
     const int64_t runs = runs_of(count, threads);
-    if (runs <= 1) return body(int64_t(0), count);
     parallel_for(runs, threads, [&](int64_t i) { body(i * count / runs, (i + 1) * count / runs); });
 }
 

@@ -38,10 +38,11 @@ class CpuBackend:
 
     def __init__(self, native: bool = True, deterministic: bool = False) -> None:
         library = find_native() if native else "not requested"
+        self.native = library if isinstance(library, Native) else None
         self._attention: NativeAttention | FixedOrderAttention | TorchAttention
-        if isinstance(library, Native):
-            self._attention, self.supports = NativeAttention(library), NATIVE
-            self._description = f"native, {INSTRUCTIONS.get(library.vector_floats, platform.machine())}"
+        if self.native is not None:
+            self._attention, self.supports = NativeAttention(self.native), NATIVE
+            self._description = f"native, {INSTRUCTIONS.get(self.native.vector_floats, platform.machine())}"
         else:
             self._attention, self.supports = FixedOrderAttention() if deterministic else TorchAttention(), TORCH
             order = ", one token at a time in a fixed order" if deterministic else ""

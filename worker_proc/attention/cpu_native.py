@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import empty
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 
 FORMATS = {
@@ -38,6 +39,15 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
         *((name, ctypes.c_int64) for name in ("block_size", "window", "num_prefixes")),
     )
+
+    @classmethod
+    def of(cls, other: "Step") -> "Step":
+        """Return a copy."""
+        return cls.from_buffer_copy(other)
+
+    def assign(self, other: "Step") -> None:
+        """Overwrite all fields in place."""
+        ctypes.pointer(self)[0] = other
 
 
 class Layer(ctypes.Structure):
@@ -146,17 +156,19 @@ class NativeAttention:
         if rotary is not None:
             _set_rotary(tokens, rotary, len(qkv))
         layer = _layer(spec, kv_cache, qkv.dtype, plan)
-        _check(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
+        require_no_error(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
         return self._attend(qkv[:, : spec.num_heads], kv_cache, plan, layer)
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: Layer) -> torch.Tensor:
         """Compute attention of ``query``: ``[num_tokens, num_heads, head_dim]``, may be strided."""
         if len(query) != plan.step.num_tokens:
             raise ValueError(f"query: {len(query)} tokens, expected {plan.step.num_tokens}")
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = empty(query.shape, query.dtype)
         token_stride, head_stride, _ = query.stride()
         cache = kv_cache.data_ptr()
-        _check(self._attention(out.data_ptr(), query.data_ptr(), token_stride, head_stride, cache, plan.step, layer))
+        require_no_error(
+            self._attention(out.data_ptr(), query.data_ptr(), token_stride, head_stride, cache, plan.step, layer)
+        )
         return out
 
 
@@ -209,6 +221,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check(error: int) -> None:
+def require_no_error(error: int) -> None:
+    """Raise ValueError for an error code of the library."""
     if error:
         raise ValueError(ERRORS[error])

@@ -26,6 +26,7 @@ from quire.worker_proc.execute.decode_graphs import DecodeGraphs
 from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.device_inputs import InputSender
 from quire.worker_proc.execute.forward import Forward
+from quire.worker_proc.execute.forward_passes import ForwardPasses
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.pending_result import (
     HostCopies,
@@ -110,6 +111,7 @@ class ModelRunner:
             [caches[source] for source in sources],
             [group_of[source] for source in sources],
         )
+        self._passes = ForwardPasses(self.forward)
         shapes = [
             tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
         ]
@@ -223,10 +225,7 @@ class ModelRunner:
         self._prepare_sampling(positions)
         prompt = PromptTargets.of(inputs, self.batch, self._transfer)
         self._transfer.send()
-        hidden = self.forward.hidden(sent.token_ids, sent.positions, plans)
-        logits = None
-        if len(positions):
-            logits = self._model.logits(hidden if sent.sampled_tokens is None else hidden[sent.sampled_tokens])
+        hidden, logits = self._passes.run(sent, plans, sampling=len(positions) > 0)
         prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
         return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows)
 

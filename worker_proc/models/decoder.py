@@ -105,10 +105,20 @@ class Decoder(Module):
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm.
         """
+        return self.run_layers(self.embed_tokens(token_ids), positions, kv_caches, plans, backend)
+
+    def run_layers(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        plans: Sequence[Any],
+        backend: LayerAttention,
+    ) -> torch.Tensor:
+        """Run all layers on embedded tokens, ``[num_tokens, hidden_size]``, which it overwrites. See ``__call__``."""
         rotary = Rotary(self.rope, positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
         rotaries = {"": rotary, "local": local, "none": None}
-        residual = self._embed(token_ids)
         pending: torch.Tensor | None = None
         for layer, source in zip(self.layers, self._cache_sources, strict=True):
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
@@ -121,8 +131,15 @@ class Decoder(Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
+        return self.logits_of(self.scores(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Multiply by the head: ``[rows, hidden_size]`` → float32, this rank's part of the vocabulary."""
+        return self.lm_head(hidden)
+
+    def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """Complete the result of ``scores``: scale, soft cap, and the parts of all ranks."""
         config = self.config
-        scores = self.lm_head(hidden)
         if config.logits_scaling != 1.0:
             scores = scores / config.logits_scaling
         if config.final_soft_cap:
@@ -179,7 +196,7 @@ class Decoder(Module):
         layer = next((i for i in range(config.num_layers) if (i in config.local_rope_layers) == local), 0)
         return rope_table(rope, config.kv_shape(layer)[1], length, self.build.device).to(self.build.activation_dtype)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the first residual stream, ``[num_tokens, hidden_size]``, in newly allocated memory."""
         parallel = self.build.parallel
         if parallel.size == 1:

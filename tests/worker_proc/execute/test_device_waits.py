@@ -241,7 +241,7 @@ def _results_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "line"),
     [
         (_planned_at_the_first_layer, "kernels/attention/attention_plan.py"),
-        (_index_on_the_host("sampled_tokens"), "worker_proc/execute/model_runner.py"),
+        (_index_on_the_host("sampled_tokens"), "worker_proc/execute/forward_passes.py"),
         (_index_on_the_host("sampled_rows"), "worker_proc/execute/model_runner.py"),
         (_results_read_at_once, "worker_proc/execute/model_runner.py"),
     ],

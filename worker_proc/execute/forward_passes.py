@@ -1,0 +1,108 @@
+"""Recorded forward passes: the CPU's counterpart of CUDA graphs, for steps of few tokens.
+
+The Python between native calls takes as long as the calls themselves when a step has few rows. So the first step with
+some number of tokens records its native calls, and later steps with as many tokens run them again on the same memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import NotRecordable, RecordedPlan, record
+from quire.protocol.process.log import event_logger
+from quire.worker_proc.attention.cpu import CpuBackend
+from quire.worker_proc.attention.cpu_native import NativePlan, Step, require_no_error
+from quire.worker_proc.execute.device_inputs import DeviceInputs
+from quire.worker_proc.execute.forward import Forward
+
+log = event_logger("worker")
+
+MOST_TOKENS = 64
+"""Tokens of a recorded step. In longer ones Python takes a few percent of the time."""
+
+MOST_PLANS = 64
+"""Recorded passes that are kept, each with memory for its activations."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A recorded pass: memory that a step fills, the plan, and the tensors that it writes."""
+
+    residual: torch.Tensor
+    positions: torch.Tensor
+    steps: list[Step]
+    plan: RecordedPlan
+    hidden: torch.Tensor
+    scores: torch.Tensor
+
+
+class ForwardPasses:
+    """Runs the model and its head on a step, from recorded plans where possible."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        backend = forward.backend
+        alone = forward.model.build.parallel.size == 1
+        self._native = backend.native if isinstance(backend, CpuBackend) and alone else None
+        self._passes: OrderedDict[int, _Pass] = OrderedDict()
+
+    def run(
+        self, sent: DeviceInputs, plans: Sequence[Any], *, sampling: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one step; ``plans``: the attention plan of each group.
+
+        Returns:
+            The hidden states of all tokens, and with ``sampling`` the logits of the sampled ones, valid until the next
+            step.
+
+        Raises:
+            ValueError: attention refused the step.
+        """
+        model, chosen = self._forward.model, sent.sampled_tokens
+        if self._native is not None and sampling and chosen is None and len(sent.token_ids) <= MOST_TOKENS:
+            found = self._recorded(self._native, sent, plans)
+            if found is not None:
+                return found.hidden, model.logits_of(found.scores)
+        hidden = self._forward.hidden(sent.token_ids, sent.positions, plans)
+        return hidden, model.logits(hidden if chosen is None else hidden[chosen]) if sampling else None
+
+    def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
+        """Run a recorded pass, which is recorded first if there is none of this size; None if that is impossible."""
+        embedded = self._forward.model.embed_tokens(sent.token_ids)
+        found = self._passes.get(len(embedded))
+        if found is None:
+            return self._record(native, embedded, sent.positions, plans)
+        self._passes.move_to_end(len(embedded))
+        found.residual.copy_(embedded)
+        found.positions.copy_(sent.positions)
+        for step, plan in zip(found.steps, plans, strict=True):
+            step.assign(plan.step)
+        require_no_error(found.plan.run())
+        return found
+
+    def _record(
+        self, native: Native, embedded: torch.Tensor, positions: torch.Tensor, plans: Sequence[NativePlan]
+    ) -> _Pass | None:
+        forward, model = self._forward, self._forward.model
+        residual, positions = embedded.clone(), positions.clone()
+        own = [NativePlan(Step.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
+
+        def body() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = forward.layers(residual, positions, own)
+            return hidden, model.scores(hidden)
+
+        try:
+            plan, (hidden, scores) = record(native, body, keep=(residual, positions, own))
+        except NotRecordable as reason:
+            log.info("steps are not recorded: this model needs an operation that the CPU library lacks", reason=reason)
+            self._native = None
+            return None
+        made = _Pass(residual, positions, [plan.step for plan in own], plan, hidden, scores)
+        self._passes[len(positions)] = made
+        if len(self._passes) > MOST_PLANS:
+            self._passes.popitem(last=False)
+        return made
