@@ -7,6 +7,7 @@ import torch
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import empty
 
 # As in linear.cpp.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -128,7 +129,7 @@ class PackedLinear:
             raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
         rows, dtype = x.shape[0], dtype or x.dtype
         narrow = dtype is torch.bfloat16
-        out = torch.empty(rows, self.outputs, dtype=torch.bfloat16 if narrow else torch.float32)
+        out = empty((rows, self.outputs), torch.bfloat16 if narrow else torch.float32)
         if x.dtype is torch.bfloat16 and self._takes_bfloat16:
             x = x if x.stride(1) == 1 else x.contiguous()
             self._run_narrow(self._layer_at, x.data_ptr(), x.stride(0), out.data_ptr(), narrow, rows)
