@@ -85,7 +85,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     enforce_eager: Annotated[
-        bool, Setting(MODEL, "do not use CUDA graphs. Uses less memory and starts faster, but steps are slower")
+        bool,
+        Setting(
+            MODEL,
+            "do not use CUDA graphs or, on a CPU, recorded plans. Uses less memory and starts faster, but steps are "
+            "slower",
+        ),
     ] = False
     deterministic: Annotated[
         bool,

@@ -43,12 +43,20 @@ class _Pass:
 class ForwardPasses:
     """Runs the model and its head on a step, from recorded plans where possible."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, *, eager: bool) -> None:
+        """
+        Args:
+            eager: record nothing.
+        """
         self._forward = forward
         backend = forward.backend
-        alone = forward.model.build.parallel.size == 1
-        self._native = backend.native if isinstance(backend, CpuBackend) and alone else None
+        recordable = not eager and forward.model.build.parallel.size == 1
+        self._native = backend.native if isinstance(backend, CpuBackend) and recordable else None
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of recorded passes."""
+        return len(self._passes)
 
     def run(
         self, sent: DeviceInputs, plans: Sequence[Any], *, sampling: bool

@@ -111,7 +111,7 @@ class ModelRunner:
             [caches[source] for source in sources],
             [group_of[source] for source in sources],
         )
-        self._passes = ForwardPasses(self.forward)
+        self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
         shapes = [
             tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
         ]
@@ -225,7 +225,7 @@ class ModelRunner:
         self._prepare_sampling(positions)
         prompt = PromptTargets.of(inputs, self.batch, self._transfer)
         self._transfer.send()
-        hidden, logits = self._passes.run(sent, plans, sampling=len(positions) > 0)
+        hidden, logits = self.passes.run(sent, plans, sampling=len(positions) > 0)
         prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
         return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows)
 
