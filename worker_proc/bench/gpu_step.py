@@ -6,14 +6,17 @@ from functools import partial
 
 import torch
 
+from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.bench.cpu_layers import layer_shapes
 from quire.worker_proc.bench.record import Bench, Limits, describe, free_memory
 from quire.worker_proc.bench.static_step import static_step
 from quire.worker_proc.bench.step_driver import BLOCK_SIZE, StepDriver, StepTimes, dummy_model, sized
 from quire.worker_proc.bench.timing import elapsed
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.triton_ops import TritonOps
 
 QUIRE, EAGER, STATIC = "quire", "quire, eager", "static cache, one graph"
 
@@ -55,8 +58,9 @@ def decode_step(bench: Bench) -> None:
 
 
 def _make(name: str, bench: Bench, max_rows: int, max_len: int) -> tuple[Decoder, StepDriver]:
-    model = dummy_model(sized(bench.models[name], bench.size), bench.dtype, bench.device, max_len)
-    return model, StepDriver(model, bench.dtype, bench.device, max_rows, max_len)
+    require_launchable(bench.device.type)
+    model = dummy_model(sized(bench.models[name], bench.size), bench.dtype, bench.device, max_len, TritonOps())
+    return model, StepDriver(model, bench.dtype, bench.device, TritonBackend(max_rows), max_rows, max_len)
 
 
 def _timed(

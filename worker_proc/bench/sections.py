@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.worker_proc.bench import cpu_attention, cpu_layers, gpu_attention, gpu_kernels, gpu_step
+from quire.worker_proc.bench import cpu_attention, cpu_layers, cpu_step, gpu_attention, gpu_kernels, gpu_step
 from quire.worker_proc.bench.record import Bench
 
 
@@ -26,6 +26,7 @@ SECTIONS = (
     Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
     Section("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
     Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
+    Section("cpu_step", "cpu", "decode step of smollm2-135m: rows x tokens", cpu_step.cpu_step),
     Section("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
     Section("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),
     Section("decode_step", "cuda", "decode step of llama-3.1-8b: rows x tokens", gpu_step.decode_step),

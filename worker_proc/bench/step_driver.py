@@ -9,19 +9,18 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
-from quire.worker_proc.attention.triton_backend import TritonBackend
+from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.bench.record import Size
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.models.triton_ops import TritonOps
 from quire.worker_proc.startup.loader import init_dummy_weights
 
 BLOCK_SIZE = 16
@@ -44,10 +43,9 @@ def sized(model: ModelConfig, size: Size) -> ModelConfig:
     return msgspec.structs.replace(model, num_heads=4, num_kv_heads=2, head_dim=16, **tiny)
 
 
-def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int) -> Decoder:
-    """Build the model with Triton's kernels and random weights."""
-    require_launchable(device.type)
-    built = build_model(model, dtype, device, max_model_len, ops=TritonOps())
+def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int, ops: Ops) -> Decoder:
+    """Build the model with random weights."""
+    built = build_model(model, dtype, device, max_model_len, ops=ops)
     init_dummy_weights(built, seed=0)
     return built
 
@@ -55,7 +53,17 @@ def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, ma
 class StepDriver:
     """Owns the runner and counts its steps. Every row has blocks for ``max_len`` tokens from its first step."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, device: torch.device, max_rows: int, max_len: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: AttentionBackend,
+        max_rows: int,
+        max_len: int,
+        *,
+        eager: bool = False,
+    ) -> None:
         name = str(dtype).removeprefix("torch.")
         self._per_row = -(-max_len // BLOCK_SIZE)
         self._device = device
@@ -74,8 +82,9 @@ class StepDriver:
             max_model_len=self._per_row * BLOCK_SIZE,
             max_num_seqs=max_rows,
             block_size=BLOCK_SIZE,
+            enforce_eager=eager,
         )
-        self.runner = ModelRunner(config, layout, num_blocks, model, TritonBackend(max_rows), device)
+        self.runner = ModelRunner(config, layout, num_blocks, model, backend, device)
         for cache in self.runner.forward.kv_caches:
             cache.normal_()  # Not computed by a step; zeros would need less power than real keys, and be faster.
 

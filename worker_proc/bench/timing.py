@@ -59,9 +59,9 @@ class Clock:
     def alternating(self, calls: Sequence[Call]) -> list[float]:
         """Return the seconds of each call's fastest round on the host, in rounds of all calls."""
         rounds = _MIN_ROUNDS if self._figure_s else 0
-        times = [_host_seconds(call) for call in calls]
+        times = [elapsed_on_host(call) for call in calls]
         for _ in range(rounds):
-            times = [min(best, _host_seconds(call)) for best, call in zip(times, calls, strict=True)]
+            times = [min(best, elapsed_on_host(call)) for best, call in zip(times, calls, strict=True)]
         return times
 
     def _rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
@@ -73,13 +73,13 @@ class Clock:
         return self._device_rounds(calls, graph)
 
     def _host_rounds(self, calls: Sequence[Call], min_rounds: int) -> list[float]:
-        first = _host_seconds(calls[0])
+        first = elapsed_on_host(calls[0])
         if first > _MAX_FIRST_CALL * self._figure_s > 0:
             return [first]
         times: list[float] = []
         end = time.perf_counter() + self._figure_s
         while len(times) < min_rounds or time.perf_counter() < end:
-            times.append(_host_seconds(calls[len(times) % len(calls)]))
+            times.append(elapsed_on_host(calls[len(times) % len(calls)]))
         return times
 
     def _device_rounds(self, calls: Sequence[Call], graph: bool) -> list[float]:
@@ -106,7 +106,8 @@ class Clock:
         return times
 
 
-def _host_seconds(call: Call) -> float:
+def elapsed_on_host(call: Call) -> float:
+    """Return the seconds of one call by the host's clock."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started

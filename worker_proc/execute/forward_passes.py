@@ -58,6 +58,14 @@ class ForwardPasses:
         """Return the number of recorded passes."""
         return len(self._passes)
 
+    def replay(self, num_tokens: int) -> None:
+        """Run the recorded pass of this size on its last step, to measure it alone.
+
+        Raises:
+            KeyError: no such pass is recorded.
+        """
+        self._passes[num_tokens].plan.run()
+
     def run(
         self, sent: DeviceInputs, plans: Sequence[Any], *, sampling: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
