@@ -86,7 +86,7 @@ def record(native: Native, body: Callable[[], Result], keep: Any = None) -> tupl
     """Run ``body``, and return its native calls as a plan, with its result, whose memory belongs to the plan.
 
     Args:
-        keep: what must live as long as the plan: whatever holds memory that the calls read or write.
+        keep: what must live as long as the plan: the owners of memory that the calls read or write.
 
     Raises:
         NotRecordable: ``body`` also calls torch operators that compute something.

@@ -87,7 +87,7 @@ class ForwardPasses:
         return hidden, model.logits(hidden if chosen is None else hidden[chosen]) if sampling else None
 
     def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
-        """Run a recorded pass, which is recorded first if there is none of this size; None if that is impossible."""
+        """Run a pass of this size, which is recorded at the first time; None if this model cannot be recorded."""
         embedded = self._forward.model.embed_tokens(sent.token_ids)
         found = self._passes.get(len(embedded))
         if found is None:
