@@ -325,6 +325,7 @@ class AttentionOperation final : public Operation {
         }
     }
 
+    const char* name() const override { return "attention"; }
     int64_t error() const override { return error_; }
 
   private:

@@ -107,6 +107,7 @@ class PrologueOperation final : public RowOperation {
         : RowOperation(step->num_tokens, numbers(*step, layer) >= ONE_THREAD_NUMBERS),
           tokens_(tokens), cache_(cache), step_(step), layer_(layer) {}
     PrologueOperation(const PrologueOperation& other) = default;
+    const char* name() const override { return "cache_write"; }
     int64_t error() const override { return error_.value; }
 
   private:

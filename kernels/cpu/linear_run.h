@@ -88,6 +88,8 @@ class Product final : public Operation {
         commit(piece, scratch);
     }
 
+    const char* name() const override { return "products"; }
+
     int64_t scratch_bytes() const override { return preparing_ ? 0 : SUMS_BYTES; }
 
     void compute(int64_t piece, char* scratch) override {

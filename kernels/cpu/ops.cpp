@@ -116,6 +116,7 @@ class GateOperation final : public RowOperation {
   public:
     explicit GateOperation(const Gate& call)
         : RowOperation(call.rows, long(call.rows) * call.width > GATE_THREADS_FROM), call_(call) {}
+    const char* name() const override { return "gates"; }
 
   private:
     void run_rows(int64_t first, int64_t last) override {
@@ -182,6 +183,7 @@ class NormOperation final : public RowOperation {
   public:
     explicit NormOperation(const Norm& call)
         : RowOperation(call.rows, long(call.rows) * call.width > NORM_THREADS_FROM), call_(call) {}
+    const char* name() const override { return "norms"; }
 
   private:
     void run_rows(int64_t first, int64_t last) override {

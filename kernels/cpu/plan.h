@@ -16,6 +16,8 @@ class Plan {
     ~Plan() { wait_for_late_threads(); }
     int64_t add_and_run(std::unique_ptr<Operation> operation);
     int64_t run() const;
+    // Runs each operation alone, and adds its seconds to those of its name, in order of first use; returns their number.
+    int64_t profile(const char** names, double* seconds, int64_t most) const;
     bool complete = true;  // whether everything that the thread did meanwhile is an operation of the plan
 
   private:

@@ -35,6 +35,9 @@ class Operation {
     virtual void compute(int64_t, char* /* scratch */) {}
     virtual void commit(int64_t, const char* /* scratch */) {}
 
+    // What it computes, for a profile of a plan.
+    virtual const char* name() const { return "other"; }
+
     // 0, or what was wrong with the arguments, as an error code of the operation.
     virtual int64_t error() const { return 0; }
 };

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels.cpu.native import Native
 
 ALIGNMENT = 64
+MOST_NAMES = 16
+"""Kinds of operations in a profile."""
 
 Result = TypeVar("Result")
 
@@ -74,12 +76,21 @@ class RecordedPlan:
     def __init__(self, native: Native, handle: int, arena: Arena, keep: Any) -> None:
         pointer = ctypes.c_void_p
         self._run: Callable[[int], int] = native.function("quire_plan_run", pointer, returns=ctypes.c_int64)
+        self._profile: Callable[..., int] = native.function(
+            "quire_plan_profile", pointer, pointer, pointer, ctypes.c_int64, returns=ctypes.c_int64
+        )
         self._handle, self._arena, self._keep = handle, arena, keep
         weakref.finalize(self, native.function("quire_plan_free", pointer), handle)
 
     def run(self) -> int:
         """Run the calls; return the first error code of a call, or 0."""
         return self._run(self._handle)
+
+    def profile(self) -> dict[str, float]:
+        """Run each operation alone; return the seconds of all operations of each name."""
+        names, seconds = (ctypes.c_char_p * MOST_NAMES)(), (ctypes.c_double * MOST_NAMES)()
+        count = self._profile(self._handle, names, seconds, MOST_NAMES)
+        return {(names[i] or b"").decode(): seconds[i] for i in range(count)}
 
 
 def record(native: Native, body: Callable[[], Result], keep: Any = None) -> tuple[RecordedPlan, Result]:

@@ -1,7 +1,5 @@
 """Whole decode steps on a CPU: from recorded plans, and launched call by call."""
 
-from functools import partial
-
 import torch
 
 from quire.kernels.cpu.native import load_native
@@ -42,10 +40,12 @@ def cpu_step(bench: Bench) -> None:
             for name, driver in drivers.items():
                 driver.steady(WARM_UP)
                 times[name].append(driver.steady(steps).wall)
-        passes = drivers["recorded"].runner.passes
         figures = {}
-        if len(passes):
-            figures["plan_us"] = min(elapsed_on_host(partial(passes.replay, rows)) for _ in range(steps)) * 1e6
+        plan = drivers["recorded"].runner.passes.plan(rows)
+        if plan is not None:
+            figures["plan_us"] = min(elapsed_on_host(plan.run) for _ in range(steps)) * 1e6
             figures["python_us"] = min(times["recorded"]) * 1e6 - figures["plan_us"]
+            profiles = [plan.profile() for _ in range(steps)]
+            figures |= {f"{name}_us": min(each[name] for each in profiles) * 1e6 for name in profiles[0]}
         for name, found in times.items():
             bench.note(f"{rows} x {length}", name, min(found), **(figures if name == "recorded" else {}))

@@ -58,13 +58,10 @@ class ForwardPasses:
         """Return the number of recorded passes."""
         return len(self._passes)
 
-    def replay(self, num_tokens: int) -> None:
-        """Run the recorded pass of this size on its last step, to measure it alone.
-
-        Raises:
-            KeyError: no such pass is recorded.
-        """
-        self._passes[num_tokens].plan.run()
+    def plan(self, num_tokens: int) -> RecordedPlan | None:
+        """Return the recorded plan of steps with so many tokens, if there is one."""
+        found = self._passes.get(num_tokens)
+        return None if found is None else found.plan
 
     def run(
         self, sent: DeviceInputs, plans: Sequence[Any], *, sampling: bool
