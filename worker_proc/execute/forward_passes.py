@@ -59,7 +59,7 @@ class ForwardPasses:
         return len(self._passes)
 
     def plan(self, num_tokens: int) -> RecordedPlan | None:
-        """Return the recorded plan of steps with so many tokens, if there is one."""
+        """Return the recorded plan of steps with this number of tokens, if there is one."""
         found = self._passes.get(num_tokens)
         return None if found is None else found.plan
 
