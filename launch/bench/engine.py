@@ -8,11 +8,12 @@ import argparse
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import msgspec
 import psutil
 from tqdm import tqdm
 
-from quire.launch.bench.peers import PEERS, Peer, PeerFailed, find_driver, write_checkpoint
+from quire.launch.bench.peer_files import PeerFiles
+from quire.launch.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
@@ -29,7 +31,7 @@ from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, EngineError, did_you_mean
+from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 
 # Lower ids are special tokens in most checkpoints.
@@ -38,6 +40,14 @@ WARM_UP_LENGTH = 16
 DRIVER = "engine.py"
 # If other processes keep more cores than this busy, the figures measure the machine more than the engine.
 QUIET_CORES = 0.2
+BUSY_SCRIPT = """
+import os
+parent = os.getppid()
+print("busy", flush=True)
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], None]
@@ -50,7 +60,9 @@ class Contestant:
     Attributes:
         generate: generates a number of tokens for each prompt; raises PeerFailed.
         seconds: wall time of each timed round.
-        others_cores: cores kept busy by other processes, in the prefill round and each timed round.
+        busy_seconds: wall time of each round beside busy processes.
+        others_cores: cores kept busy by other processes, in the prefill round and each timed round. The benchmark's
+            own busy processes are not counted.
         error: why there is no result, or None.
     """
 
@@ -59,12 +71,16 @@ class Contestant:
     ready_s: float
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    busy_seconds: list[float] = field(default_factory=list)
     others_cores: list[float] = field(default_factory=list)
     prefill_s: float | None = None
     error: str | None = None
 
     def results(self, num_tokens: int, prompt_tokens: int, num_requests: int) -> dict[str, Any]:
-        """Return the figures. ``tokens_per_s``: generated tokens per second of a whole round; median of the rounds."""
+        """Return the figures. ``tokens_per_s``: generated tokens per second of a whole round; median of the rounds.
+
+        ``busy_by_quiet``: the same beside busy processes, divided by that of the other rounds.
+        """
         if self.error is not None:
             return {"error": self.error}
         rates = [num_tokens / seconds for seconds in self.seconds]
@@ -76,6 +92,10 @@ class Contestant:
             "others_cores": self.others_cores,
             **self.facts,
         }
+        if self.busy_seconds:
+            found["busy_tokens_per_s"] = num_tokens / statistics.median(self.busy_seconds)
+            found["busy_tokens_per_s_rounds"] = [num_tokens / seconds for seconds in self.busy_seconds]
+            found["busy_by_quiet"] = found["busy_tokens_per_s"] / found["tokens_per_s"]
         if self.prefill_s is not None:
             found |= {"prefill_s": self.prefill_s, "prefill_tokens_per_s": prompt_tokens / self.prefill_s}
             if num_tokens > num_requests and median_s > self.prefill_s:
@@ -99,14 +119,19 @@ class OtherProcessesClock:
 
 def run(args: argparse.Namespace, options: EngineOptions) -> None:
     """Raises ConfigError for contradicting flags, EngineError if Quire's engine does not start."""
+    peers = [parse_peer(given) for given in args.peer or []]
     _check(args, options)
     threads = args.threads or default_threads()
     # Read by torch at import in the child processes: the worker and each peer.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as scratch, ExitStack() as stack:
-        config = _engine_config(args, options, Path(scratch))
+        model = find_model(options.model) if args.shape is None else None
+        folder, exporter = args.peer_files or Path(scratch), args.openvino_exporter
+        files = PeerFiles(folder, model, args.shape, options.seed, peers, exporter, args.peer_driver)
+        config = _engine_config(args, options, files)
+        loaded = [(peer, files.of_peer(peer)) for peer in peers]
         llm, ours = _start_ours(config, stack)
-        contestants = [ours, *_start_peers(args, config, threads, stack)]
+        contestants = [ours, *(_start_peer(args, peer, path, threads, stack) for peer, path in loaded)]
         before = llm.statistics()
         _measure(contestants, args, config.model.vocab_size)
         after = llm.statistics()
@@ -115,7 +140,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
             "preemptions": after.num_preemptions - before.num_preemptions,
             "cached_tokens": after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens,
         }
-    _report(args, config, threads, contestants).publish(args.json)
+    _report(args, config, options.quantization, threads, contestants).publish(args.json)
 
 
 def default_threads() -> int:
@@ -133,39 +158,28 @@ def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> P
 
 
 def _check(args: argparse.Namespace, options: EngineOptions) -> None:
-    for name, low in (("num_requests", 1), ("input_len", 1), ("output_len", 1), ("rounds", 1)):
+    for name, low in (("num_requests", 1), ("input_len", 1), ("output_len", 1), ("rounds", 1), ("busy", 0)):
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low} (got {getattr(args, name)})")
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ConfigError(f"--threads must be from 1 to 1024 (got {args.threads})")
     if args.shape is not None and options.model is not None:
         raise ConfigError("MODEL and --shape cannot be combined")
-    for name, _ in _peers(args):
-        if name not in PEERS:
-            raise ConfigError(f"--peer {name}: unknown peer{did_you_mean(name, PEERS)} (known: {', '.join(PEERS)})")
 
 
-def _peers(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return (name, interpreter) of each ``--peer NAME[=PYTHON]``."""
-    parts = [peer.partition("=") for peer in args.peer or []]
-    return [(name, python or sys.executable) for name, _, python in parts]
-
-
-def _engine_config(args: argparse.Namespace, options: EngineOptions, scratch: Path) -> EngineConfig:
-    """Return the configuration of a checkpoint, or of a shape with random weights. Peers load the latter from a
-    checkpoint that is written here."""
-    if args.shape is None:
-        config = make_engine_config(options, folder=find_model(options.model))
-        if args.peer and config.load_format == "dummy":
-            raise ConfigError("--load-format dummy cannot be combined with --peer, which loads weights: use --shape")
-    elif args.peer:
-        find_shape(args.shape)
-        folder = scratch / args.shape
-        (_, python), *_ = _peers(args)
-        write_checkpoint(args.shape, folder, python, find_driver(args.peer_driver, DRIVER), options.seed, scratch)
-        config = make_engine_config(msgspec.structs.replace(options, load_format="auto"), folder=folder)
-    else:
+def _engine_config(args: argparse.Namespace, options: EngineOptions, files: PeerFiles) -> EngineConfig:
+    """Return the configuration of a checkpoint, or of a shape with random weights. If peers are to load these, they
+    are written as a checkpoint."""
+    if args.shape is not None and not args.peer and not args.gguf:
         config = make_engine_config(options, model=find_shape(args.shape))
+    else:
+        if args.shape is not None:
+            find_shape(args.shape)
+            options = msgspec.structs.replace(options, load_format="auto")
+        elif options.load_format == "dummy" and (args.peer or args.gguf):
+            flag = "--peer" if args.peer else "--gguf"
+            raise ConfigError(f"--load-format dummy cannot be combined with {flag}, which loads weights: use --shape")
+        config = make_engine_config(options, folder=files.gguf(args.gguf) if args.gguf else files.checkpoint())
     total = args.input_len + args.output_len
     if total > config.max_model_len:
         raise ConfigError(
@@ -189,52 +203,71 @@ def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant
     return llm, Contestant("quire", generate, ready_s)
 
 
-def _start_peers(args: argparse.Namespace, config: EngineConfig, threads: int, stack: ExitStack) -> list[Contestant]:
-    contestants = []
-    for name, python in _peers(args):
-        driver = find_driver(args.peer_driver, DRIVER)
-        peer = Peer(python, driver, Path(config.model_path), name, args.peer_dtype, threads)
-        stack.callback(peer.close)
-        contestant = Contestant(name, peer.generate, 0.0)
-        try:
-            contestant.ready_s, contestant.facts = peer.wait_ready()
-        except PeerFailed as error:
-            contestant.error = str(error)
-        contestants.append(contestant)
-    return contestants
+def _start_peer(args: argparse.Namespace, choice: PeerChoice, path: Path, threads: int, stack: ExitStack) -> Contestant:
+    driver = find_driver(args.peer_driver, DRIVER)
+    round_size = (args.num_requests, args.input_len + max(args.output_len, WARM_UP_LENGTH))
+    peer = Peer(choice.python, driver, path, choice.name, args.peer_dtype, threads, round_size)
+    stack.callback(peer.close)
+    contestant = Contestant(choice.label, peer.generate, 0.0)
+    try:
+        contestant.ready_s, contestant.facts = peer.wait_ready()
+    except PeerFailed as error:
+        contestant.error = str(error)
+    return contestant
 
 
 def _measure(contestants: list[Contestant], args: argparse.Namespace, vocab_size: int) -> None:
     """Run a warm-up, a round with prefill only, then the timed rounds. A peer that fails is left out afterwards."""
-    lengths = [(0, WARM_UP_LENGTH), (1, 1), *((2 + i, args.output_len) for i in range(args.rounds))]
-    with tqdm(total=len(lengths) * len(contestants), desc="Rounds", file=sys.stderr, leave=False) as bar:
-        for index, output_len in lengths:
+    timed = [("timed", args.output_len), ("busy", args.output_len)] if args.busy else [("timed", args.output_len)]
+    rounds = [("warm-up", min(args.output_len, WARM_UP_LENGTH)), ("prefill", 1), *timed * args.rounds]
+    with tqdm(total=len(rounds) * len(contestants), desc="Rounds", file=sys.stderr, leave=False) as bar:
+        for index, (kind, output_len) in enumerate(rounds):
             prompts = make_prompts(args.prompt_seed + index, args.num_requests, args.input_len, vocab_size)
             for contestant in contestants:
                 if contestant.error is None:
                     bar.set_postfix_str(contestant.name)
-                    _measure_round(contestant, prompts, output_len, index)
+                    with busy_processes(args.busy if kind == "busy" else 0):
+                        _measure_round(contestant, prompts, output_len, kind)
                 bar.update()
 
 
-def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, index: int) -> None:
+@contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run processes that only compute, each with one thread. They end with this process too."""
+    command = [sys.executable, "-I", "-S", "-c", BUSY_SCRIPT]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started += (subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count))
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, kind: str) -> None:
     clock = OtherProcessesClock()
     try:
-        contestant.generate(prompts, min(output_len, WARM_UP_LENGTH) if index == 0 else output_len)
+        contestant.generate(prompts, output_len)
     except PeerFailed as error:
         contestant.error = str(error)
         return
     wall, others = clock.stop()
-    if index == 0:
+    if kind == "warm-up":
         return
     contestant.others_cores.append(others)
-    if index == 1:
+    if kind == "prefill":
         contestant.prefill_s = wall
     else:
-        contestant.seconds.append(wall)
+        (contestant.busy_seconds if kind == "busy" else contestant.seconds).append(wall)
 
 
-def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contestants: list[Contestant]) -> Report:
+def _report(
+    args: argparse.Namespace, config: EngineConfig, quantization: str, threads: int, contestants: list[Contestant]
+) -> Report:
     num_tokens = args.num_requests * args.output_len
     results = {
         c.name: c.results(num_tokens, args.num_requests * args.input_len, args.num_requests) for c in contestants
@@ -243,15 +276,19 @@ def _report(args: argparse.Namespace, config: EngineConfig, threads: int, contes
     for found in results.values():
         if "tokens_per_s" in found:
             found["ours_by_this"] = ours / found["tokens_per_s"]
-    flags = ("num_requests", "input_len", "output_len", "rounds")
+    flags = ("num_requests", "input_len", "output_len", "rounds", "gguf", "busy")
     configured = ("dtype", "device", "async_scheduling", "max_num_seqs", "max_num_batched_tokens", "block_size")
-    settings = {"model": args.shape or "checkpoint"} | {name: getattr(args, name) for name in flags}
-    settings |= {"threads": threads} | {name: getattr(config, name) for name in configured}
+    settings = {"model": args.shape or "checkpoint", "threads": threads, "quantization": quantization}
+    settings |= {name: getattr(args, name) for name in flags} | {name: getattr(config, name) for name in configured}
     report = Report("engine", settings, rounded(results, 3))
-    columns = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this")
+    columns = ["tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this"]
     title = f"{settings['model']}, {args.num_requests} requests, {args.input_len} + {args.output_len} tokens"
+    headers = ["tokens/s", "decode tokens/s", "prefill s", "ready s", "quire / this"]
+    if args.busy:
+        columns += ["busy_tokens_per_s", "busy_by_quiet"]
+        headers += ["busy tokens/s", "busy / quiet"]
     rows = [(name, [found.get(column) for column in columns]) for name, found in results.items()]
-    report.tables.append(Table(title, ("tokens/s", "decode tokens/s", "prefill s", "ready s", "quire / this"), rows))
+    report.tables.append(Table(title, headers, rows))
     facts = contestants[0].facts
     report.notes.append(f"{facts['steps']} steps, {facts['preemptions']} preemptions, {threads} threads")
     report.notes += [f"{c.name} failed: {c.error}" for c in contestants if c.error is not None]

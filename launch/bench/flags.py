@@ -21,8 +21,17 @@ def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-seed", type=int, metavar="N", default=0, help="random seed for the prompts (0)")
     threads = "compute threads of Quire and of each peer (OMP_NUM_THREADS, or one per core)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
-    peer = f"engine to alternate rounds with: {', '.join(PEERS)}; PYTHON: its interpreter (Quire's); repeatable"
-    parser.add_argument("--peer", action="append", metavar="NAME[=PYTHON]", help=peer)
+    choices = ", ".join(":".join((name, "|".join(weights))).rstrip(":") for name, weights in PEERS.items())
+    peer = f"engine to alternate rounds with: {choices}; PYTHON: its interpreter (Quire's); repeatable"
+    parser.add_argument("--peer", action="append", metavar="NAME[:WEIGHTS][=PYTHON]", help=peer)
+    files = "folder of the checkpoints that are written for peers, and used again (a temporary one)"
+    parser.add_argument("--peer-files", type=Path, metavar="DIR", help=files)
+    exporter = "interpreter with optimum-intel, which converts checkpoints for openvino (the peer's)"
+    parser.add_argument("--openvino-exporter", metavar="PYTHON", help=exporter)
+    gguf = "have Quire load the checkpoint as a GGUF file of this type, the one that llamacpp:TYPE loads"
+    parser.add_argument("--gguf", choices=PEERS["llamacpp"], help=gguf)
+    busy = "after each timed round, repeat it with N busy processes beside it (0)"
+    parser.add_argument("--busy", type=int, metavar="N", default=0, help=busy)
     parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="driver of the peers (tools/peers/engine.py)")
     dtypes = ("auto", "bfloat16", "float32")
     dtype = "dtype of the peers; auto: the faster one on this CPU (auto)"

@@ -3,15 +3,23 @@
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.launch.measure.shapes import checkpoint_config
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, did_you_mean
 
-PEERS = ("transformers-static", "transformers-continuous", "vllm")
+PEERS: dict[str, tuple[str, ...]] = {
+    "transformers-static": (),
+    "transformers-continuous": (),
+    "vllm": (),
+    "llamacpp": ("bf16", "q8_0", "q4_0"),
+    "openvino": ("bf16", "int8"),
+}
+"""Peers, and the weights to which a checkpoint is converted for each, the first by default. Others load it as it is."""
 MAX_ERROR = 300
 
 
@@ -19,12 +27,61 @@ class PeerFailed(Exception):
     """The peer failed; the message is the peer's own error in one line."""
 
 
-class Peer:
-    """One running driver. Its stderr is kept: the last line may be the only error report."""
+@dataclass(frozen=True, slots=True)
+class PeerChoice:
+    """A value of ``--peer``: its name, its weights (empty if it has no choice), and its interpreter.
 
-    def __init__(self, python: str, driver: Path, folder: Path, mode: str, dtype: str, threads: int) -> None:
+    Attributes:
+        is_explicit: the weights were given, not the default.
+    """
+
+    name: str
+    weights: str
+    python: str
+    is_explicit: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.weights}" if self.weights else self.name
+
+
+def parse_peer(given: str) -> PeerChoice:
+    """Read ``NAME[:WEIGHTS][=PYTHON]``.
+
+    Raises:
+        ConfigError: unknown name or weights.
+    """
+    label, _, python = given.partition("=")
+    name, separator, weights = label.partition(":")
+    if name not in PEERS:
+        raise ConfigError(f"--peer {name}: unknown peer{did_you_mean(name, PEERS)} (known: {', '.join(PEERS)})")
+    known = PEERS[name]
+    if separator and weights not in known:
+        raise ConfigError(f"--peer {label}: weights must be {', '.join(known) or 'those of the checkpoint, not named'}")
+    return PeerChoice(name, weights or next(iter(known), ""), python or sys.executable, bool(weights))
+
+
+class Peer:
+    """One running driver. Its stderr is kept: the last line may be the only error report.
+
+    Args:
+        path: what the peer loads: a folder or a file.
+        round_size: the requests of the largest round, and the most tokens of each.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        driver: Path,
+        path: Path,
+        mode: str,
+        dtype: str,
+        threads: int,
+        round_size: tuple[int, int],
+    ) -> None:
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (close does)
-        command = [python, "-P", str(driver), "serve", str(folder), mode, dtype, str(threads)]
+        numbers = map(str, (threads, *round_size))
+        command = [python, "-P", str(driver), "serve", str(path), mode, dtype, *numbers]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
@@ -35,7 +92,7 @@ class Peer:
             raise ConfigError(f"--peer {mode}={python}: {error.strerror or error}") from None
 
     def wait_ready(self) -> tuple[float, dict[str, Any]]:
-        """Return (seconds to load, dtype and version). Raises PeerFailed."""
+        """Return (seconds to load; dtype, version and other facts). Raises PeerFailed."""
         line = self._receive()
         return float(line.pop("ready_s")), line
 
@@ -87,20 +144,6 @@ def find_driver(given: Path | None, name: str) -> Path:
     if given is not None:
         raise ConfigError(f"--peer-driver {given}: file not found")
     raise ConfigError(f"--peer requires --peer-driver FILE: tools/peers/{name} not found in a checkout of Quire")
-
-
-def write_checkpoint(shape: str, folder: Path, python: str, driver: Path, seed: int, scratch: Path) -> None:
-    """Write a Hugging Face folder with random weights of a shape, using the peer's own library.
-
-    Raises:
-        ConfigError: the peer's interpreter failed.
-    """
-    config = scratch / "shape.json"
-    config.write_text(json.dumps(checkpoint_config(shape)), encoding="utf-8")
-    try:
-        run_json([python, "-P", str(driver), "write", str(config), str(folder), str(seed)])
-    except PeerFailed as error:
-        raise ConfigError(f"--peer: cannot write a checkpoint: {error}") from None
 
 
 def run_json(command: Sequence[str]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ _TABLE = {
     "tiny": ("LlamaForCausalLM", "llama", (4096, 128, 352, 2048), (4, 4, 2, 32)),
     "smollm2-135m": ("LlamaForCausalLM", "llama", (49152, 576, 1536, 8192), (30, 9, 3, 64)),
     "qwen3-0.6b": ("Qwen3ForCausalLM", "qwen3", (151936, 1024, 3072, 40960), (28, 16, 8, 128)),
+    "qwen2.5-0.5b": ("Qwen2ForCausalLM", "qwen2", (151936, 896, 4864, 32768), (24, 14, 2, 64)),
+    "qwen2.5-1.5b": ("Qwen2ForCausalLM", "qwen2", (151936, 1536, 8960, 32768), (28, 12, 2, 128)),
     "llama-3.1-8b": ("LlamaForCausalLM", "llama", (128256, 4096, 14336, 131072), (32, 32, 8, 128)),
     "mistral-7b": ("MistralForCausalLM", "mistral", (32000, 4096, 14336, 32768), (32, 32, 8, 128)),
     "gemma-3-1b": ("Gemma3ForCausalLM", "gemma3_text", (262144, 1152, 6912, 32768), (26, 4, 1, 256)),
@@ -24,10 +26,13 @@ _TABLE = {
 
 _LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_QWEN2 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False}
 _FURTHER: dict[str, dict[str, Any]] = {
     "tiny": {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True},
     "smollm2-135m": {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True},
     "qwen3-0.6b": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen2.5-0.5b": _QWEN2,
+    "qwen2.5-1.5b": _QWEN2,
     "llama-3.1-8b": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 5e5,

@@ -7,6 +7,8 @@ from quire.protocol.model.gguf_tokenizer import tokenizer_config, tokenizer_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+NO_TOKENIZER = "no_vocab"
+"""What a GGUF file that has weights only declares as its tokenizer."""
 
 
 def read_description(model: Path, name: str) -> str | None:
@@ -20,4 +22,7 @@ def read_description(model: Path, name: str) -> str | None:
         path = model / name
         return path.read_text(encoding="utf-8") if path.is_file() else None
     makers = {TOKENIZER: tokenizer_json, TOKENIZER_CONFIG: tokenizer_config}
-    return makers[name](read_gguf(model)) if name in makers else None
+    if name not in makers:
+        return None
+    file = read_gguf(model)
+    return None if file.settings.get("tokenizer.ggml.model") == NO_TOKENIZER else makers[name](file)

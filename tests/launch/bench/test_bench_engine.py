@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.bench.engine import Contestant, default_threads, make_prompts, run
-from quire.launch.bench.peers import Peer, PeerFailed, find_driver, write_checkpoint
+from quire.launch.bench.engine import Contestant, busy_processes, default_threads, make_prompts, run
+from quire.launch.bench.peer_files import PeerFiles
+from quire.launch.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.cli import parse
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
@@ -30,6 +31,19 @@ def test_rates_come_from_the_median_round() -> None:
     assert found["tokens_per_s"] == 200.0
     assert found["prefill_tokens_per_s"] == 50.0
     assert found["decode_tokens_per_s"] == 590 / 2.0
+
+
+def test_rates_beside_busy_processes_are_compared_with_the_other_rounds() -> None:
+    ours = Contestant("quire", lambda prompts, n: None, 1.0, seconds=[2.0, 3.0, 9.0], busy_seconds=[4.0, 5.0, 6.0])
+    found = ours.results(num_tokens=600, prompt_tokens=50, num_requests=10)
+    assert (found["busy_tokens_per_s"], found["busy_by_quiet"]) == (120.0, 0.6)
+
+
+def test_busy_processes_compute_until_the_round_ends() -> None:
+    with pytest.raises(PeerFailed), busy_processes(2) as started:
+        assert [process.poll() for process in started] == [None, None]
+        raise PeerFailed
+    assert [process.returncode for process in started] == [-9, -9]
 
 
 def test_single_output_tokens_have_no_decode_rate() -> None:
@@ -56,7 +70,7 @@ class TestPeers:
         return str(path)
 
     def peer(self, tmp_path: Path, body: str) -> Peer:
-        return Peer(self.script(tmp_path, body), tmp_path / "driver.py", tmp_path, "transformers-static", "auto", 1)
+        return Peer(self.script(tmp_path, body), tmp_path / "driver.py", tmp_path, "vllm", "auto", 1, (1, 8))
 
     def test_rounds(self, tmp_path: Path) -> None:
         peer = self.peer(
@@ -82,7 +96,7 @@ class TestPeers:
 
     def test_missing_interpreter(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--peer vllm=.*none: No such file"):
-            Peer(str(tmp_path / "none"), tmp_path / "driver.py", tmp_path, "vllm", "auto", 1)
+            Peer(str(tmp_path / "none"), tmp_path / "driver.py", tmp_path, "vllm", "auto", 1, (1, 8))
 
     def test_missing_driver(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--peer-driver .*none.py: file not found"):
@@ -91,10 +105,34 @@ class TestPeers:
             find_driver(None, "none.py")
         assert find_driver(None, "engine.py").name == "engine.py"
 
+    def files(self, tmp_path: Path, body: str, model: Path | None = None) -> PeerFiles:
+        python = self.script(tmp_path, body)
+        peers = [PeerChoice("transformers-static", "", python), PeerChoice("llamacpp", "bf16", python)]
+        return PeerFiles(tmp_path / "files", model, "tiny", 0, peers, python, None)
+
+    def test_each_file_is_written_once(self, tmp_path: Path) -> None:
+        arguments = tmp_path / "arguments"
+        files = self.files(tmp_path, f'shift 2; echo $1 >> {arguments}; mkdir -p "$3"; echo "{{}}"')
+        for given in ("llamacpp:q8_0", "openvino:int8", "openvino:int8", "transformers-static"):
+            path = files.of_peer(parse_peer(given))
+            assert path.parent == tmp_path / "files"
+        assert files.gguf("q8_0").name == "tiny-q8_0.gguf"
+        assert arguments.read_text().split() == ["write", "gguf", "openvino"]
+
+    def test_gguf_file_is_loaded_by_llamacpp_alone(self, tmp_path: Path) -> None:
+        model = tmp_path / "model.gguf"
+        model.touch()
+        files = self.files(tmp_path, "exit 1", model)
+        assert files.of_peer(parse_peer("llamacpp")) == model
+        with pytest.raises(ConfigError, match="is not converted to q8_0"):
+            files.of_peer(parse_peer("llamacpp:q8_0"))
+        with pytest.raises(ConfigError, match="--peer openvino:bf16 cannot load a GGUF file"):
+            files.of_peer(parse_peer("openvino"))
+
     def test_checkpoint_that_cannot_be_written(self, tmp_path: Path) -> None:
-        python = self.script(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
-        with pytest.raises(ConfigError, match="cannot write a checkpoint: ModuleNotFoundError"):
-            write_checkpoint("tiny", tmp_path / "c", python, tmp_path / "driver.py", 0, tmp_path)
+        files = self.files(tmp_path, "echo 'ModuleNotFoundError: transformers' >&2; exit 1")
+        with pytest.raises(ConfigError, match="cannot write tiny: ModuleNotFoundError"):
+            files.checkpoint()
 
 
 @pytest.mark.parametrize(
@@ -105,9 +143,13 @@ class TestPeers:
         ({"threads": 0}, {}, "--threads must be from 1"),
         ({}, {"model": "somewhere"}, "MODEL and --shape cannot be combined"),
         ({"peer": ["vlm=python"]}, {}, "--peer vlm: unknown peer; did you mean vllm"),
+        ({"peer": ["llamacpp:q4"]}, {}, "--peer llamacpp:q4: weights must be bf16, q8_0, q4_0"),
+        ({"peer": ["vllm:bf16"]}, {}, "--peer vllm:bf16: weights must be those of the checkpoint"),
+        ({"busy": -1}, {}, "--busy must be at least 0"),
         ({"shape": "tinny"}, {}, "did you mean tiny"),
         ({"input_len": 4096}, {}, "context of 2048 \\(got 4100\\)"),
         ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "which loads weights"),
+        ({"shape": None, "gguf": "q8_0"}, {"load_format": "dummy"}, "with --gguf, which loads weights"),
     ],
 )
 def test_flags_out_of_range(

@@ -36,7 +36,9 @@ _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwe
 _ARCHITECTURES |= {"Gemma2ForCausalLM": "gemma2"}
 
 
-def convert_checkpoint(source: Path, file: Path, plain: Path, kind: str, other: str = "") -> None:
+def convert_checkpoint(
+    source: Path, file: Path, plain: Path, kind: str, other: str = "", *, with_tokenizer: bool = True
+) -> None:
     """Write a checkpoint as ``file`` with projections in ``kind``, and its weights in float32 in ``plain``.
 
     Args:
@@ -62,7 +64,8 @@ def convert_checkpoint(source: Path, file: Path, plain: Path, kind: str, other: 
     plain.mkdir(parents=True)
     save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
     (plain / "config.json").write_text(json.dumps(config))
-    write_gguf(file, _settings(config, name, head_dim), tensors)
+    tokenizer = tokenizer_settings() if with_tokenizer else {"tokenizer.ggml.model": "no_vocab"}
+    write_gguf(file, _settings(config, name, head_dim) | tokenizer, tensors)
 
 
 def write_gguf(file: Path, settings: dict[str, Any], tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
@@ -126,7 +129,7 @@ def _settings(config: dict[str, Any], name: str, head_dim: int) -> dict[str, Any
     return {
         "general.architecture": name,
         **{f"{name}.{key}": value for key, value in own.items()},
-    } | tokenizer_settings()
+    }
 
 
 def tokenizer_settings() -> dict[str, Any]:

@@ -85,6 +85,14 @@ def test_an_engine_reads_everything_from_the_file(checkpoint_factory: Factory, t
     assert engine.run()["0"].tokens == tokens[0, len(prompt) :].tolist()
 
 
+def test_a_file_without_a_tokenizer_takes_token_ids(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    source, _ = checkpoint_factory("llama", **SIZES)
+    file = tmp_path / "tiny.gguf"
+    convert_checkpoint(source, file, tmp_path / "plain", "Q8_0", with_tokenizer=False)
+    assert TextIn.load(file).tokenizer is None
+    assert make_engine_config(parse_options({}, "LLM"), folder=file).model.vocab_size == 97
+
+
 def test_sentence_piece_merges_follow_the_scores(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581abc", "abc", "<0x64>"]
     scores = [0.0, 0.0, 0.0, -9.0, -10.0, -11.0, -12.0, -2.0, -1.0, -4.0, -3.0, 0.0]
