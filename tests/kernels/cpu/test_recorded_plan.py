@@ -1,6 +1,7 @@
 """Recorded plans: native calls that run again on the same memory, with late threads too."""
 
-import multiprocessing
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -53,21 +54,14 @@ def test_refuses_operators_that_it_would_not_run(native: Native) -> None:
     assert torch.equal(out, chain(inputs(1)).view(-1)[2:])
 
 
-def _spin() -> None:
-    while True:
-        pass
-
-
 @pytest.fixture
 def busy_cores() -> Iterator[None]:
     """Other processes that take the cores from the library's threads."""
-    spinning = [multiprocessing.get_context("fork").Process(target=_spin, daemon=True) for _ in range(4)]
-    for process in spinning:
-        process.start()
+    spinning = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
     yield
     for process in spinning:
         process.kill()
-        process.join()
+        process.wait()
 
 
 def test_late_threads_change_no_bit(native: Native, busy_cores: None) -> None:
