@@ -85,31 +85,6 @@ QUIRE_API long quire_packed_bytes(int outputs, int inputs, int kind) {
     return (outputs + PANEL - 1) / PANEL * panel_bytes(kind, inputs);
 }
 
-// weight: [outputs][inputs] contiguous, with the element type of `packed`. Outputs past the end are zeros.
-template <class T>
-void pack(const T* weight, char* packed, int outputs, int inputs, int kind) {
-    const int panels = (outputs + PANEL - 1) / PANEL;
-    const int pair = kind == BFLOAT16 ? 2 : 1;
-    const int padded = (inputs + pair - 1) / pair * pair;
-    parallel_for(panels, max_threads(), [&](int64_t panel) {
-        T* to = (T*)(packed + panel * panel_bytes(kind, inputs));
-        for (int i = 0; i < PANEL; i++) {
-            const int output = int(panel) * PANEL + i;
-            const T* from = weight + long(output) * inputs;
-            for (int k = 0; k < padded; k++)
-                to[(k / pair * PANEL + i) * pair + k % pair] = output < outputs && k < inputs ? from[k] : T(0);
-        }
-    });
-}
-
-QUIRE_API void quire_pack(const void* weight, void* packed, int outputs, int inputs, int kind) {
-    prefer_huge_pages(packed, quire_packed_bytes(outputs, inputs, kind));
-    if (kind == FLOAT32)
-        pack((const uint32_t*)weight, (char*)packed, outputs, inputs, kind);
-    else
-        pack((const uint16_t*)weight, (char*)packed, outputs, inputs, kind);
-}
-
 // As pack_mxfp4_panel, for all panels.
 QUIRE_API void quire_pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, void* packed, int outputs, int inputs) {
     prefer_huge_pages(packed, quire_packed_bytes(outputs, inputs, MXFP4));

@@ -56,12 +56,16 @@ class PackedLinear:
                 "weight: expected a contiguous matrix of a supported dtype on the CPU, "
                 f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
             )
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-        kind = KINDS[weight.dtype]
         outputs, inputs = weight.shape
-        self._allocate(native, outputs, inputs, kind, bias)
-        pack = native.function("quire_pack", pointer, pointer, integer, integer, integer)
-        pack(weight.data_ptr(), self._packed.data_ptr(), outputs, inputs, kind)
+        self._allocate(native, outputs, inputs, KINDS[weight.dtype], bias)
+        self.write_rows(0, weight)
+
+    @classmethod
+    def unfilled(cls, native: Native, outputs: int, inputs: int, dtype: torch.dtype) -> "PackedLinear":
+        """Make a layer whose weight, float32, bfloat16 or float16, is written by ``write_rows``."""
+        self = cls.__new__(cls)
+        self._allocate(native, outputs, inputs, KINDS[dtype], None)
+        return self
 
     @classmethod
     def from_mxfp4(
@@ -90,6 +94,34 @@ class PackedLinear:
         pack(blocks.data_ptr(), scales.data_ptr(), self._packed.data_ptr(), outputs, self.inputs)
         return self
 
+    def write_rows(self, first: int, rows: torch.Tensor) -> bool:
+        """Pack rows of the weight, which are copied, and return whether all their numbers are finite.
+
+        Args:
+            rows: ``[rows, inputs]``, of the weight's dtype. Rows may be strided.
+
+        Raises:
+            ValueError: the rows do not have this shape or dtype, or are not on the CPU.
+        """
+        kind, last = KINDS.get(rows.dtype), first + len(rows)
+        whole = rows.dim() == 2 and rows.shape[1] == self.inputs and 0 <= first <= last <= self.outputs
+        if kind != self._layer.kind or not whole or not rows.is_cpu:
+            raise ValueError(
+                f"rows: expected [rows, {self.inputs}] of the weight's dtype within {self.outputs} on the CPU, "
+                f"got {rows.dtype} {tuple(rows.shape)} from {first}"
+            )
+        if not len(rows):
+            return True
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stride = rows.stride(0) * rows.element_size()
+        packed = self._packed.data_ptr()
+        return bool(self._pack(rows.data_ptr(), stride, packed, self.outputs, self.inputs, kind, first, len(rows)))
+
+    def set_bias(self, bias: torch.Tensor | None) -> None:
+        """Set the bias, ``[outputs]``; copied."""
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        self._layer.bias = None if self._bias is None else self._bias.data_ptr()
+
     def _allocate(self, native: Native, outputs: int, inputs: int, kind: int, bias: torch.Tensor | None) -> None:
         """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -98,10 +130,12 @@ class PackedLinear:
         self._run = native.function("quire_linear", *call)
         self._run_narrow = native.function("quire_linear_bf16", *call)
         self.outputs, self.inputs = outputs, inputs
+        sizes = (integer, integer, integer, integer, integer)
+        self._pack = native.function("quire_pack_rows", pointer, long, pointer, *sizes, returns=integer)
         self._packed = torch.empty(size(outputs, inputs, kind), dtype=torch.uint8)
-        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._layer = _Layer(self._packed.data_ptr(), bias_at, outputs, inputs, kind)
+        native.function("quire_prefer_huge_pages", pointer, long)(self._packed.data_ptr(), self._packed.numel())
+        self._layer = _Layer(self._packed.data_ptr(), None, outputs, inputs, kind)
+        self.set_bias(bias)
         self._layer_at = ctypes.addressof(self._layer)
         self._takes_bfloat16 = bool(native.function("quire_takes_bf16", pointer, returns=integer)(self._layer_at))
 
@@ -115,6 +149,16 @@ class PackedLinear:
     @property
     def num_bytes(self) -> int:
         return self._packed.numel()
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """The packed weight, uint8. See linear.cpp for its layout."""
+        return self._packed
+
+    @property
+    def kind(self) -> int:
+        """Number of the layout: a value of ``KINDS``, or MXFP4."""
+        return int(self._layer.kind)
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Multiply ``[rows, inputs]``, rows may be strided: contiguous ``[rows, outputs]``.

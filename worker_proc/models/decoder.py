@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
@@ -16,6 +15,7 @@ from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
+from quire.worker_proc.models.embedding import Embedding
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.module import Module
@@ -66,14 +66,14 @@ class Decoder(Module):
         # vocabulary are zero.
         rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
-        self.embed = self._vocab_weight(rows)
+        table = self._vocab_layer(rows, gathered=True)
+        # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
+        multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
+        self.embed_tokens = Embedding(build, table, self.vocab, multiplier)
         self.layers = [DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)]
         self._cache_sources = [config.cache_source(layer) for layer in range(config.num_layers)]
         self.norm = build.norm()
-        head = self.embed if config.tie_word_embeddings else self._vocab_weight(rows)
-        self.lm_head = Linear(head, float32_output=True)
-        # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
-        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
+        self.lm_head = table if config.tie_word_embeddings else self._vocab_layer(rows)
         length = max_position or config.max_position
         self.rope = self._table(config.rope, length)
         local = config.local_rope
@@ -146,20 +146,25 @@ class Decoder(Module):
             scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
+    def pack_as_read(self, *, deterministic: bool = False) -> None:
+        """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack_as_read(deterministic=deterministic)
+        for layer in (self.embed_tokens.table, self.lm_head):
+            layer.zero_rows(self.vocab.stop - self.vocab.start)
+
     def prepack(self, *, deterministic: bool = False) -> bool:
         """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.
 
-        Call it once, after loading: it frees the plain weights, and nothing can be loaded afterwards. Memory grows only
-        by one copy of a tied embedding.
+        Call it once, after loading: it frees the plain weights, and nothing can be loaded afterwards.
 
         Args:
             deterministic: as in ``Linear.prepack``.
         """
-        modules = list(self.modules())
-        packed = [m.prepack(deterministic=deterministic) for m in modules if isinstance(m, SparseMlp)]
-        for linear in modules:
-            if isinstance(linear, Linear):
-                packed.append(linear.prepack(keep=linear.weight is self.embed, deterministic=deterministic))
+        parts = [module for module in self.modules() if isinstance(module, SparseMlp | Linear)]
+        packed = [part.prepack(deterministic=deterministic) for part in parts]
+        self.embed_tokens.prepack()
         self._prepacked = any(packed)
         return all(packed)
 
@@ -174,40 +179,27 @@ class Decoder(Module):
         if self._prepacked:
             raise RuntimeError("weights are already prepacked: load them before prepack()")
         shape = (self.config.vocab_size, self.config.hidden_size)
-        held = self.vocab.stop - self.vocab.start
+        held = slice(0, self.vocab.stop - self.vocab.start)
         slots = {
-            "model.embed_tokens.weight": WeightSlot(self.embed.data[:held], shape, (self.vocab,)),
+            "model.embed_tokens.weight": self.embed_tokens.table.rows_slot(held, shape, (self.vocab,)),
             "model.norm.weight": self.build.norm_slot(self.norm),
         }
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = WeightSlot(self.lm_head.weight.data[:held], shape, (self.vocab,))
+            slots["lm_head.weight"] = self.lm_head.rows_slot(held, shape, (self.vocab,))
         for index, layer in enumerate(self.layers):
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
         return slots
 
-    def _vocab_weight(self, rows: int) -> torch.nn.Parameter:
-        weight = self.build.weight(rows, self.config.hidden_size)
-        weight.data[self.vocab.stop - self.vocab.start :].zero_()
-        return weight
+    def _vocab_layer(self, rows: int, *, gathered: bool = False) -> Linear:
+        layer = Linear(self.build.weight(rows, self.config.hidden_size), float32_output=True, gathered=gathered)
+        layer.zero_rows(self.vocab.stop - self.vocab.start)
+        return layer
 
     def _table(self, rope: RopeConfig, length: int, *, local: bool = False) -> torch.Tensor:
         """Return the table of the layers in ``local_rope_layers``, or of the others."""
         config = self.config
         layer = next((i for i in range(config.num_layers) if (i in config.local_rope_layers) == local), 0)
         return rope_table(rope, config.kv_shape(layer)[1], length, self.build.device).to(self.build.activation_dtype)
-
-    def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the first residual stream, ``[num_tokens, hidden_size]``, in newly allocated memory."""
-        parallel = self.build.parallel
-        if parallel.size == 1:
-            hidden = F.embedding(token_ids, self.embed)
-        else:
-            row = token_ids - self.vocab.start
-            elsewhere = (row < 0) | (row >= self.vocab.stop - self.vocab.start)
-            hidden = F.embedding(row.masked_fill(elsewhere, 0), self.embed).masked_fill_(elsewhere[:, None], 0)
-            hidden = parallel.all_reduce(hidden)
-        hidden = hidden.to(self.build.activation_dtype)
-        return hidden if self._embedding_multiplier == 1.0 else hidden.mul_(self._embedding_multiplier)
 
 
 class DecoderLayer(Module):

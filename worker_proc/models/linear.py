@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native import Native, load_native
 from quire.worker_proc.device.device import has_matrix_instructions
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
@@ -16,6 +16,8 @@ from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 TILE_ROWS = 16
 WIDENED_ELEMENTS = 2**18
 """Elements of a 16-bit weight that are widened at a time, 1 MiB in float32: a usual L2 cache."""
+CONVERTED_ELEMENTS = 2**24
+"""Elements of a weight that are converted to another dtype at a time."""
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,6 +35,7 @@ class Linear(Module):
             between 16 and 32 that are rounded to bfloat16 are multiples of 0.125, so that the best tokens often tie.
         cuts: the projections that are concatenated by outputs, for ``weight_slots``; all with the same columns.
         stored_bias: the checkpoint has biases. A layer sharded by inputs holds them on rank 0 only.
+        gathered: the weight is also an embedding, whose rows are read by token id.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Linear(Module):
         float32_output: bool = False,
         cuts: Sequence[Cut] = (),
         stored_bias: bool = False,
+        gathered: bool = False,
     ) -> None:
         self.weight = weight
         self.bias = bias
+        self._gathered = gathered
         self.cuts = cuts
         self._stored_bias = stored_bias
         # A view that is made once; None: another product is used.
@@ -78,18 +83,47 @@ class Linear(Module):
 
     def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
         """Slots of one projection without its bias, by suffix. ``held``: its rows of the fused weight."""
-        shape = (cut.total_rows, cut.total_columns)
-        return {"weight": WeightSlot(self.weight.data[held], shape, (cut.rows, cut.columns))}
+        return {"weight": self.rows_slot(held, (cut.total_rows, cut.total_columns), (cut.rows, cut.columns))}
 
-    def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
+    def rows_slot(self, held: slice, shape: tuple[int, ...], part: tuple[slice, ...]) -> WeightSlot:
+        """Return the slot of rows ``held`` of the weight, which are ``part`` of a checkpoint tensor of ``shape``."""
+        packed = self._native
+        if packed is None:
+            return WeightSlot(self.weight.data[held], shape, part)
+        target = torch.empty(held.stop - held.start, packed.inputs, dtype=self.weight.dtype, device="meta")
+        return WeightSlot(target, shape, part, put=lambda rows: write_rows(packed, held.start, rows, target.dtype))
+
+    def gathered_rows(self) -> torch.Tensor | PackedLinear:
+        """Return the weight, as the rows of an embedding."""
+        return self._native or self.weight.data
+
+    def zero_rows(self, first: int) -> None:
+        """Set the weight's rows from ``first`` on to zero."""
+        if self._native is None:
+            self.weight.data[first:].zero_()
+        else:
+            zeros = self.weight.new_zeros(1, self._native.inputs)
+            self._native.write_rows(first, zeros.expand(self._native.outputs - first, -1))
+
+    def pack_as_read(self, *, deterministic: bool = False) -> None:
+        """Free the weight, if ``prepack`` would choose the native library, and pack what is loaded in its place.
+
+        So a checkpoint is copied once, and memory never holds both layouts. ``prepack`` completes the layer.
+        """
+        native, weight = self._chosen_library(deterministic), self.weight.data
+        if native is not None:
+            self._native = PackedLinear.unfilled(native, weight.shape[0], weight.shape[1], weight.dtype)
+            self._free_weight()
+
+    def prepack(self, *, deterministic: bool = False) -> bool:
         """Choose the CPU library for the loaded weight and convert the weight to its layout.
 
         The choice is the native library, unless oneDNN has matrix instructions for the weight's dtype. The native
         library reads 16-bit weights directly, and is faster than MKL and oneDNN in float32 for any number of tokens.
-        oneDNN rounds its output to the dtype of its operands, so it is not chosen for float32 output of 16-bit weights.
+        oneDNN rounds its output to the dtype of its operands, so it is not chosen for float32 output of 16-bit weights,
+        and it has no rows that an embedding could read.
 
         Args:
-            keep: keep the plain weight as a second copy, because another module reads it. Otherwise it is freed.
             deterministic: make a row's bits depend on that row alone, not on the number of rows, the row's index or
                 the number of threads. The native library always does. With oneDNN and torch, rows are computed in
                 tiles of one size, or one by one if a trial on this weight shows that the rows of a tile differ.
@@ -97,24 +131,39 @@ class Linear(Module):
         Returns:
             Whether the layout changed: false on other devices, and if neither library accepts the weight.
         """
-        if self._native is not None or self._product is not None:
+        if self._native is not None:
+            self._native.set_bias(self.bias)
+            return True
+        if self._product is not None:
             return True
         weight = self.weight.data
-        native = load_native() if weight.device.type == "cpu" else None
-        rounded = self._float32_output and weight.dtype is not torch.float32
-        wanted = deterministic or rounded or not has_matrix_instructions(weight.dtype)
-        if native is not None and wanted and PackedLinear.accepts(native, weight):
+        native = self._chosen_library(deterministic)
+        if native is not None:
             self._native = PackedLinear(native, weight, self.bias)
-        elif not rounded:
+        elif not self._gathered and not self._rounds_sums(weight):
             self._product = _onednn(weight, self.bias)
         changed = self._native is not None or self._product is not None
-        if changed or deterministic:
-            self._transposed = None
         if deterministic and self._native is None:
+            self._transposed = None
             self._product = in_tiles(self._product or self._plain_product(), weight)
-        if changed and not keep:
-            self.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        if changed:
+            self._free_weight()
         return changed
+
+    def _rounds_sums(self, weight: torch.Tensor) -> bool:
+        """Whether oneDNN would round sums that must not be."""
+        return self._float32_output and weight.dtype is not torch.float32
+
+    def _chosen_library(self, deterministic: bool) -> Native | None:
+        """Return the native library if ``prepack`` chooses it for the weight."""
+        weight = self.weight.data
+        native = load_native() if weight.device.type == "cpu" else None
+        wanted = deterministic or self._rounds_sums(weight) or not has_matrix_instructions(weight.dtype)
+        return native if native is not None and wanted and PackedLinear.accepts(native, weight) else None
+
+    def _free_weight(self) -> None:
+        self._transposed = None
+        self.weight = torch.nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
@@ -123,6 +172,14 @@ class Linear(Module):
         """Return ``_plain`` with the present weight, which ``prepack`` may free afterwards."""
         linear, weight, bias = _float32_linear if self._float32_output else _linear, self.weight, self.bias
         return lambda x: linear(x, weight, bias)
+
+
+def write_rows(packed: PackedLinear, first: int, rows: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Convert and pack rows of a weight; return what is wrong with them, or None."""
+    finite = True
+    for start in range(0, len(rows), step := max(1, CONVERTED_ELEMENTS // max(1, rows.shape[1]))):
+        finite &= packed.write_rows(first + start, rows[start : start + step].to(dtype))
+    return None if finite else f"has non-finite values in {str(dtype).removeprefix('torch.')}"
 
 
 def bias_slot(bias: torch.Tensor | None, rows: slice, total: int, like: torch.Tensor) -> WeightSlot:

@@ -24,7 +24,8 @@ class WeightSlot:
         dtypes: the stored dtypes that are allowed.
         rows_dim: dimension of the stored tensor along which the projections of a fused layer are concatenated; None if
             they share the tensor.
-        put: writes this rank's part if it is stored in another form than ``target``'s.
+        put: writes this rank's part if it is stored in another form than ``target``'s, which then may be on ``meta``;
+            returns what is wrong with it as text.
         check: returns what is wrong with this rank's part, or None.
         dummy: values of dummy weights, in the stored form; None: random ones.
     """
@@ -39,12 +40,13 @@ class WeightSlot:
     check: Callable[[torch.Tensor], str | None] | None = None
     dummy: float | torch.Tensor | None = None
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Store this rank's part of the checkpoint tensor."""
+    def fill(self, values: torch.Tensor) -> str | None:
+        """Store this rank's part of the checkpoint tensor; return what is wrong with it, or None."""
         if self.put is not None:
-            self.put(values)
-            return
+            problem = self.put(values)
+            return problem if isinstance(problem, str) else None
         self.target.copy_(values.float() + self.offset if self.offset else values)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ a wrong checkpoint fails within a second. A rank reads only its own part of each
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.linear import Linear
-from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
 
 _CODES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
@@ -38,6 +38,8 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
         ConfigError: the checkpoint is invalid.
     """
     with torch.inference_mode():
+        if device.type == "cpu":
+            model.pack_as_read(deterministic=config.deterministic)
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed)
         else:
@@ -81,13 +83,16 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
             problem = slot.check(values) if slot.check is not None and values.numel() else None
             if problem is not None:
                 raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
-            slot.fill(values)
+            problem = slot.fill(values)
+            if problem is not None:
+                raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
             if slot.check is None and slot.put is None and slot.target.dtype.is_floating_point:
                 sums.append((piece, piece.slot.target.sum()))
             bar.update(_num_bytes(piece))
         _require_finite(sums)
         if head is not None:
-            _check_tied(head, slots[EMBEDDING], files)
+            tied = TensorSource(stored[EMBEDDING], slots[EMBEDDING])
+            _check_tied(head, tied, model.dtype, files)
 
 
 def init_dummy_weights(model: Decoder, seed: int) -> None:
@@ -205,12 +210,12 @@ def _num_bytes(piece: TensorSource) -> int:
     return piece.slot.target.numel() * piece.slot.target.element_size()
 
 
-def _check_tied(head: StoredTensor, embedding: WeightSlot, files: OpenFiles) -> None:
+def _check_tied(head: StoredTensor, embedding: TensorSource, dtype: torch.dtype, files: OpenFiles) -> None:
     """Raise ConfigError if a stored output head differs from the embedding although they are tied."""
-    same = head.shape == embedding.shape
+    same = head.shape == embedding.stored.shape
     if same:
-        stored = files.read(TensorSource(head, embedding))
-        same = torch.equal(stored.to(embedding.target.dtype), embedding.target.cpu())
+        sources = (embedding, replace(embedding, stored=head))
+        same = torch.equal(*(files.read(source).to(dtype) for source in sources))
     if not same:
         raise ConfigError(
             f"{head.file}: tensor {head.name} differs from the embedding, but config.json sets tie_word_embeddings"

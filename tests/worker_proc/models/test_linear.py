@@ -104,12 +104,20 @@ def test_float32_output_is_not_rounded_on_a_gpu(dtype: torch.dtype) -> None:
         assert torch.equal(captured, eager)
 
 
-def test_plain_weight_is_kept_on_request(library: str) -> None:
-    linear = _linear(40, 72, torch.float32)
-    weight = linear.weight
-    linear.prepack(keep=True)
-    assert linear.weight is weight
-    assert linear.prepack() and linear.weight is weight
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_packed_as_they_are_read_are_those_packed_afterwards(library: str, bias: bool) -> None:
+    """Also if they are stored in another dtype, and in a part of a wider matrix."""
+    stored = _random(40, 80, seed=1)
+    after, meanwhile = (_linear(40, 72, torch.float32, bias) for _ in range(2))
+    meanwhile.pack_as_read()
+    for linear in (after, meanwhile):
+        for held in (slice(0, 3), slice(3, 40)):
+            slot = linear.rows_slot(held, (40, 80), (held, slice(4, 76)))
+            assert slot.fill(stored.double()[held, 4:76]) is None
+        linear.prepack()
+        linear.prepack()
+    x = _random(5, 72)
+    assert torch.equal(after(x), meanwhile(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

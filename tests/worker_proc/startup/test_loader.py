@@ -110,7 +110,7 @@ def test_a_stored_head_beside_tied_embeddings(checkpoint_factory: Factory, tmp_p
     folder = shutil.copytree(checkpoint_factory("llama", tie_word_embeddings=True)[0], tmp_path / "tied")
     assert "lm_head.weight" not in load_file(folder / SINGLE)
     model = _load(folder)
-    assert model.lm_head.weight is model.embed
+    assert model.lm_head is model.embed_tokens.table
     _edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     _load(folder)
     _edit(folder, lambda t: t["lm_head.weight"].mul_(2))
@@ -194,7 +194,7 @@ def test_dummy_weights_depend_on_the_seed(single: Path) -> None:
     for model, seed in zip(models, (1, 1, 2), strict=True):
         init_dummy_weights(model, seed)
     _assert_equal(models[0], models[1])
-    assert not torch.equal(models[0].embed, models[2].embed)
+    assert not torch.equal(models[0].lm_head.weight, models[2].lm_head.weight)
     weights = torch.cat([weight.view(-1) for weight in models[0].parameters() if weight.dim() > 1])
     assert abs(float(weights.std()) - 0.02) < 0.001 and abs(float(weights.mean())) < 0.001
     assert bool((models[0].norm == 1).all())

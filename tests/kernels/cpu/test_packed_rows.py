@@ -1,0 +1,93 @@
+"""Rows of packed weights: written in parts, and gathered as embeddings."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.packed_rows import EmbeddingRows
+from quire.kernels.cpu.recorded_plan import record
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (5, 7), (70, 33), (100, 64), (64, 577)]
+
+
+def _weight(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.float16 and not native.has_float16:
+        pytest.skip("this CPU does not convert float16")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(*shape, generator=generator) * torch.logspace(-9, 3, shape[0])[:, None]
+    weight[0, 0] = -0.0
+    return weight.to(dtype)  # in float16, some numbers are subnormal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_written_in_parts_are_those_written_at_once(
+    native: Native, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = _weight(native, shape, dtype)
+    outputs, inputs = shape
+    whole, parts = PackedLinear(native, weight), PackedLinear.unfilled(native, outputs, inputs, dtype)
+    parts.packed.fill_(255)
+    beside = torch.cat([torch.full_like(weight, math.nan), weight], 1)[:, inputs:]
+    cuts = sorted({0, min(3, outputs), min(40, outputs), outputs})
+    for first, end in reversed(list(pairwise(cuts))):
+        assert parts.write_rows(first, beside[first:end])
+    assert torch.equal(whole.packed, parts.packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_finite_are_found(native: Native, dtype: torch.dtype) -> None:
+    weight = _weight(native, (70, 33), dtype)
+    packed = PackedLinear(native, weight)
+    for row, column, number in [(0, 0, math.nan), (69, 32, math.inf), (33, 31, -math.inf)]:
+        broken = weight.clone()
+        broken[row, column] = number
+        assert not packed.write_rows(0, broken)
+    for sign in (1, -1):
+        largest = weight.clone()
+        largest[1, :2] = sign * torch.finfo(dtype).max
+        assert packed.write_rows(0, largest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("factor", [1.0, 5.5])
+def test_gathered_rows_are_those_of_the_weight(
+    native: Native, dtype: torch.dtype, shape: tuple[int, int], factor: float
+) -> None:
+    weight = _weight(native, shape, dtype)
+    ids = torch.tensor([7, 6 + len(weight), 7, 6, 7 + len(weight), -1, 2**40, *range(7, 7 + len(weight))])
+    held = (ids >= 7) & (ids < 7 + len(weight))
+    expected = torch.zeros(len(ids), shape[1])
+    expected[held] = weight[ids[held] - 7].float() * factor
+    for source in (weight, PackedLinear(native, weight)):
+        rows = EmbeddingRows(native, source, range(7, 7 + len(weight)), factor)
+        for out in DTYPES:
+            assert torch.equal(rows(ids, out), expected.to(out))
+        assert rows(ids[:0], dtype).shape == (0, shape[1])
+
+
+def test_a_plan_gathers_the_rows_of_new_ids(native: Native) -> None:
+    weight = _weight(native, (5000, 64), torch.bfloat16)
+    rows = EmbeddingRows(native, PackedLinear(native, weight), range(5000))
+    ids = torch.arange(3000)
+    plan, out = record(native, lambda: rows(ids, torch.bfloat16))
+    ids.copy_(torch.arange(4999, 1999, -1))
+    plan.run()
+    assert torch.equal(out, weight[ids])
+
+
+def test_wrong_arguments_are_refused(native: Native) -> None:
+    packed = PackedLinear(native, _weight(native, (20, 24), torch.float32))
+    for first, rows in [(0, torch.ones(2, 23)), (19, torch.ones(2, 24)), (0, torch.ones(2, 24).bfloat16())]:
+        with pytest.raises(ValueError, match=r"rows: expected \[rows, 24\]"):
+            packed.write_rows(first, rows)
+    with pytest.raises(ValueError, match="weight: expected packed or contiguous rows"):
+        EmbeddingRows(native, torch.ones(24, 20, dtype=torch.int8), range(24))
+    with pytest.raises(ValueError, match="token_ids"):
+        EmbeddingRows(native, packed, range(20))(torch.ones(3), torch.float32)
