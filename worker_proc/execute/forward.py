@@ -34,12 +34,8 @@ class Forward:
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
         """Run the model; ``plans``: one per group. Returns ``[num_tokens, hidden_size]``."""
-        return self.layers(self.model.embed_tokens(token_ids), positions, plans)
-
-    def layers(self, embedded: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
-        """Run the model's layers on embedded tokens, which it overwrites."""
         layer_plans = [plans[group] for group in self.group_of_layer]
-        return self.model.run_layers(embedded, positions, self.kv_caches, layer_plans, self.backend)
+        return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
 
     def logits_of_decode(
         self,

@@ -32,7 +32,7 @@ MOST_PLANS = 64
 class _Pass:
     """A recorded pass: memory that a step fills, the plan, and the tensors that it writes."""
 
-    residual: torch.Tensor
+    token_ids: torch.Tensor
     positions: torch.Tensor
     steps: list[Step]
     plan: RecordedPlan
@@ -85,36 +85,33 @@ class ForwardPasses:
 
     def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
         """Run a pass of this size, which is recorded at the first time; None if this model cannot be recorded."""
-        embedded = self._forward.model.embed_tokens(sent.token_ids)
-        found = self._passes.get(len(embedded))
+        found = self._passes.get(len(sent.token_ids))
         if found is None:
-            return self._record(native, embedded, sent.positions, plans)
-        self._passes.move_to_end(len(embedded))
-        found.residual.copy_(embedded)
+            return self._record(native, sent, plans)
+        self._passes.move_to_end(len(sent.token_ids))
+        found.token_ids.copy_(sent.token_ids)
         found.positions.copy_(sent.positions)
         for step, plan in zip(found.steps, plans, strict=True):
             step.assign(plan.step)
         require_no_error(found.plan.run())
         return found
 
-    def _record(
-        self, native: Native, embedded: torch.Tensor, positions: torch.Tensor, plans: Sequence[NativePlan]
-    ) -> _Pass | None:
+    def _record(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
         forward, model = self._forward, self._forward.model
-        residual, positions = embedded.clone(), positions.clone()
+        token_ids, positions = sent.token_ids.clone(), sent.positions.clone()
         own = [NativePlan(Step.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
 
         def body() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = forward.layers(residual, positions, own)
+            hidden = forward.hidden(token_ids, positions, own)
             return hidden, model.scores(hidden)
 
         try:
-            plan, (hidden, scores) = record(native, body, keep=(residual, positions, own))
+            plan, (hidden, scores) = record(native, body, keep=(token_ids, positions, own))
         except NotRecordable as reason:
             log.info("steps are not recorded: this model needs an operation that the CPU library lacks", reason=reason)
             self._native = None
             return None
-        made = _Pass(residual, positions, [plan.step for plan in own], plan, hidden, scores)
+        made = _Pass(token_ids, positions, [plan.step for plan in own], plan, hidden, scores)
         self._passes[len(positions)] = made
         if len(self._passes) > MOST_PLANS:
             self._passes.popitem(last=False)

@@ -105,20 +105,10 @@ class Decoder(Module):
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm.
         """
-        return self.run_layers(self.embed_tokens(token_ids), positions, kv_caches, plans, backend)
-
-    def run_layers(
-        self,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        plans: Sequence[Any],
-        backend: LayerAttention,
-    ) -> torch.Tensor:
-        """Run all layers on embedded tokens, ``[num_tokens, hidden_size]``, which it overwrites. See ``__call__``."""
         rotary = Rotary(self.rope, positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
         rotaries = {"": rotary, "local": local, "none": None}
+        residual = self.embed_tokens(token_ids)
         pending: torch.Tensor | None = None
         for layer, source in zip(self.layers, self._cache_sources, strict=True):
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
