@@ -16,7 +16,7 @@ from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import read_json
 from quire.protocol.model.gguf_file import QUANTISED, GgufTensor, is_gguf, read_gguf
-from quire.protocol.model.gguf_model import ROPE_FACTORS, full_gguf_name, interleaved_rows
+from quire.protocol.model.gguf_model import interleaved_rows, named_tensors
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.weight_format import gguf_format
 
@@ -173,12 +173,9 @@ def full_name(name: str) -> str:
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a GGUF file. Those that are quantised, except projections, are widened as they are read."""
     file = read_gguf(path)
-    architecture = str(file.settings.get("general.architecture"))
     stored = {}
-    for name, tensor in file.tensors.items():
-        if name == ROPE_FACTORS:
-            continue  # part of the configuration
-        full = full_gguf_name(name, architecture)
+    for full, tensor in named_tensors(file):
+        name = tensor.name
         packed = tensor.kind in QUANTISED
         if packed and len(tensor.shape) != 2:
             raise ConfigError(f"{path}: tensor {name} has type {tensor.kind} and {len(tensor.shape)} dimensions, not 2")

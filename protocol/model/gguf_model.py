@@ -1,7 +1,7 @@
 """A GGUF file's settings and tensors in the names of a Hugging Face checkpoint."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from struct import unpack_from
 from typing import Any
 
@@ -16,7 +16,9 @@ ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 _FIELDS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -30,6 +32,10 @@ _FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
 }
 _WIDE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by the hidden size divided by the heads."""
@@ -55,9 +61,12 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors that hold all experts of a layer."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
-ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
 _INTERLEAVED = ("llama",)
 """Architectures whose rows of queries and keys are stored with the two halves of each head interleaved."""
 
@@ -76,8 +85,10 @@ def model_settings(file: GgufFile) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)}"
         )
     own = {key.removeprefix(f"{name}."): value for key, value in given.items() if key.startswith(f"{name}.")}
-    if own.get("expert_count"):
-        raise ConfigError(f"{file.path}: experts are not supported in GGUF files: use a checkpoint in safetensors")
+    if own.get("expert_count") and name not in _WITH_EXPERTS:
+        raise ConfigError(
+            f"{file.path}: experts are not supported in GGUF files of {name}; supported: {', '.join(_WITH_EXPERTS)}"
+        )
     if own.get("attention.value_length", own.get("attention.key_length")) != own.get("attention.key_length"):
         raise ConfigError(f"{file.path}: attention.value_length must equal attention.key_length")
     embedding = file.tensors.get("token_embd.weight")
@@ -94,6 +105,9 @@ def model_settings(file: GgufFile) -> dict[str, Any]:
     }
     if name == "llama" and "sliding_window" in raw:
         raw["architectures"] = ["MistralForCausalLM"]
+    if own.get("expert_count"):
+        raw["architectures"] = [_WITH_EXPERTS[name]]
+        raw.setdefault("norm_topk_prob", True)
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         raise ConfigError(f"{file.path}: {name}.embedding_length and attention.head_count must be positive integers")
@@ -122,9 +136,34 @@ def end_tokens(file: GgufFile) -> list[int]:
     return token_ids(ids, f"{file.path}: tokenizer.ggml.eos_token_id")
 
 
-def full_gguf_name(name: str, architecture: str) -> str:
-    """Return a tensor's name in a Hugging Face checkpoint; names that have none are returned as they are."""
-    match = _BLOCK.fullmatch(name)
+def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield tensors by their names in a Hugging Face checkpoint, or as they are if it has none.
+
+    A tensor of all experts is yielded in parts, one for each of them.
+
+    Raises:
+        ConfigError: it does not have the declared number of experts.
+    """
+    architecture = str(file.settings.get("general.architecture"))
+    for name, tensor in file.tensors.items():
+        match = _BLOCK.fullmatch(name)
+        if name == _ROPE_FACTORS:
+            continue  # part of the configuration
+        if match is None or match[2] not in _OF_EXPERTS:
+            yield _full_name(name, match, architecture), tensor
+            continue
+        count = file.settings.get(f"{architecture}.expert_count")
+        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+            raise ConfigError(
+                f"{file.path}: tensor {name} has shape {list(tensor.shape)}, expected {printable(count)} experts first"
+            )
+        size = tensor.num_bytes // tensor.shape[0]
+        for expert in range(tensor.shape[0]):
+            part = GgufTensor(name, tensor.kind, tensor.shape[1:], tensor.start + expert * size)
+            yield f"model.layers.{match[1]}.mlp.experts.{expert}.{_OF_EXPERTS[match[2]]}.{match[3]}", part
+
+
+def _full_name(name: str, match: re.Match[str] | None, architecture: str) -> str:
     if match is None:
         return _TOP.get(name, name)
     norm = "pre_feedforward_layernorm" if architecture in _WIDE_GEMMA else "post_attention_layernorm"
@@ -145,8 +184,8 @@ def _rope(file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]) -> dic
     """Return the settings of a rotary embedding that is scaled: by a rule, or by a divisor for each frequency."""
     kind, length = own.get("rope.scaling.type", "none"), raw.get("max_position_embeddings")
     factor = own.get("rope.scaling.factor", 1.0)
-    if ROPE_FACTORS in file.tensors:
-        divisors = _floats(file, file.tensors[ROPE_FACTORS])
+    if _ROPE_FACTORS in file.tensors:
+        divisors = _floats(file, file.tensors[_ROPE_FACTORS])
         scaling = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
         return {"rope_scaling": scaling | {"factor": 1.0, "original_max_position_embeddings": length}}
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -168,6 +207,7 @@ def _floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype of a plain file's matrices; bfloat16 for a quantised one."""
-    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    """Return the dtype of a plain file's matrices; bfloat16 for a quantised one. Routers of experts are always F32."""
+    matrices = (tensor for name, tensor in file.tensors.items() if len(tensor.shape) > 1 and "ffn_gate_inp" not in name)
+    kinds = {tensor.kind for tensor in matrices}
     return "float32" if kinds == {"F32"} else "float16" if kinds == {"F16"} else "bfloat16"

@@ -53,7 +53,7 @@ class SparseMlp(Module):
     """Mixture of experts, each expert sharded by its width; every rank routes every token.
 
     Experts in MXFP4 stay packed, and are sharded in whole groups of 32 columns. Experts in other formats are pairs of
-    ``QuantisedLinear``.
+    ``QuantisedLinear`` or ``BlockLinear``; in a GGUF file of mixed types some layers of a pair may be plain.
 
     Raises:
         ConfigError: an expert's width cannot be divided among the ranks, or the hidden size into MXFP4's groups.
@@ -64,12 +64,12 @@ class SparseMlp(Module):
         self.moe = moe
         hidden, count = build.config.hidden_size, moe.num_experts
         name, total = "expert width", moe.intermediate_size
-        form = build.format_of("mlp.experts.0.gate_proj")
-        self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, form)
+        forms = [build.format_of(f"mlp.experts.0.{part}_proj") for part in ("down", "gate", "up")]
+        self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, forms[0])
         width = self.part.stop - self.part.start
         self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
-        if form is not None:
+        if any(form is not None for form in forms):
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
             self.linears = [linear for pair in self.quantised for linear in pair]
             empty = torch.empty(0, device=build.device)

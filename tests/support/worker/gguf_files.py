@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.protocol.model.checkpoint import full_name
+
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 BLOCKS = {"Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q8_0": (32, 34, (0,)), "Q4_K": (256, 144, (0, 2))}
 BLOCKS |= {"Q5_K": (256, 176, (0, 2)), "Q6_K": (256, 210, (208,))}
@@ -31,9 +33,13 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
 }
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-_ARCHITECTURES |= {"Gemma2ForCausalLM": "gemma2"}
+_ARCHITECTURES |= {"Gemma2ForCausalLM": "gemma2", "Qwen3MoeForCausalLM": "qwen3moe", "MixtralForCausalLM": "llama"}
 
 
 def convert_checkpoint(
@@ -50,17 +56,22 @@ def convert_checkpoint(
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     dense: dict[str, torch.Tensor] = {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    for full, weight in load_file(source / "model.safetensors").items():
+    for full, weight in sorted(load_file(source / "model.safetensors").items()):
         is_norm = full.endswith("norm.weight")
         used = other if other and ("v_proj" in full or "down_proj" in full or "embed" in full) else kind
-        used = "F32" if weight.ndim == 1 else used
+        used = "F32" if weight.ndim == 1 or full.endswith(".gate.weight") else used
         stored = weight + 1 if is_norm and name.startswith("gemma") else weight
         data, value = _stored(stored, used, generator)
         value = value - 1 if is_norm and name.startswith("gemma") else value
         if name == "llama" and ("q_proj" in full or "k_proj" in full):
             value = value.view(-1, head_dim // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         dense[full] = value.contiguous()
-        tensors[_gguf_name(full, name)] = (used, tuple(weight.shape), data)
+        stored_name, shape = _gguf_name(full_name(full), name), tuple(weight.shape)
+        if ".experts." in full:
+            # All experts of a layer are one tensor; fewer than ten are in the order of their names.
+            _, (count, *_), others = tensors.get(stored_name, (used, (0,), b""))
+            shape, data = (count + 1, *shape), others + data
+        tensors[stored_name] = (used, shape, data)
     plain.mkdir(parents=True)
     save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
     (plain / "config.json").write_text(json.dumps(config))
@@ -102,6 +113,7 @@ def _gguf_name(full: str, architecture: str) -> str:
     if not base.startswith("model.layers."):
         return f"{_NAMES[base]}.{suffix}"
     layer, inner = base.removeprefix("model.layers.").split(".", 1)
+    inner = inner.rpartition(".")[2] if ".experts." in inner else inner
     four_norms = architecture == "gemma2"
     norms = {"post_attention_layernorm": "post_attention_norm" if four_norms else "ffn_norm"}
     norms |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
@@ -122,6 +134,11 @@ def _settings(config: dict[str, Any], name: str, head_dim: int) -> dict[str, Any
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
+    if "num_experts_per_tok" in config:
+        own["expert_count"] = config.get("num_experts") or config["num_local_experts"]
+        own["expert_used_count"] = config["num_experts_per_tok"]
+    if name == "qwen3moe":
+        own["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if name == "gemma2":
         own["attention.sliding_window"] = config["sliding_window"]
         own["attn_logit_softcapping"] = config["attn_logit_softcapping"]

@@ -27,6 +27,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 CASES = [("llama", kind, "") for kind in ("F32", "F16", "BF16", *BLOCKS)]
 CASES += [("qwen2", "Q4_0", "Q8_0"), ("qwen3", "Q4_K", "Q6_K"), ("gemma2", "Q4_1", "Q8_0"), ("gemma2", "Q5_K", "F16")]
+CASES += [
+    ("qwen3_moe", "Q4_K", "Q6_K"),
+    ("qwen3_moe", "BF16", "Q8_0"),
+    ("mixtral", "Q4_0", "Q5_K"),
+    ("mixtral", "F16", ""),
+]
+EXPERTS = {"decoder_sparse_step": 1, "moe_intermediate_size": 512, "norm_topk_prob": True}
+"""GGUF files have experts in every layer and scale the weights of the chosen ones to sum to 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +55,7 @@ def test_logits_equal_transformers_on_one_and_two_ranks(
 ) -> None:
     # GGUF files do not have the scale of scores: it follows from the size of the model.
     scale = {"query_pre_attn_scalar": 64} if family == "gemma2" else {}
-    source, _ = checkpoint_factory(family, **SIZES, **scale)
+    source, _ = checkpoint_factory(family, **SIZES, **scale, **(EXPERTS if family == "qwen3_moe" else {}))
     file, plain = tmp_path / "model.gguf", tmp_path / "plain"
     convert_checkpoint(source, file, plain, kind, other)
     reference = _reference(plain)
@@ -176,6 +184,25 @@ def test_unusable_tensors_are_refused_by_name(tensor: Any, message: str, tmp_pat
     write_gguf(file, {"general.architecture": "llama"}, {"token_embd.weight": tensor})
     with pytest.raises(ConfigError, match=message):
         stored_tensors(file)
+
+
+@pytest.mark.parametrize(("count", "shape"), [(4, (3, 2, 32)), (4, (4, 64)), (None, (4, 2, 32)), ("4", (4, 2, 32))])
+def test_experts_that_are_not_declared_are_refused(count: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    declared = {} if count is None else {"qwen3moe.expert_count": count}
+    tensor = ("Q8_0", shape, bytes(torch.Size(shape).numel() // 32 * 34))
+    write_gguf(file, {"general.architecture": "qwen3moe", **declared}, {"blk.0.ffn_up_exps.weight": tensor})
+    with pytest.raises(ConfigError, match=r"model\.gguf: tensor blk\.0\.ffn_up_exps\.weight has shape"):
+        stored_tensors(file)
+
+
+def test_experts_of_other_architectures_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, {"general.architecture": "qwen2", "qwen2.expert_count": 4}, {})
+    with pytest.raises(
+        ConfigError, match="experts are not supported in GGUF files of qwen2; supported: llama, qwen3moe"
+    ):
+        load_model_config(file)
 
 
 @pytest.mark.parametrize("name", ["general.architecture", "llama.embedding_length", "llama.rope.scaling.type"])
