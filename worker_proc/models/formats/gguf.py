@@ -7,6 +7,8 @@ import torch
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight, block_scales, nibbles
 from quire.kernels.common.scaled_linear import scaled_linear
 from quire.kernels.common.scaled_weight import pack_pairs
+from quire.kernels.cpu.codes_linear import CodesLinear
+from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
@@ -71,12 +73,18 @@ class BlockLinear(Linear):
         columns = slice(self._held.start * size, self._held.stop * size)
         return {"weight": _slot(target, cut, self.kind, lambda rows: target.copy_(rows[:, columns]))}
 
-    def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
-        """Choose the product, as ``Linear.prepack`` does."""
-        if self._product is None and deterministic:
-            like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
-            self._product = in_tiles(self._plain, like)
-        return False
+    def prepack(self, *, deterministic: bool = False) -> bool:
+        """Choose the product, as ``QuantisedLinear.prepack`` does."""
+        if self._product is None:
+            weight = BlockWeight(self.kind, self.weight.data, self._inputs)
+            native = load_native() if weight.blocks.is_cpu else None
+            if native is not None and CodesLinear.takes(native, weight):
+                self._product = CodesLinear(native, weight, self.bias)
+                self._free_weight()
+            elif deterministic:
+                like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
+                self._product = in_tiles(self._plain, like)
+        return isinstance(self._product, CodesLinear)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return scaled_linear(x, BlockWeight(self.kind, self.weight.data, self._inputs), self.bias)

@@ -7,8 +7,10 @@ import torch
 
 from quire.kernels.common.scaled_linear import scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
+from quire.kernels.cpu.codes_linear import CodesLinear
+from quire.kernels.cpu.fp8_linear import Fp8Linear
+from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.scaled_linear import PackedScaledLinear, rounded_activations
 from quire.kernels.dense.packed_linear import accepts, packed_linear
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
@@ -59,7 +61,6 @@ class QuantisedLinear(Linear):
         super().__init__(codes, bias, cuts=cuts, stored_bias=stored_bias)
         self.form = form
         self._read = read
-        self._packed = False
         size = form.group_size or total
         self.total_groups = -(-total // size)
         self.groups = slice(columns.start // size, -(-columns.stop // size))
@@ -92,32 +93,31 @@ class QuantisedLinear(Linear):
             groups,
         )
 
-    def prepack(self, *, keep: bool = False, deterministic: bool = False) -> bool:
+    def prepack(self, *, deterministic: bool = False) -> bool:
         """Choose the product, as ``Linear.prepack`` does: on a CPU the native library, which holds a copy of its own.
 
-        The codes are freed then; ``keep`` has no effect, since no other module reads them. On a GPU it is a Triton
-        kernel, which reads the codes in place.
+        The codes are freed then. On a GPU it is a Triton kernel, which reads the codes in place.
         """
         if self._product is not None:
-            return self._packed
+            return isinstance(self._product, PackedLinear)
         weight = self.scaled_weight()
         native = load_native() if weight.codes.is_cpu else None
-        if native is not None and PackedScaledLinear.takes(native, weight):
-            rounds = self.form.int8_activations
-            packed = PackedScaledLinear(native, weight, None if rounds else self.bias)
-            self._product = partial(rounded_activations, packed, self.bias) if rounds else packed
-            self._packed = True
-            for name in ("weight", "scales", "zeros", "row_scales", "input_groups"):
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
-            self._transposed = None
+        if native is not None and CodesLinear.takes(native, weight):
+            self._product = CodesLinear(native, weight, self.bias, int8_activations=self.form.int8_activations)
+        elif native is not None and Fp8Linear.takes(native, weight):
+            self._product = Fp8Linear(native, weight, self.bias)
         elif not weight.codes.is_cpu and accepts(weight) and not self.form.int8_activations:
             self._product = partial(packed_linear, weight=weight, bias=self.bias, deterministic=deterministic)
         elif deterministic:
             like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
             self._product = in_tiles(self._plain, like)
-        return self._packed
+        if isinstance(self._product, PackedLinear):
+            for name in ("weight", "scales", "zeros", "row_scales", "input_groups"):
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
+            self._transposed = None
+        return isinstance(self._product, PackedLinear)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return scaled_linear(x, self.scaled_weight(), self.bias, int8_activations=self.form.int8_activations)

@@ -1,0 +1,123 @@
+// Linear layers, y = x W^T + bias, over weights whose codes are integers: see code_panels.h, code_rows.h, code_tiles.h.
+#include "code_pack.h"
+#include "code_tiles.h"
+#include "linear_run.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr int FEW = 4;                              // integer rows that decode codes in registers
+constexpr int MOST = VF == 16 ? 14 : 6;             // integer rows of a tile: with one more, sums are spilled
+constexpr long NEAR_BYTES = 24 * 1024;              // decoded blocks for one or two tiles of rows: they stay in L1
+
+template <int KIND, int DIGITS, int R>
+void few_rows(const CodesCall& call, int rows, int row, int panel, int panel_end) {
+    if constexpr (R > 0) {
+        if (rows != R) return few_rows<KIND, DIGITS, R - 1>(call, rows, row, panel, panel_end);
+        constexpr int P = R * DIGITS <= 2 ? 2 : 1;
+        for (; panel + P <= panel_end; panel += P) run_in_registers<KIND, DIGITS, R, P>(call, row, panel);
+        for (; panel < panel_end; panel++) run_in_registers<KIND, DIGITS, R, 1>(call, row, panel);
+    }
+}
+
+template <int DIGITS, int R>
+void tile_of_rows(const CodesCall& call, const DecodedBlocks& of, int rows, int row) {
+    if constexpr (R > 0) {
+        if (rows != R) return tile_of_rows<DIGITS, R - 1>(call, of, rows, row);
+        for (int panel = of.panel; panel < of.end; panel++)
+            (call.layer.has_mins ? run_decoded<DIGITS, R, true> : run_decoded<DIGITS, R, false>)(call, of, row, panel);
+    }
+}
+
+// Computes rows [row, row_end) of panels [panel, panel_end).
+template <int KIND, int DIGITS>
+void run_part(const CodesCall& call, int row, int row_end, int panel, int panel_end) {
+    const int rows = row_end - row;
+    if (rows * DIGITS <= FEW) return few_rows<KIND, DIGITS, FEW / DIGITS>(call, rows, row, panel, panel_end);
+    alignas(64) char memory[GROUP_BYTES];
+    const CodesLayer& layer = call.layer;
+    constexpr int MOST_ROWS_OF_TILE = MOST / DIGITS;
+    const int tiles = (rows + MOST_ROWS_OF_TILE - 1) / MOST_ROWS_OF_TILE;
+    const long room = tiles <= 2 ? NEAR_BYTES : GROUP_BYTES;
+    const int most_blocks = tiles <= 2 ? int(room / DecodedBlocks::bytes(layer, 1)) : K_BLOCK / layer.block;
+    const int blocks = std::clamp(most_blocks, 1, call.layout.blocks);
+    const int group = std::max(1, int(room / DecodedBlocks::bytes(layer, blocks)));
+    for (; panel < panel_end; panel += group)
+        for (int block = 0; block < call.layout.blocks; block += blocks) {
+            const DecodedBlocks of(layer, memory, panel, std::min(panel + group, panel_end), block,
+                                   std::min(block + blocks, call.layout.blocks));
+            decode_blocks<KIND>(call, of);
+            for (int tile = 0; tile < tiles; tile++) {
+                const int from = row + int(long(rows) * tile / tiles), to = row + int(long(rows) * (tile + 1) / tiles);
+                tile_of_rows<DIGITS, MOST_ROWS_OF_TILE>(call, of, to - from, from);
+            }
+        }
+}
+
+template <int DIGITS>
+void run_kind(const CodesCall& call, int row, int row_end, int panel, int panel_end) {
+    switch (call.layer.kind) {
+        case CODES_8: return run_part<CODES_8, DIGITS>(call, row, row_end, panel, panel_end);
+        case CODES_4: return run_part<CODES_4, DIGITS>(call, row, row_end, panel, panel_end);
+        case CODES_5: return run_part<CODES_5, DIGITS>(call, row, row_end, panel, panel_end);
+        case CODES_6: return run_part<CODES_6, DIGITS>(call, row, row_end, panel, panel_end);
+        default: return run_part<CODES_FP4, DIGITS>(call, row, row_end, panel, panel_end);
+    }
+}
+
+template <class T, int DIGITS, bool INT8>
+struct CodesProduct {
+    const CodesLayer* layer;
+    const T* x;
+    long x_stride;
+    Layout layout;
+    RoundedRows rounded;
+
+    CodesProduct(const CodesLayer* layer_, const T* x_, long x_stride_, int rows)
+        : layer(layer_), x(x_), x_stride(x_stride_), layout(*layer), rounded(*layer, layout.blocks, rows, DIGITS) {}
+
+    void prepare(int row, int row_end) const {
+        for (; row < row_end; row++) round_row<DIGITS, INT8>(*layer, layout.blocks, rounded, x + row * x_stride, row);
+    }
+
+    void operator()(int row, int row_end, int panel, int panel_end, const Sums& sums) const {
+        run_kind<DIGITS>(CodesCall{*layer, layout, rounded, sums}, row, row_end, panel, panel_end);
+    }
+};
+
+}  // namespace
+
+QUIRE_API long quire_codes_bytes(const CodesLayer* layer) {
+    return (layer->outputs + PANEL - 1) / PANEL * Layout(*layer).panel_bytes;
+}
+
+// Packs a weight into layer->packed. Outputs past the end are zeros.
+QUIRE_API void quire_pack_codes(const CodesLayer* layer, const CodesSource* source) {
+    char* packed = (char*)layer->packed;
+    prefer_huge_pages(packed, quire_codes_bytes(layer));
+    const Layout layout(*layer);
+    parallel_for((layer->outputs + PANEL - 1) / PANEL, max_threads(), [&](int64_t panel) {
+        pack_panel(*layer, layout, *source, packed + panel * layout.panel_bytes, int(panel) * PANEL);
+    });
+}
+
+template <class T, int DIGITS>
+void multiply_rows(const CodesLayer& layer, const T* x, long x_stride, void* out, int out_is_bf16, int rows) {
+    if (layer.rounds_rows)
+        multiply(CodesProduct<T, 1, true>(&layer, x, x_stride, rows), layer, out, out_is_bf16, rows);
+    else
+        multiply(CodesProduct<T, DIGITS, false>(&layer, x, x_stride, rows), layer, out, out_is_bf16, rows);
+}
+
+// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], float32 or bfloat16.
+QUIRE_API void quire_codes_linear(const CodesLayer* layer, const float* x, long x_stride, void* out, int out_is_bf16,
+                                  int rows) {
+    multiply_rows<float, 2>(*layer, x, x_stride, out, out_is_bf16, rows);
+}
+
+// As quire_codes_linear, for bfloat16 rows.
+QUIRE_API void quire_codes_linear_bf16(const CodesLayer* layer, const uint16_t* x, long x_stride, void* out,
+                                       int out_is_bf16, int rows) {
+    multiply_rows<uint16_t, 1>(*layer, x, x_stride, out, out_is_bf16, rows);
+}
