@@ -10,6 +10,7 @@
 // CPUs with AMX multiply bfloat16 rows by bfloat16 or MXFP4 weights in tiles, whose operand has the order of a bfloat16
 // panel. For the layout of MXFP4 panels see linear_mxfp4.h.
 #include "linear_amx.h"
+#include "linear_dots.h"
 #include "linear_panels.h"
 #include "linear_run.h"
 
@@ -27,8 +28,8 @@ long panel_bytes(int kind, long inputs) {
                              : Float32::panel_bytes(inputs);
 }
 
-template <class W, int R, int P>
-void run_tile(const Call<float>& call, int row, const Block& of, int panel) {
+template <class W, int R, int P, class T>
+void run_tile(const Call<T>& call, int row, const Block& of, int panel) {
     Tile<R, P> tile = {};
     block<R, P>(W{}, tile, call.x + row * call.x_stride + of.k, call.x_stride, of.of(panel), of.bytes, of.count);
     static_assert(sizeof tile.sums == R * P * PANEL * 4, "the sums lie as finish reads them");
@@ -36,27 +37,48 @@ void run_tile(const Call<float>& call, int row, const Block& of, int panel) {
 }
 
 // Computes rows [row, row_end) of a block.
-template <class W>
-void run_block(const Call<float>& call, int row, int row_end, const Block& of) {
+template <class W, class T>
+void run_block(const Call<T>& call, int row, int row_end, const Block& of) {
     for_tiles<W>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
         run_tile<W, rows.value, panels.value>(call, from, of, panel);
     });
 }
 
 // Computes rows [row, row_end) of panels [panel, panel_end): a group of panels stays in the cache for all rows.
-template <class W>
-void run_part(const Call<float>& call, int row, int row_end, int panel, int panel_end) {
+template <class W, class T>
+void run_part(const Call<T>& call, int row, int row_end, int panel, int panel_end) {
     const int group = row_end - row <= W::MAX_ROWS ? 4 : panels_in_cache<W>(call.inputs);
     for (; panel < panel_end; panel += group)
         for (int k = 0; k < call.inputs; k += K_BLOCK)
             run_block<W>(call, row, row_end, block_of<W>(call, panel, std::min(panel + group, panel_end), k));
 }
 
-// As run_part. For more rows than one tile has, each block is decoded once.
-void run_mxfp4(const Call<float>& call, int row, int row_end, int panel, int panel_end) {
-    if (row_end - row <= Mxfp4::MAX_ROWS) return run_part<Mxfp4>(call, row, row_end, panel, panel_end);
-    for_decoded_blocks(call, panel, panel_end, panels_in_cache<Bf16>(call.inputs),
-                       [&](const Block& decoded) { run_block<Bf16>(call, row, row_end, decoded); });
+// As run_part, for weights in MXFP4: each block is decoded once for W, `group` panels at a time.
+template <class W, class T>
+void run_decoded(const Call<T>& call, int row, int row_end, int panel, int panel_end) {
+    const int group = row_end - row <= W::MAX_ROWS ? W::panels(row_end - row) : panels_in_cache<W>(call.inputs);
+    for_decoded_blocks(call, panel, panel_end, group,
+                       [&](const Block& decoded) { run_block<W>(call, row, row_end, decoded); });
+}
+
+void run_layer(const Layer& layer, const Call<float>& call, int row, int row_end, int panel, int panel_end) {
+    const bool in_registers = row_end - row <= Mxfp4::MAX_ROWS;
+    (layer.kind == BFLOAT16                  ? run_part<Bf16, float>
+     : layer.kind == FLOAT16                 ? run_part<Float16, float>
+     : layer.kind == MXFP4 && in_registers   ? run_part<Mxfp4, float>
+     : layer.kind == MXFP4                   ? run_decoded<Bf16, float>
+                                             : run_part<Float32, float>)(call, row, row_end, panel, panel_end);
+}
+
+bool fits_tiles(const Layer& layer) { return TILES_COMPILED && layer.inputs % TILE_INPUTS == 0 && may_use_tiles(); }
+
+void run_layer(const Layer& layer, const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+#if defined(__AVX512BF16__)
+    if (!fits_tiles(layer))
+        return (layer.kind == MXFP4 ? run_decoded<Dots, uint16_t>
+                                    : run_part<Dots, uint16_t>)(call, row, row_end, panel, panel_end);
+#endif
+    (layer.kind == MXFP4 ? run_tiles_mxfp4 : run_tiles)(call, row, row_end, panel, panel_end);
 }
 
 template <class T>
@@ -67,13 +89,7 @@ struct LayerProduct {
 
     void operator()(int row, int row_end, int panel, int panel_end, const Sums& sums) const {
         const Call<T> call{x, x_stride, layer->packed, layer->inputs, sums};
-        if constexpr (sizeof(T) == 2)
-            (layer->kind == MXFP4 ? run_tiles_mxfp4 : run_tiles)(call, row, row_end, panel, panel_end);
-        else
-            (layer->kind == BFLOAT16  ? run_part<Bf16>
-             : layer->kind == FLOAT16 ? run_part<Float16>
-             : layer->kind == MXFP4   ? run_mxfp4
-                                      : run_part<Float32>)(call, row, row_end, panel, panel_end);
+        run_layer(*layer, call, row, row_end, panel, panel_end);
     }
 };
 
@@ -101,8 +117,7 @@ QUIRE_API void quire_linear(const Layer* layer, const float* x, long x_stride, v
 
 // Whether quire_linear_bf16 can multiply rows by this layer.
 QUIRE_API int quire_takes_bf16(const Layer* layer) {
-    const bool has_layout = layer->kind == BFLOAT16 || layer->kind == MXFP4;
-    return TILES_COMPILED && has_layout && layer->inputs % TILE_INPUTS == 0 && may_use_tiles();
+    return (layer->kind == BFLOAT16 || layer->kind == MXFP4) && (DOTS_COMPILED || fits_tiles(*layer));
 }
 
 // As quire_linear, for bfloat16 rows.
