@@ -7,8 +7,9 @@
 // fused multiply-adds in ascending order of the input. This holds for any number of rows, row index, tile and number of
 // threads: a row's bits depend on that row alone.
 //
-// CPUs with AMX multiply bfloat16 rows by bfloat16 or MXFP4 weights in tiles, whose operand has the order of a bfloat16
-// panel. For the layout of MXFP4 panels see linear_mxfp4.h.
+// bfloat16 rows are multiplied by bfloat16 or MXFP4 weights with the instructions of AVX-512 for bfloat16, which add two
+// products to each sum, or in the tiles of AMX. The operand of both has the order of a bfloat16 panel. For the layout of
+// MXFP4 panels see linear_mxfp4.h.
 #include "linear_amx.h"
 #include "linear_dots.h"
 #include "linear_panels.h"
@@ -96,6 +97,7 @@ struct LayerProduct {
 }  // namespace
 
 QUIRE_API int quire_has_float16() { return HAS_FLOAT16; }
+QUIRE_API int quire_has_bf16() { return DOTS_COMPILED || (TILES_COMPILED && may_use_tiles()); }
 
 QUIRE_API long quire_packed_bytes(int outputs, int inputs, int kind) {
     return (outputs + PANEL - 1) / PANEL * panel_bytes(kind, inputs);

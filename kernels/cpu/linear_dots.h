@@ -70,7 +70,7 @@ QUIRE_INLINE void block(Dots, Tile<R, P>& out, const uint16_t* x, long stride, c
         each<THIRDS>(QUIRE_EACH(i) { rows[i] += 4; });
     }
     if (k < count) {
-        // The word's other half is no input of this row.
+        // The word's other half may belong to another row.
         uint32_t last[3 * THIRDS] = {};
         const char* copies[THIRDS];
         each<R>(QUIRE_EACH(r) { last[r] = load<uint16_t>(rows[r / 3] + r % 3 * apart); });

@@ -44,12 +44,14 @@ class Native:
         path: the shared object.
         vector_floats: float32 lanes of a register (16 with AVX-512, 8 with AVX, otherwise 4).
         has_float16: whether this CPU converts float16 in hardware.
+        has_bfloat16: whether the library multiplies bfloat16 rows with instructions of this CPU.
     """
 
     path: Path
     library: ctypes.CDLL = field(repr=False)
     vector_floats: int
     has_float16: bool
+    has_bfloat16: bool
 
     def function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         """Return function ``name`` with ctypes ``arguments``. Keep the result: a lookup takes 1 µs."""
@@ -93,7 +95,8 @@ def _load() -> Native:
     # second runtime would start its own threads on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
-    return Native(path, library, library.quire_vector_floats(), bool(library.quire_has_float16()))
+    converts, multiplies = bool(library.quire_has_float16()), bool(library.quire_has_bf16())
+    return Native(path, library, library.quire_vector_floats(), converts, multiplies)
 
 
 def _openmp_runtime() -> str:

@@ -34,18 +34,21 @@ def cpu_compute_dtypes(dtype: torch.dtype, native: Native | None) -> ComputeDtyp
     Args:
         native: the library of ``quire.kernels.cpu.native``, or None if it is not available.
     """
-    if dtype not in _PROBES or has_matrix_instructions(dtype):
+    if dtype not in _PROBES:
         return ComputeDtypes(dtype, dtype)
     name = str(dtype).removeprefix("torch.")
     lacks = f"this CPU has no {name} matrix instructions"
-    if native is None or (dtype is torch.float16 and not native.has_float16):
+    if native is None:
+        if _supported(_PROBES[dtype]):
+            return ComputeDtypes(dtype, dtype)
         return ComputeDtypes(torch.float32, torch.float32, f"{lacks}; float32 is faster on it")
+    if dtype is torch.bfloat16 and native.has_bfloat16:
+        return ComputeDtypes(dtype, dtype)
+    if dtype is torch.float16 and not native.has_float16:
+        return ComputeDtypes(torch.float32, torch.float32, f"this CPU does not convert {name}; float32 is faster on it")
+    if dtype is torch.float16:
+        lacks = "products of float16 weights are float32 on a CPU"
     return ComputeDtypes(dtype, torch.float32, f"{lacks}; weights stay {name}, the rest is float32")
-
-
-def has_matrix_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has matrix instructions for 16-bit ``dtype`` that oneDNN uses; false for wider dtypes."""
-    return dtype in _PROBES and _supported(_PROBES[dtype])
 
 
 def _supported(probe: str) -> bool:

@@ -66,7 +66,7 @@ class Decoder(Module):
         # vocabulary are zero.
         rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
-        table = self._vocab_layer(rows, gathered=True)
+        table = self._vocab_layer(rows)
         # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self.embed_tokens = Embedding(build, table, self.vocab, multiplier)
@@ -136,11 +136,11 @@ class Decoder(Module):
             scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
-    def pack_as_read(self, *, deterministic: bool = False) -> None:
+    def pack_as_read(self) -> None:
         """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack_as_read(deterministic=deterministic)
+                module.pack_as_read()
         for layer in (self.embed_tokens.table, self.lm_head):
             layer.zero_rows(self.vocab.stop - self.vocab.start)
 
@@ -180,8 +180,8 @@ class Decoder(Module):
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
         return slots
 
-    def _vocab_layer(self, rows: int, *, gathered: bool = False) -> Linear:
-        layer = Linear(self.build.weight(rows, self.config.hidden_size), float32_output=True, gathered=gathered)
+    def _vocab_layer(self, rows: int) -> Linear:
+        layer = Linear(self.build.weight(rows, self.config.hidden_size), float32_output=True)
         layer.zero_rows(self.vocab.stop - self.vocab.start)
         return layer
 

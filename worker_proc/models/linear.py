@@ -1,4 +1,4 @@
-"""A linear layer and its implementations: torch, or on a CPU the native library or oneDNN with packed weights."""
+"""A linear layer and its implementations: torch, or on a CPU the native library with packed weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native, load_native
-from quire.worker_proc.device.device import has_matrix_instructions
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 
@@ -35,7 +34,6 @@ class Linear(Module):
             between 16 and 32 that are rounded to bfloat16 are multiples of 0.125, so that the best tokens often tie.
         cuts: the projections that are concatenated by outputs, for ``weight_slots``; all with the same columns.
         stored_bias: the checkpoint has biases. A layer sharded by inputs holds them on rank 0 only.
-        gathered: the weight is also an embedding, whose rows are read by token id.
     """
 
     def __init__(
@@ -46,11 +44,9 @@ class Linear(Module):
         float32_output: bool = False,
         cuts: Sequence[Cut] = (),
         stored_bias: bool = False,
-        gathered: bool = False,
     ) -> None:
         self.weight = weight
         self.bias = bias
-        self._gathered = gathered
         self.cuts = cuts
         self._stored_bias = stored_bias
         # A view that is made once; None: another product is used.
@@ -105,61 +101,43 @@ class Linear(Module):
             zeros = self.weight.new_zeros(1, self._native.inputs)
             self._native.write_rows(first, zeros.expand(self._native.outputs - first, -1))
 
-    def pack_as_read(self, *, deterministic: bool = False) -> None:
+    def pack_as_read(self) -> None:
         """Free the weight, if ``prepack`` would choose the native library, and pack what is loaded in its place.
 
         So a checkpoint is copied once, and memory never holds both layouts. ``prepack`` completes the layer.
         """
-        native, weight = self._chosen_library(deterministic), self.weight.data
+        native, weight = self._library(), self.weight.data
         if native is not None:
             self._native = PackedLinear.unfilled(native, weight.shape[0], weight.shape[1], weight.dtype)
             self._free_weight()
 
     def prepack(self, *, deterministic: bool = False) -> bool:
-        """Choose the CPU library for the loaded weight and convert the weight to its layout.
-
-        The choice is the native library, unless oneDNN has matrix instructions for the weight's dtype. The native
-        library reads 16-bit weights directly, and is faster than MKL and oneDNN in float32 for any number of tokens.
-        oneDNN rounds its output to the dtype of its operands, so it is not chosen for float32 output of 16-bit weights,
-        and it has no rows that an embedding could read.
+        """Convert the loaded weight to the native library's layout, if the library accepts it.
 
         Args:
             deterministic: make a row's bits depend on that row alone, not on the number of rows, the row's index or
-                the number of threads. The native library always does. With oneDNN and torch, rows are computed in
-                tiles of one size, or one by one if a trial on this weight shows that the rows of a tile differ.
+                the number of threads. The native library always does. With torch, rows are computed in tiles of one
+                size, or one by one if a trial on this weight shows that the rows of a tile differ.
 
         Returns:
-            Whether the layout changed: false on other devices, and if neither library accepts the weight.
+            Whether the layout changed: false on other devices, and if the library does not accept the weight.
         """
+        native = self._library()
         if self._native is not None:
             self._native.set_bias(self.bias)
-            return True
-        if self._product is not None:
-            return True
-        weight = self.weight.data
-        native = self._chosen_library(deterministic)
-        if native is not None:
-            self._native = PackedLinear(native, weight, self.bias)
-        elif not self._gathered and not self._rounds_sums(weight):
-            self._product = _onednn(weight, self.bias)
-        changed = self._native is not None or self._product is not None
-        if deterministic and self._native is None:
-            self._transposed = None
-            self._product = in_tiles(self._product or self._plain_product(), weight)
-        if changed:
+        elif native is not None:
+            self._native = PackedLinear(native, self.weight.data, self.bias)
             self._free_weight()
-        return changed
+        elif deterministic and self._product is None:
+            self._transposed = None
+            self._product = in_tiles(self._plain, self.weight.data)
+        return self._native is not None
 
-    def _rounds_sums(self, weight: torch.Tensor) -> bool:
-        """Whether oneDNN would round sums that must not be."""
-        return self._float32_output and weight.dtype is not torch.float32
-
-    def _chosen_library(self, deterministic: bool) -> Native | None:
-        """Return the native library if ``prepack`` chooses it for the weight."""
+    def _library(self) -> Native | None:
+        """Return the native library if it accepts the weight."""
         weight = self.weight.data
         native = load_native() if weight.device.type == "cpu" else None
-        wanted = deterministic or self._rounds_sums(weight) or not has_matrix_instructions(weight.dtype)
-        return native if native is not None and wanted and PackedLinear.accepts(native, weight) else None
+        return native if native is not None and PackedLinear.accepts(native, weight) else None
 
     def _free_weight(self) -> None:
         self._transposed = None
@@ -167,11 +145,6 @@ class Linear(Module):
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
-
-    def _plain_product(self) -> Product:
-        """Return ``_plain`` with the present weight, which ``prepack`` may free afterwards."""
-        linear, weight, bias = _float32_linear if self._float32_output else _linear, self.weight, self.bias
-        return lambda x: linear(x, weight, bias)
 
 
 def write_rows(packed: PackedLinear, first: int, rows: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -244,26 +217,3 @@ def _float32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         for start in range(0, len(weight), step):
             torch.mm(wide, weight[start : start + step].float().T, out=out[:, start : start + step])
     return out if bias is None else out.add_(bias)
-
-
-def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
-    """Return oneDNN's product with a reordered copy of the weight, or None if this torch or device has none.
-
-    MKL, torch's default for float32, is 1.3 to 3 times slower for the 2 to 64 tokens of a decode step; bfloat16 gains
-    about as much. Inductor calls the same private operators.
-    """
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        torch.ops.mkldnn._linear_pointwise(weight[:1], packed, bias, "none", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-    dtype = weight.dtype
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        # oneDNN needs both operands in one dtype: activations of another dtype are rounded to the weight's.
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias, "none", [], "")
-        return out.to(x.dtype)
-
-    return product

@@ -142,7 +142,7 @@ class SparseMlp(Module):
         bias = None if biases is None else biases.data[expert]
         if scales is None:
             layer = Linear(_frozen(weights.data[expert]), None if bias is None else _frozen(bias))
-            return layer if layer.prepack(deterministic=deterministic) else None
+            return layer if layer.prepack(deterministic=deterministic) or deterministic else None
         native = load_native() if weights.is_cpu else None
         if native is not None:
             return PackedLinear.from_mxfp4(native, weights.data[expert], scales.data[expert], bias)

@@ -39,7 +39,7 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
     """
     with torch.inference_mode():
         if device.type == "cpu":
-            model.pack_as_read(deterministic=config.deterministic)
+            model.pack_as_read()
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed)
         else:
