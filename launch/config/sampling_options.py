@@ -10,7 +10,8 @@ import msgspec
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.descriptions import TOKENIZER, read_description
-from quire.protocol.model.gguf_file import is_gguf
+from quire.protocol.model.gguf_file import is_gguf, read_gguf
+from quire.protocol.model.gguf_tokenizer import added_tokens
 from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
@@ -65,13 +66,19 @@ def thinking_markers(
 def _default_markers(model: Path, vocab_size: int) -> tuple[list[int], list[int]]:
     """Return the default markers; two empty lists for an unreadable file, which the tokenizer's loader reports."""
     try:
-        text = read_description(model, TOKENIZER) or "{}"
-        tokens = msgspec.json.decode(text, type=_TokenizerFile).added_tokens
+        ids = _added_tokens(model)
     except (ConfigError, OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return [], []
-    ids = {token.content: token.id for token in tokens if 0 <= token.id < vocab_size}
-    start, end = (ids.get(text) for text in DEFAULT_MARKERS)
+    start, end = (token_id if 0 <= (token_id := ids.get(text, -1)) < vocab_size else None for text in DEFAULT_MARKERS)
     return ([], []) if start is None or end is None else ([start], [end])
+
+
+def _added_tokens(model: Path) -> dict[str, int]:
+    """Return the ids of single tokens by text, without the rest of the tokenizer."""
+    if is_gguf(model):
+        return added_tokens(read_gguf(model))
+    tokens = msgspec.json.decode(read_description(model, TOKENIZER) or "{}", type=_TokenizerFile).added_tokens
+    return {token.content: token.id for token in tokens}
 
 
 def check_grammar_library(name: str) -> None:

@@ -39,6 +39,7 @@ _TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: 
 _TYPES |= {35: "TQ2_0", 39: "MXFP4"}
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
 _MAX_SETTINGS = 2**16
 _MAX_TENSORS = 2**18
@@ -178,7 +179,7 @@ class _Header:
         kind = self._scalar("<I")
         count = self._count(f"values of {name}", _MAX_ARRAY)
         if kind == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind not in _SCALARS:
             raise ConfigError(f"{self.path}: setting {name} has an array of unknown type {kind}")
         letter = _SCALARS[kind][1]
@@ -204,6 +205,19 @@ class _Header:
 
     def _string(self) -> str:
         return self._take(self._scalar("<Q")).decode("utf-8", errors="replace")
+
+    def _strings(self, count: int) -> list[str]:
+        """Read strings, as ``_string`` does. There are some 100,000 tokens and merges, so this loop is short."""
+        data, at, end, length = self.data, self.at, self.end, _LENGTH.unpack_from
+        texts = []
+        for _ in range(count):
+            (size,) = length(data, at)
+            at += 8 + size
+            if at > end:
+                raise EOFError
+            texts.append(data[at - size : at])
+        self.at = at
+        return [text.decode("utf-8", errors="replace") for text in texts]
 
     def _take(self, count: int) -> bytes:
         if count > self.end - self.at:

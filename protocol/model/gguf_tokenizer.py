@@ -40,15 +40,10 @@ def tokenizer_json(file: GgufFile) -> str:
         parts = _sentence_piece(file, tokens, kinds)
     else:
         raise ConfigError(f"{file.path}: {_PREFIX}model {printable(kind)} is not supported; supported: gpt2, llama")
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {
-            "id": index,
-            "content": tokens[index],
-            "special": kinds[index] != _ADDED,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        }
-        for index in range(len(tokens))
-        if kinds[index] in (_UNKNOWN, _CONTROL, _ADDED) and tokens[index]
+        {"id": index, "content": text, "special": kinds[index] != _ADDED, **flags}
+        for text, index in _added(tokens, kinds)
     ]
     processors = _begin(file, tokens)
     if kind == "gpt2":
@@ -56,6 +51,15 @@ def tokenizer_json(file: GgufFile) -> str:
     post = {"type": "Sequence", "processors": processors} if processors else None
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": post}
     return json.dumps(whole | parts, ensure_ascii=False)
+
+
+def added_tokens(file: GgufFile) -> dict[str, int]:
+    """Return the ids of the tokens that are never parts of other text, by text.
+
+    Raises:
+        ConfigError: as ``tokenizer_json``.
+    """
+    return dict(_added(*_tokens(file)))
 
 
 def tokenizer_config(file: GgufFile) -> str:
@@ -78,6 +82,11 @@ def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
     if len(kinds) != len(tokens):
         raise ConfigError(f"{file.path}: {_PREFIX}token_type has {len(kinds)} values for {len(tokens)} tokens")
     return tokens, kinds
+
+
+def _added(tokens: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, int]]:
+    numbered = enumerate(zip(tokens, kinds, strict=True))
+    return [(text, index) for index, (text, kind) in numbered if kind in (_UNKNOWN, _CONTROL, _ADDED) and text]
 
 
 def _array(file: GgufFile, key: str, kind: type | tuple[type, ...]) -> list[Any]:
