@@ -35,8 +35,8 @@ class BlockWeight:
     def shape(self) -> tuple[int, int]:
         return len(self.blocks), self.inputs.stop - self.inputs.start
 
-    def dequantise(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Return some rows of the weight, float32 ``[rows, inputs]``."""
+    def dequantise(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """Return some rows of the weight, float32 ``[rows, inputs]``. ``rows``: a slice or int64 indices."""
         return dequantise_blocks(self.kind, self.blocks[rows])[:, self.inputs]
 
 

@@ -21,7 +21,12 @@ def scaled_linear_reference(x: torch.Tensor, weight: PackedWeight, bias: torch.T
 
 
 def scaled_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, int8_activations: bool = False
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    int8_activations: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias``, ``[rows, inputs]`` → ``[rows, outputs]`` of ``x``'s dtype.
 
@@ -30,8 +35,9 @@ def scaled_linear(
 
     Args:
         int8_activations: round ``x`` to int8 first, with a scale for each row.
+        float32_output: compute in float32, and do not round the sums.
     """
-    dtype = torch.float32 if x.is_cpu else x.dtype
+    dtype = torch.float32 if x.is_cpu or float32_output else x.dtype
     factor = None
     operand = x
     if int8_activations:
@@ -47,7 +53,7 @@ def scaled_linear(
         out = out.float().mul_(factor)
     if bias is not None:
         out = out + bias
-    return out.to(x.dtype)
+    return out.to(torch.float32 if float32_output else x.dtype)
 
 
 def round_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

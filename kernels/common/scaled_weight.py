@@ -48,8 +48,8 @@ class ScaledWeight:
         outputs, stored = self.codes.shape
         return outputs, stored * 8 // CODE_BITS[self.kind]
 
-    def dequantise(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Return some rows of the weight, float32 ``[rows, inputs]``."""
+    def dequantise(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """Return some rows of the weight, float32 ``[rows, inputs]``. ``rows``: a slice or int64 indices."""
         values = _code_values(self.codes[rows], self.kind)
         scales = self.scales[rows].to(torch.float32, copy=True)
         if self.kind in STEPS:

@@ -40,6 +40,7 @@ struct Layout {
     int blocks, per_super;
     long super_head, mins, zeros, codes, block_bytes, super_bytes, panel_bytes;
 
+    Layout() = default;
     explicit Layout(const CodesLayer& layer) {
         const bool six = layer.scale_kind == SCALE_6_BITS, eight = layer.scale_kind == SCALE_8_BITS;
         const long words = layer.block / WORD;

@@ -156,6 +156,11 @@ class PackedLinear:
         return self._packed
 
     @property
+    def layer_at(self) -> int:
+        """Address of the library's description of the layer."""
+        return self._layer_at
+
+    @property
     def kind(self) -> int:
         """Number of the layout: a value of ``KINDS``, or MXFP4."""
         return int(self._layer.kind)

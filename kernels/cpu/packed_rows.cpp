@@ -5,6 +5,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "code_panels.h"
 #include "linear_run.h"
 
 using namespace quire;
@@ -83,16 +84,41 @@ float half_to_float(uint16_t bits) {
 // Rows of a weight matrix: row i is that of id `first` + i. As in kernels/cpu/packed_rows.py.
 struct Table {
     const char* weights;
-    int64_t stride;  // bytes between plain rows; 0: the rows are packed
+    const CodesLayer* codes;  // of packed codes; or null
+    int64_t stride;           // bytes between plain rows; 0: the rows are packed
     int64_t first, count;
     int32_t inputs, kind;
     float factor;
 };
 
+// Calls put(index, number) for all inputs of an output whose codes are integers.
+template <int KIND, class Put>
+void decode_output(const CodesLayer& layer, const Layout& layout, int64_t output, Put&& put) {
+    const char* panel = layer.packed + output / PANEL * layout.panel_bytes;
+    const int in_panel = int(output % PANEL), v = in_panel / VF, lane = in_panel % VF;
+    for (int block = 0; block < layout.blocks; block++) {
+        const Scales by = scales_of(layer, layout, panel, block, v);
+        const float scale = by.scale[lane], min = by.min[lane];
+        const char* at = panel + layout.of(block);
+        const int zero = layer.offset + (layer.has_zeros ? int8_t(at[layout.zeros + in_panel]) : 0);
+        const int first = block * layer.block, words = std::min(layer.block, layer.packed_inputs - first) / WORD;
+        for (int word = 0; word < words; word++) {
+            vint pairs[4];
+            decode_word<KIND>(at + layout.codes, word, v, pairs);
+            for (int j = 0; j < WORD; j++) {
+                const int code = j < 4 ? int16_t(pairs[j][lane]) : pairs[j - 4][lane] >> 16;
+                const int packed = first + word * WORD + j, input = layer.order ? layer.order[packed] : packed;
+                if (input >= 0 && input < layer.inputs) put(input, float(code - zero) * scale + min);
+            }
+        }
+    }
+}
+
 class Gather final : public Operation {
   public:
     Gather(const Table& table, const int64_t* ids, void* out, int64_t rows, bool is_bf16)
-        : table_(table), ids_(ids), out_(out), rows_(rows), is_bf16_(is_bf16) {
+        : table_(table), layout_(table.codes ? Layout(*table.codes) : Layout()), ids_(ids), out_(out), rows_(rows),
+          is_bf16_(is_bf16) {
         pieces_ = rows * table.inputs > GATHER_THREADS_FROM ? std::min<int64_t>(rows, 4 * max_threads()) : 1;
     }
 
@@ -110,6 +136,7 @@ class Gather final : public Operation {
     template <class T>
     void write(T* to, int64_t row) const {
         if (row < 0 || row >= table_.count) return void(std::memset(to, 0, table_.inputs * sizeof(T)));
+        if (table_.codes) return decode(to, row);
         if (table_.kind == FLOAT32) return copy<float>(to, row, [](const float* at) { return *at; });
         if (table_.kind == FLOAT16) return copy<uint16_t>(to, row, [](const uint16_t* at) { return half_to_float(*at); });
         copy<uint16_t>(to, row, [](const uint16_t* at) { return to_float(*at); });
@@ -131,7 +158,21 @@ class Gather final : public Operation {
             store_float(to + i, widen(from + i / pair * PANEL * pair + i % pair) * factor);
     }
 
+    template <class T>
+    void decode(T* to, int64_t row) const {
+        const CodesLayer& codes = *table_.codes;
+        const auto put = [&](int input, float number) { store_float(to + input, number * table_.factor); };
+        switch (codes.kind) {
+            case CODES_8: return decode_output<CODES_8>(codes, layout_, row, put);
+            case CODES_4: return decode_output<CODES_4>(codes, layout_, row, put);
+            case CODES_5: return decode_output<CODES_5>(codes, layout_, row, put);
+            case CODES_6: return decode_output<CODES_6>(codes, layout_, row, put);
+            default: return decode_output<CODES_FP4>(codes, layout_, row, put);
+        }
+    }
+
     Table table_;
+    Layout layout_;
     const int64_t* ids_;
     void* out_;
     int64_t rows_, pieces_;

@@ -1,10 +1,12 @@
 """Rows of a weight matrix by token id, by the native library: the embedding, also of a weight that is packed."""
 
 import ctypes
+from typing import TypeGuard
 
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.cpu.codes_linear import CodesLinear
 from quire.kernels.cpu.linear import KINDS, PackedLinear
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded_plan import empty
@@ -15,6 +17,7 @@ class _Table(ctypes.Structure):
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("first", ctypes.c_int64),
         ("count", ctypes.c_int64),
@@ -28,8 +31,8 @@ class EmbeddingRows:
     """Gathers rows of a weight that has one for each token id in ``ids``; other ids have zeros.
 
     Args:
-        weight: ``[rows, width]``, float32, bfloat16 or float16, plain and contiguous or packed. Its first rows are
-            those of ``ids``.
+        weight: ``[rows, width]``, float32, bfloat16 or float16, plain and contiguous or packed; or packed codes. Its
+            first rows are those of ``ids``.
         factor: number that every row is multiplied by, in float32.
 
     Raises:
@@ -37,25 +40,29 @@ class EmbeddingRows:
     """
 
     def __init__(self, native: Native, weight: torch.Tensor | PackedLinear, ids: range, factor: float = 1.0) -> None:
-        if not self.takes(native, weight):
+        if not self.takes(weight, native):
             raise ValueError("weight: expected packed or contiguous rows of a supported dtype on the CPU")
-        if isinstance(weight, PackedLinear):
-            memory, stride, kind, self.width = weight.packed, 0, weight.kind, weight.inputs
+        stride = kind = codes = 0
+        if isinstance(weight, CodesLinear):
+            self.width, codes = weight.inputs, weight.layer_at
+        elif isinstance(weight, PackedLinear):
+            self.width, kind = weight.inputs, weight.kind
         else:
-            memory, kind, self.width = weight, KINDS[weight.dtype], weight.shape[1]
+            self.width, kind = weight.shape[1], KINDS[weight.dtype]
             stride = self.width * weight.element_size()
-        self._memory = memory
-        self._table = _Table(memory.data_ptr(), stride, ids.start, len(ids), self.width, kind, factor)
+        memory = weight.packed if isinstance(weight, PackedLinear) else weight
+        self._keep = weight
+        self._table = _Table(memory.data_ptr(), codes, stride, ids.start, len(ids), self.width, kind, factor)
         self._table_at = ctypes.addressof(self._table)
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self._gather = native.function("quire_gather", pointer, pointer, pointer, long, integer)
 
     @staticmethod
-    def takes(native: Native, weight: torch.Tensor | PackedLinear) -> bool:
+    def takes(weight: object, native: Native) -> TypeGuard[torch.Tensor | PackedLinear]:
         """Whether the library supports the weight."""
-        if isinstance(weight, PackedLinear):
-            return weight.kind in KINDS.values()
-        return PackedLinear.accepts(native, weight)
+        if isinstance(weight, torch.Tensor):
+            return PackedLinear.accepts(native, weight)
+        return isinstance(weight, CodesLinear) or (type(weight) is PackedLinear and weight.kind in KINDS.values())
 
     def __call__(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows of int64 ``[num_tokens]``: new ``[num_tokens, width]`` of ``dtype``."""

@@ -45,7 +45,8 @@ class StoredTensor:
     """Name, dtype and shape of one tensor, as the header of its file states them.
 
     Attributes:
-        dtype: type of the values that a slot gets: a tensor of a GGUF file that is no projection counts as F32.
+        dtype: type of the values that a slot gets: a quantised tensor of a GGUF file that is no matrix
+            of the model counts as F32.
         gguf: type and place in a GGUF file.
         interleaved: if not 0, the rows of a head, whose rows are those of its two halves in turn (GGUF, Llama).
     """
@@ -171,7 +172,7 @@ def full_name(name: str) -> str:
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a GGUF file. Those that are quantised, except projections, are widened as they are read."""
+    """Return the tensors of a GGUF file. Norms that are quantised are widened as they are read."""
     file = read_gguf(path)
     stored = {}
     for full, tensor in named_tensors(file):
@@ -179,7 +180,8 @@ def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
         packed = tensor.kind in QUANTISED
         if packed and len(tensor.shape) != 2:
             raise ConfigError(f"{path}: tensor {name} has type {tensor.kind} and {len(tensor.shape)} dimensions, not 2")
-        dtype = "F32" if packed and not _WEIGHT.fullmatch(full) else tensor.kind
+        kept = _WEIGHT.fullmatch(full) or full in (EMBEDDING, HEAD)
+        dtype = "F32" if packed and not kept else tensor.kind
         stored[full] = StoredTensor(path, name, dtype, tensor.shape, tensor, interleaved_rows(file, name))
     return stored
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
@@ -62,18 +63,19 @@ class Decoder(Module):
         self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size
         # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per
-        # step costs little, and tied weights stay one tensor. All ranks hold the same number of rows; rows past the
-        # vocabulary are zero.
-        rows = -(-config.vocab_size // size)
+        # step costs little, and tied weights stay one tensor. The last ranks may have fewer rows.
+        self._rows = rows = -(-config.vocab_size // size)
         self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
-        table = self._vocab_layer(rows)
+        table = build.vocabulary_linear("model.embed_tokens", self.vocab)
         # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self.embed_tokens = Embedding(build, table, self.vocab, multiplier)
         self.layers = [DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)]
         self._cache_sources = [config.cache_source(layer) for layer in range(config.num_layers)]
         self.norm = build.norm()
-        self.lm_head = table if config.tie_word_embeddings else self._vocab_layer(rows)
+        self.lm_head = table
+        if not config.tie_word_embeddings:
+            self.lm_head = build.vocabulary_linear("lm_head", self.vocab)
         length = max_position or config.max_position
         self.rope = self._table(config.rope, length)
         local = config.local_rope
@@ -134,6 +136,8 @@ class Decoder(Module):
             scores = scores / config.logits_scaling
         if config.final_soft_cap:
             scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
+        if scores.shape[1] < self._rows:
+            scores = F.pad(scores, (0, self._rows - scores.shape[1]))
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
     def pack_as_read(self) -> None:
@@ -141,8 +145,6 @@ class Decoder(Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack_as_read()
-        for layer in (self.embed_tokens.table, self.lm_head):
-            layer.zero_rows(self.vocab.stop - self.vocab.start)
 
     def prepack(self, *, deterministic: bool = False) -> bool:
         """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.
@@ -168,22 +170,12 @@ class Decoder(Module):
         """
         if self._prepacked:
             raise RuntimeError("weights are already prepacked: load them before prepack()")
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        held = slice(0, self.vocab.stop - self.vocab.start)
-        slots = {
-            "model.embed_tokens.weight": self.embed_tokens.table.rows_slot(held, shape, (self.vocab,)),
-            "model.norm.weight": self.build.norm_slot(self.norm),
-        }
+        slots = self.embed_tokens.table.weight_slots() | {"model.norm.weight": self.build.norm_slot(self.norm)}
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = self.lm_head.rows_slot(held, shape, (self.vocab,))
+            slots |= self.lm_head.weight_slots()
         for index, layer in enumerate(self.layers):
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
         return slots
-
-    def _vocab_layer(self, rows: int) -> Linear:
-        layer = Linear(self.build.weight(rows, self.config.hidden_size), float32_output=True)
-        layer.zero_rows(self.vocab.stop - self.vocab.start)
-        return layer
 
     def _table(self, rope: RopeConfig, length: int, *, local: bool = False) -> torch.Tensor:
         """Return the table of the layers in ``local_rope_layers``, or of the others."""

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.common.scaled_linear import PackedWeight
+from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.packed_rows import EmbeddingRows
 from quire.worker_proc.models.linear import Linear
@@ -24,28 +26,34 @@ class Embedding(Module):
         self.table = table
         self.vocab = vocab
         self._factor = factor
-        self._rows: EmbeddingRows | None = None
+        self._library: EmbeddingRows | None = None
 
     def prepack(self) -> None:
-        """Let the native library gather the rows if it supports the loaded table. Call it after the table's."""
-        native = load_native() if self.table.weight.device.type == "cpu" else None
+        """Let the native library gather rows, if it supports the prepacked table."""
         rows = self.table.gathered_rows()
-        if native is not None and EmbeddingRows.takes(native, rows):
-            self._rows = EmbeddingRows(native, rows, range(self.vocab.start, self.vocab.stop), self._factor)
+        native = load_native() if self.table.weight.is_cpu else None
+        if native is not None and EmbeddingRows.takes(rows, native):
+            self._library = EmbeddingRows(native, rows, range(self.vocab.start, self.vocab.stop), self._factor)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens]`` to new ``[num_tokens, hidden_size]``, the same on all ranks."""
-        hidden = (
-            self._torch_rows(token_ids) if self._rows is None else self._rows(token_ids, self.build.activation_dtype)
-        )
-        return self.build.parallel.all_reduce(hidden) if self.build.parallel.size > 1 else hidden
+        dtype, parallel = self.build.activation_dtype, self.build.parallel
+        hidden = self._gathered(token_ids, dtype) if self._library is None else self._library(token_ids, dtype)
+        return parallel.all_reduce(hidden) if parallel.size > 1 else hidden
 
-    def _torch_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        weight, dtype = self.table.weight, self.build.activation_dtype
+    def _gathered(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.table.gathered_rows()
         if self.build.parallel.size == 1:
-            hidden = F.embedding(token_ids, weight).to(dtype)
+            hidden = _rows_of(rows, token_ids).to(dtype)
         else:
             row = token_ids - self.vocab.start
             elsewhere = (row < 0) | (row >= self.vocab.stop - self.vocab.start)
-            hidden = F.embedding(row.masked_fill(elsewhere, 0), weight).to(dtype).masked_fill_(elsewhere[:, None], 0)
+            hidden = _rows_of(rows, row.masked_fill(elsewhere, 0)).to(dtype)
+            hidden.masked_fill_(elsewhere[:, None], 0)
         return hidden if self._factor == 1.0 else hidden.mul_(self._factor)
+
+
+def _rows_of(weight: torch.Tensor | PackedLinear | PackedWeight, indices: torch.Tensor) -> torch.Tensor:
+    """Return new rows of a weight that is not packed for the native library."""
+    assert not isinstance(weight, PackedLinear), "the native library gathers rows of the layouts that it multiplies"
+    return F.embedding(indices, weight) if isinstance(weight, torch.Tensor) else weight.dequantise(indices)

@@ -1,10 +1,12 @@
 """A linear layer and its implementations: torch, or on a CPU the native library with packed weights."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.common.scaled_linear import PackedWeight
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native, load_native
 from quire.worker_proc.models.module import Module
@@ -79,27 +81,16 @@ class Linear(Module):
 
     def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
         """Slots of one projection without its bias, by suffix. ``held``: its rows of the fused weight."""
-        return {"weight": self.rows_slot(held, (cut.total_rows, cut.total_columns), (cut.rows, cut.columns))}
-
-    def rows_slot(self, held: slice, shape: tuple[int, ...], part: tuple[slice, ...]) -> WeightSlot:
-        """Return the slot of rows ``held`` of the weight, which are ``part`` of a checkpoint tensor of ``shape``."""
-        packed = self._native
+        packed, shape, part = self._native, (cut.total_rows, cut.total_columns), (cut.rows, cut.columns)
         if packed is None:
-            return WeightSlot(self.weight.data[held], shape, part)
-        target = torch.empty(held.stop - held.start, packed.inputs, dtype=self.weight.dtype, device="meta")
-        return WeightSlot(target, shape, part, put=lambda rows: write_rows(packed, held.start, rows, target.dtype))
+            return {"weight": WeightSlot(self.weight.data[held], shape, part)}
+        target = torch.empty(cut.num_rows, packed.inputs, dtype=self.weight.dtype, device="meta")
+        put = partial(write_rows, packed, held.start, dtype=target.dtype)
+        return {"weight": WeightSlot(target, shape, part, put=put)}
 
-    def gathered_rows(self) -> torch.Tensor | PackedLinear:
+    def gathered_rows(self) -> torch.Tensor | PackedLinear | PackedWeight:
         """Return the weight, as the rows of an embedding."""
         return self._native or self.weight.data
-
-    def zero_rows(self, first: int) -> None:
-        """Set the weight's rows from ``first`` on to zero."""
-        if self._native is None:
-            self.weight.data[first:].zero_()
-        else:
-            zeros = self.weight.new_zeros(1, self._native.inputs)
-            self._native.write_rows(first, zeros.expand(self._native.outputs - first, -1))
 
     def pack_as_read(self) -> None:
         """Free the weight, if ``prepack`` would choose the native library, and pack what is loaded in its place.
@@ -147,7 +138,7 @@ class Linear(Module):
         return (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
 
 
-def write_rows(packed: PackedLinear, first: int, rows: torch.Tensor, dtype: torch.dtype) -> str | None:
+def write_rows(packed: PackedLinear, first: int, rows: torch.Tensor, *, dtype: torch.dtype) -> str | None:
     """Convert and pack rows of a weight; return what is wrong with them, or None."""
     finite = True
     for start in range(0, len(rows), step := max(1, CONVERTED_ELEMENTS // max(1, rows.shape[1]))):

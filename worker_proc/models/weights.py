@@ -109,6 +109,21 @@ class Build:
             return quantised_linear(form, cuts, own_bias, self.layer, self.device, stored_bias=stored_bias)
         return Linear(self.weight(outputs, cuts[0].num_columns), own_bias, cuts=cuts, stored_bias=stored_bias)
 
+    def vocabulary_linear(self, name: str, held: slice) -> Linear:
+        """Allocate the embedding or the head, sharded by outputs. Only GGUF files have quantised ones.
+
+        Args:
+            name: full name in the checkpoint.
+            held: token ids of this rank's rows.
+        """
+        config, form = self.config, self.config.weight_format
+        cuts = [Cut(name, held, config.vocab_size, slice(0, config.hidden_size), config.hidden_size)]
+        own = form.of_layer(name) if form is not None and form.layout == "gguf" else None
+        if own is not None:
+            return quantised_linear(own, cuts, None, "", self.device, stored_bias=False, float32_output=True)
+        weight = self.weight(cuts[0].num_rows, config.hidden_size)
+        return Linear(weight, float32_output=True, cuts=cuts)
+
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection, by its name below the layer; None if it is not quantised."""
         form = self.config.weight_format

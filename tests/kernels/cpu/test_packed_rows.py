@@ -6,6 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
+from quire.kernels.common.scaled_linear import PackedWeight
+from quire.kernels.common.scaled_weight import CODE_DTYPES, ScaledWeight
+from quire.kernels.cpu.codes_linear import BLOCK_KINDS, SCALED_KINDS, CodesLinear
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.packed_rows import EmbeddingRows
@@ -70,6 +74,42 @@ def test_gathered_rows_are_those_of_the_weight(
         for out in DTYPES:
             assert torch.equal(rows(ids, out), expected.to(out))
         assert rows(ids[:0], dtype).shape == (0, shape[1])
+
+
+def _codes(kind: str, outputs: int, inputs: int) -> PackedWeight:
+    generator = torch.Generator().manual_seed(outputs)
+
+    def octets(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half()
+
+    if kind in BLOCK_KINDS:
+        size, _, places = BLOCK_TYPES[kind]
+        blocks = octets(outputs, inputs // (256 if kind.endswith("_K") else 32), size)
+        for at in places:
+            blocks[..., at : at + 2] = scales(*blocks.shape[:2], 1).view(torch.uint8)
+        return BlockWeight(kind, blocks.flatten(1), slice(8, inputs - 16))
+    width = inputs if kind == "int8" else inputs // 2
+    codes, groups = octets(outputs, width).view(CODE_DTYPES[kind]), scales(outputs, inputs // 64)
+    zeros = octets(outputs, inputs // 64).view(torch.int8) >> 5 if kind != "fp4" else None
+    rows = torch.rand(outputs, generator=generator) if kind == "fp4" else None
+    order = torch.arange(inputs, dtype=torch.int32) % groups.shape[1] if kind == "int4" else None
+    return ScaledWeight(kind, codes, groups, 64, zeros, rows, order)
+
+
+@pytest.mark.parametrize("kind", [*SCALED_KINDS, *BLOCK_KINDS])
+@pytest.mark.parametrize("shape", [(1, 256), (70, 768)])
+def test_gathered_codes_are_those_of_the_weight(native: Native, kind: str, shape: tuple[int, int]) -> None:
+    weight = _codes(kind, *shape)
+    if not CodesLinear.takes(native, weight):
+        pytest.skip("this CPU does not convert float16")
+    rows = EmbeddingRows(native, CodesLinear(native, weight), range(7, 7 + shape[0]), 5.5)
+    ids = torch.tensor([6, 7 + shape[0], -1, *range(7, 7 + shape[0])])
+    expected = torch.cat([torch.zeros(3, weight.shape[1]), weight.dequantise() * 5.5])
+    for out in DTYPES:
+        assert torch.equal(rows(ids, out), expected.to(out))
 
 
 def test_a_plan_gathers_the_rows_of_new_ids(native: Native) -> None:

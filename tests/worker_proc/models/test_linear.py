@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
+from quire.worker_proc.models.weight_slot import Cut
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -112,7 +113,7 @@ def test_weights_packed_as_they_are_read_are_those_packed_afterwards(library: st
     meanwhile.pack_as_read()
     for linear in (after, meanwhile):
         for held in (slice(0, 3), slice(3, 40)):
-            slot = linear.rows_slot(held, (40, 80), (held, slice(4, 76)))
+            slot = linear.projection_slots(Cut("", held, 40, slice(4, 76), 80), held)["weight"]
             assert slot.fill(stored.double()[held, 4:76]) is None
         linear.prepack()
         linear.prepack()

@@ -56,8 +56,6 @@ def _load(folder: Path, rank: Rank | None = None, dtype: torch.dtype = torch.flo
     model = build_model(load_model_config(folder), dtype, "cpu", parallel=rank)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
-    for layer in (model.embed_tokens.table, model.lm_head):
-        layer.zero_rows(model.vocab.stop - model.vocab.start)
     load_weights(model, folder, dtype, progress=False)
     assert all(not bool(p.isnan().any()) for p in model.parameters())
     return model

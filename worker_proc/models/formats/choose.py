@@ -37,8 +37,12 @@ def quantised_linear(
     device: torch.device | str,
     *,
     stored_bias: bool,
+    float32_output: bool = False,
 ) -> QuantisedLinear | BlockLinear:
     """Allocate a quantised layer; see ``QuantisedLinear`` and ``BlockLinear``."""
     if form.kind in BLOCK_TYPES:
-        return BlockLinear(form, cuts, bias, layer, device, stored_bias=stored_bias)
-    return QuantisedLinear(form, cuts, bias, layer, READERS[form.layout], device, stored_bias=stored_bias)
+        return BlockLinear(form, cuts, bias, layer, device, stored_bias=stored_bias, float32_output=float32_output)
+    reader = READERS[form.layout]
+    return QuantisedLinear(
+        form, cuts, bias, layer, reader, device, stored_bias=stored_bias, float32_output=float32_output
+    )

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight, block_scales, nibbles
-from quire.kernels.common.scaled_linear import scaled_linear
+from quire.kernels.common.scaled_linear import PackedWeight, scaled_linear
 from quire.kernels.common.scaled_weight import pack_pairs
 from quire.kernels.cpu.codes_linear import CodesLinear
+from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
@@ -55,6 +56,7 @@ class BlockLinear(Linear):
         device: torch.device | str,
         *,
         stored_bias: bool,
+        float32_output: bool = False,
     ) -> None:
         columns, total, elements = cuts[0].columns, cuts[0].total_columns, form.group_size
         if total % elements:
@@ -66,7 +68,7 @@ class BlockLinear(Linear):
         size = (self._held.stop - self._held.start) * BLOCK_TYPES[form.kind][0]
         blocks = torch.empty(sum(cut.num_rows for cut in cuts), size, dtype=torch.uint8, device=device)
         weight = torch.nn.Parameter(blocks, requires_grad=False)
-        super().__init__(weight, bias, cuts=cuts, stored_bias=stored_bias)
+        super().__init__(weight, bias, float32_output=float32_output, cuts=cuts, stored_bias=stored_bias)
 
     def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
         target, size = self.weight.data[held], BLOCK_TYPES[self.kind][0]
@@ -75,19 +77,25 @@ class BlockLinear(Linear):
 
     def prepack(self, *, deterministic: bool = False) -> bool:
         """Choose the product, as ``QuantisedLinear.prepack`` does."""
-        if self._product is None:
-            weight = BlockWeight(self.kind, self.weight.data, self._inputs)
+        if self._native is None and self._product is None:
+            weight = self._block_weight()
             native = load_native() if weight.blocks.is_cpu else None
             if native is not None and CodesLinear.takes(native, weight):
-                self._product = CodesLinear(native, weight, self.bias)
+                self._native = CodesLinear(native, weight, self.bias)
                 self._free_weight()
             elif deterministic:
                 like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
                 self._product = in_tiles(self._plain, like)
-        return isinstance(self._product, CodesLinear)
+        return self._native is not None
+
+    def gathered_rows(self) -> torch.Tensor | PackedLinear | PackedWeight:
+        return self._native or self._block_weight()
+
+    def _block_weight(self) -> BlockWeight:
+        return BlockWeight(self.kind, self.weight.data, self._inputs)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, BlockWeight(self.kind, self.weight.data, self._inputs), self.bias)
+        return scaled_linear(x, self._block_weight(), self.bias, float32_output=self._float32_output)
 
 
 def _slot(target: torch.Tensor, cut: Cut, kind: str, put: Callable[[torch.Tensor], object]) -> WeightSlot:

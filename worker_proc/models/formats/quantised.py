@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from quire.kernels.common.scaled_linear import scaled_linear
+from quire.kernels.common.scaled_linear import PackedWeight, scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
 from quire.kernels.cpu.codes_linear import CodesLinear
 from quire.kernels.cpu.fp8_linear import Fp8Linear
@@ -49,6 +49,7 @@ class QuantisedLinear(Linear):
         device: torch.device | str,
         *,
         stored_bias: bool,
+        float32_output: bool = False,
     ) -> None:
         columns, total = cuts[0].columns, cuts[0].total_columns
         _check_columns(form, cuts[0], f"{layer}.{cuts[0].name}")
@@ -58,7 +59,7 @@ class QuantisedLinear(Linear):
             return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
         codes = empty(outputs, inputs * CODE_BITS[form.kind] // 8, dtype=CODE_DTYPES[form.kind])
-        super().__init__(codes, bias, cuts=cuts, stored_bias=stored_bias)
+        super().__init__(codes, bias, float32_output=float32_output, cuts=cuts, stored_bias=stored_bias)
         self.form = form
         self._read = read
         size = form.group_size or total
@@ -98,29 +99,42 @@ class QuantisedLinear(Linear):
 
         The codes are freed then. On a GPU it is a Triton kernel, which reads the codes in place.
         """
-        if self._product is not None:
-            return isinstance(self._product, PackedLinear)
+        if self._native is not None or self._product is not None:
+            return self._native is not None
         weight = self.scaled_weight()
         native = load_native() if weight.codes.is_cpu else None
         if native is not None and CodesLinear.takes(native, weight):
-            self._product = CodesLinear(native, weight, self.bias, int8_activations=self.form.int8_activations)
+            self._native = CodesLinear(native, weight, self.bias, int8_activations=self.form.int8_activations)
         elif native is not None and Fp8Linear.takes(native, weight):
-            self._product = Fp8Linear(native, weight, self.bias)
-        elif not weight.codes.is_cpu and accepts(weight) and not self.form.int8_activations:
+            self._native = Fp8Linear(native, weight, self.bias)
+        elif self._has_triton_product(weight):
             self._product = partial(packed_linear, weight=weight, bias=self.bias, deterministic=deterministic)
         elif deterministic:
             like = torch.empty(TILE_ROWS, self.cuts[0].num_columns, device=self.weight.device)
             self._product = in_tiles(self._plain, like)
-        if isinstance(self._product, PackedLinear):
+        if self._native is not None:
             for name in ("weight", "scales", "zeros", "row_scales", "input_groups"):
                 tensor = getattr(self, name)
                 if tensor is not None:
                     setattr(self, name, torch.nn.Parameter(tensor.data.new_empty(0), requires_grad=False))
             self._transposed = None
-        return isinstance(self._product, PackedLinear)
+        return self._native is not None
+
+    def gathered_rows(self) -> torch.Tensor | PackedLinear | PackedWeight:
+        return self._native or self.scaled_weight()
+
+    def _has_triton_product(self, weight: ScaledWeight) -> bool:
+        exact = self._float32_output or self.form.int8_activations
+        return not weight.codes.is_cpu and accepts(weight) and not exact
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.scaled_weight(), self.bias, int8_activations=self.form.int8_activations)
+        return scaled_linear(
+            x,
+            self.scaled_weight(),
+            self.bias,
+            int8_activations=self.form.int8_activations,
+            float32_output=self._float32_output,
+        )
 
 
 def _check_columns(form: WeightFormat, cut: Cut, name: str) -> None:
