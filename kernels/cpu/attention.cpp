@@ -76,10 +76,13 @@ class Attend {
         first_ = call.first_key(item.position);
         last_ = item.shared ? item.position : item.position + item.count;
         work.fit(rows_, width_);
+        const QuireLayer& layer = *call.layer;
+        words_ = Words::COMPILED && layer.query_format == BFLOAT16 && layer.cache_format == BFLOAT16 &&
+                 layer.head_dim % (2 * VF) == 0;
         const bool many = rows_ > STAGED_FROM;
         turned_ = item.shared && many;  // its tiles are whole; measured: no gain with the 64 rows of a prefill
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
-        staged_ = turned_ || width_ != call.layer->head_dim || (sizeof(T) < 4 && many);
+        staged_ = turned_ || width_ != layer.head_dim || (sizeof(T) < 4 && many);
     }
 
     void run(float* partials, int64_t partial_size) {
@@ -143,10 +146,14 @@ class Attend {
         const QuireLayer& layer = *call_.layer;
         const float factor = float(layer.scale) * head_scale(layer.k_scale, item_.head) * F::FACTOR;
         const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
+        factor_ = words_ ? factor : 1.0f;
         for (int64_t row = 0; row < rows_; row++) {
             const int64_t token = token_of(row), head = item_.head * group + row % group;
             const char* from = call_.query + (token * call_.token_stride + head * call_.head_stride) * bytes;
-            widen_row(layer.query_format, from, layer.head_dim, factor, work_.query + row * width_);
+            if (words_)
+                std::memcpy(work_.query + row * width_ / 2, from, layer.head_dim * bytes);
+            else
+                widen_row(layer.query_format, from, layer.head_dim, factor, work_.query + row * width_);
         }
     }
 
@@ -163,15 +170,14 @@ class Attend {
         locate(call_, item_, tile, first_, last_, true, values_);
         const int from = first / 4 * 4, groups = (last - from + 3) / 4;
         const Ahead value_rows{reinterpret_cast<const char* const*>(values_), row_bytes()};
-        float* scores = work_.scores + from;
-        if (turned_) {
-            turn_tile(widen(keys_, 0, TILE, work_.values), width_, work_.keys);
-            score_turned_tile(work_.query, rows_, width_, work_.keys, work_.scores, value_rows);
+        if (words_) {
+            score<Words>(reinterpret_cast<const float* const*>(keys_), width_ / 2, from, groups, value_rows);
         } else if (staged_) {
-            const float* const* keys = widen(keys_, from, from + 4 * groups, work_.keys);
-            score_tile<Float32>(work_.query, rows_, width_, keys + from, groups, scores, value_rows.from(from));
+            score<Float32>(widen(keys_, turned_ ? 0 : from, turned_ ? TILE : from + 4 * groups,
+                                 turned_ ? work_.values : work_.keys),
+                           width_, from, groups, value_rows);
         } else {
-            score_tile<F>(work_.query, rows_, width_, keys_ + from, groups, scores, value_rows.from(from));
+            score_tile<F>(work_.query, rows_, width_, keys_ + from, groups, work_.scores + from, value_rows.from(from));
         }
         weigh_rows(base, first, last);
 
@@ -189,12 +195,25 @@ class Attend {
         }
     }
 
+    // Scores of keys that are not widened any more, each of `width` floats or words.
+    template <class Format>
+    void score(const float* const* keys, int64_t width, int from, int groups, Ahead ahead) {
+        if (turned_) {
+            turn_tile(keys, width, work_.keys);
+            score_turned_tile<Format>(work_.query, rows_, width, work_.keys, work_.scores, ahead);
+        } else {
+            float* const scores = work_.scores + from;
+            score_tile<Format>(work_.query, rows_, width, keys + from, groups, scores, ahead.from(from));
+        }
+    }
+
     void weigh_rows(int64_t base, int first, int last) {
         const int from = first / VF, to = (last + VF - 1) / VF;
         const int64_t group = call_.group();
         for (int64_t row = 0; row < rows_; row++) {
             const int64_t position = item_.position + row / group;
             Scores how;
+            how.factor = factor_;
             how.soft_cap = float(call_.layer->soft_cap);
             how.first = int(std::clamp<int64_t>(call_.first_key(position) - base, 0, TILE));
             how.last = int(std::clamp<int64_t>(position + 1 - base, 0, TILE));
@@ -252,7 +271,8 @@ class Attend {
     const Item& item_;
     Workspace& work_;
     int64_t width_, rows_, first_, last_;
-    bool turned_, staged_;
+    bool words_, turned_, staged_;
+    float factor_ = 1;  // of the scores, unless the queries contain it
     const T* keys_[TILE];
     const T* values_[TILE];
     const float* widened_[TILE];

@@ -17,6 +17,7 @@ struct Row {
 
 // Parameters of the conversion of scores to weights.
 struct Scores {
+    float factor;     // of all scores
     float soft_cap;   // 0 for none
     int first, last;  // keys of the tile that the query sees
 };
@@ -28,11 +29,11 @@ inline void weigh(const Scores& how, int from, int to, float* scores, Row& row, 
     for (int i = 0; i < VF; i++) lane[i] = float(i);
     const bool whole = how.first <= from * VF && how.last >= to * VF;
     for (int v = from; v < to; v++) {
-        vfloat s = load<vfloat>(scores + v * VF);
+        vfloat s = load<vfloat>(scores + v * VF) * how.factor;
         const vfloat key = lane + float(v * VF);
         if (how.soft_cap != 0.0f) s = hyperbolic_tangent(s / how.soft_cap) * how.soft_cap;
         if (!whole) s = key < float(how.first) ? splat(NOTHING) : key >= float(how.last) ? splat(NOTHING) : s;
-        if (!whole || how.soft_cap != 0.0f) store(scores + v * VF, s);
+        if (!whole || how.soft_cap != 0.0f || how.factor != 1.0f) store(scores + v * VF, s);
         most = s > most ? s : most;
     }
     const float here = largest(most);

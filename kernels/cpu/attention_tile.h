@@ -33,7 +33,7 @@ struct Ahead {
     }
 };
 
-// scores[i][key] = query i . key, for groups of four keys.
+// scores[i][key] = query i . key, for groups of four keys. `width`: numbers of a query or, with Words, words.
 template <class Format, int N>
 void score_rows(const float* query, int64_t width, const typename Format::stored* const* keys, int groups,
                 float* scores, Ahead ahead) {
@@ -48,16 +48,16 @@ void score_rows(const float* query, int64_t width, const typename Format::stored
             for (int i = 0; i < N; i++) q[i] = in_register(load<vfloat>(query + i * width + d));
             const vfloat a = Format::value(k0 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][0] = multiply_add(q[i], a, acc[i][0]);
+            for (int i = 0; i < N; i++) acc[i][0] = Format::add(q[i], a, acc[i][0]);
             const vfloat b = Format::value(k1 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][1] = multiply_add(q[i], b, acc[i][1]);
+            for (int i = 0; i < N; i++) acc[i][1] = Format::add(q[i], b, acc[i][1]);
             const vfloat c = Format::value(k2 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][2] = multiply_add(q[i], c, acc[i][2]);
+            for (int i = 0; i < N; i++) acc[i][2] = Format::add(q[i], c, acc[i][2]);
             const vfloat e = Format::value(k3 + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < N; i++) acc[i][3] = multiply_add(q[i], e, acc[i][3]);
+            for (int i = 0; i < N; i++) acc[i][3] = Format::add(q[i], e, acc[i][3]);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < N; i++)
@@ -65,7 +65,7 @@ void score_rows(const float* query, int64_t width, const typename Format::stored
     }
 }
 
-// turned[d][key] = keys[key][d], for a tile of keys in float32.
+// turned[d][key] = keys[key][d], for a tile of keys in float32 or in words.
 inline void turn_tile(const float* const* keys, int64_t width, float* turned) {
     for (int key = 0; key < TILE; key += VF)
         for (int64_t d = 0; d < width; d += VF) {
@@ -80,7 +80,7 @@ inline void turn_tile(const float* const* keys, int64_t width, float* turned) {
 
 // As score_rows, for K registers of turned keys: lanes are keys, so no lanes are added. The bits are the same: a sum
 // here is what a lane of score_rows is there, and the sums are added in the order of `sums`.
-template <int N, int K>
+template <class Format, int N, int K>
 void score_turned(const float* query, int64_t width, const float* turned, float* scores) {
     constexpr int PAIRS = VF == 16 ? 8 : VF;
     vfloat kept[3][N][K];  // sums of 1, 2 and 4 neighbours that wait for the next ones
@@ -96,7 +96,7 @@ void score_turned(const float* query, int64_t width, const float* turned, float*
                 for (int k = 0; k < K; k++) {
                     const vfloat key = in_register(load<vfloat>(turned + d * TILE + k * VF));
 #pragma GCC unroll 8
-                    for (int i = 0; i < N; i++) chain[i][k] = multiply_add(q[i], key, chain[i][k]);
+                    for (int i = 0; i < N; i++) chain[i][k] = Format::add(q[i], key, chain[i][k]);
                 }
             }
 #pragma GCC unroll 8
@@ -177,7 +177,8 @@ void interleave(int rows, Ahead ahead, Step step) {
     }
 }
 
-inline void score_turned_tile(const float* query, int rows, int64_t width, const float* turned, float* scores,
+template <class Format>
+void score_turned_tile(const float* query, int rows, int64_t width, const float* turned, float* scores,
                               Ahead ahead) {
     constexpr int K = 4;
     interleave(rows, ahead, [&](int row, int count) {
@@ -185,9 +186,10 @@ inline void score_turned_tile(const float* query, int rows, int64_t width, const
         float* to = scores + row * TILE;
         for (int key = 0; key < TILE; key += K * VF)
             if (count == QUERIES)
-                score_turned<QUERIES, K>(from, width, turned + key, to + key);
+                score_turned<Format, QUERIES, K>(from, width, turned + key, to + key);
             else
-                for (int i = 0; i < count; i++) score_turned<1, K>(from + i * width, width, turned + key, to + i * TILE + key);
+                for (int i = 0; i < count; i++)
+                    score_turned<Format, 1, K>(from + i * width, width, turned + key, to + i * TILE + key);
     });
 }
 

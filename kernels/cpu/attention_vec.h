@@ -19,7 +19,12 @@ typedef uint16_t vu16 __attribute__((vector_size(2 * VF)));
 typedef uint8_t vu8 __attribute__((vector_size(VF)));
 typedef float vf4 __attribute__((vector_size(16)));
 
-// ---- number formats. `value` widens exactly; the stored number is FACTOR times the result.
+// ---- number formats. `value` widens exactly; the stored number is FACTOR times the result. `add` adds the products of
+// a register of a query and one of a key.
+
+struct Widened {
+    static QUIRE_INLINE vfloat add(vfloat query, vfloat key, vfloat sum) { return multiply_add(query, key, sum); }
+};
 
 QUIRE_INLINE vfloat widen_half(vu16 half) {
 #if defined(__AVX512F__) && !defined(QUIRE_VF)
@@ -44,13 +49,13 @@ QUIRE_INLINE vu16 widen_bytes(vu8 bytes) {
 #endif
 }
 
-struct Float32 {
+struct Float32 : Widened {
     typedef float stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) { return load<vfloat>(from); }
 };
 
-struct BFloat16 {
+struct BFloat16 : Widened {
     typedef uint16_t stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
@@ -65,14 +70,14 @@ struct BFloat16 {
     }
 };
 
-struct Float16 {
+struct Float16 : Widened {
     typedef uint16_t stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) { return widen_half(load<vu16>(from)); }
 };
 
 // Exponent bias 7 instead of float16's 15; no infinity, and 0x7f is NaN (OCP 8-bit floating point formats, 1.0).
-struct Float8E4M3 {
+struct Float8E4M3 : Widened {
     typedef uint8_t stored;
     static constexpr float FACTOR = 256.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
@@ -84,12 +89,28 @@ struct Float8E4M3 {
 };
 
 // The upper half of a float16.
-struct Float8E5M2 {
+struct Float8E5M2 : Widened {
     typedef uint8_t stored;
     static constexpr float FACTOR = 1.0f;
     static QUIRE_INLINE vfloat value(const stored* from) {
         return widen_half(widen_bytes(load<vu8>(from)) << 8);
     }
+};
+
+// Two neighbouring bfloat16 numbers, of a query or of a key, as the words of registers of float32: an instruction adds
+// both products to a float32 sum.
+struct Words {
+    typedef float stored;
+    static QUIRE_INLINE vfloat value(const stored* from) { return load<vfloat>(from); }
+#if defined(__AVX512BF16__)
+    static constexpr bool COMPILED = VF == 16;
+    static QUIRE_INLINE vfloat add(vfloat query, vfloat key, vfloat sum) {
+        return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)query, (__m512bh)key);
+    }
+#else
+    static constexpr bool COMPILED = false;
+    static QUIRE_INLINE vfloat add(vfloat, vfloat, vfloat sum) { return sum; }
+#endif
 };
 
 // Forces a single load: gcc would load a value again for each use, and loads are the bottleneck here.
