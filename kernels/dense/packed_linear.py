@@ -41,14 +41,18 @@ def packed_linear(
         ValueError: a tensor does not have this shape, dtype or device, or the weight is not accepted.
         RuntimeError: Triton cannot launch here.
     """
-    # As bytes: Triton does not read 8-bit floats on all GPUs.
-    codes = weight.codes.view(torch.uint8) if weight.kind == "fp8" else weight.codes
+    codes = stored_codes(weight)
     tensors = x, codes, weight.scales, weight.zeros, bias
     layouts = (*map(layout_of, (*tensors, weight.row_scales, weight.input_groups)), weight.kind, weight.group_size)
     launch = _prepare((layouts, deterministic), x, weight, bias, deterministic)
     out = x.new_empty(len(x), len(codes))
     launch(*tensors, out)
     return out
+
+
+def stored_codes(weight: ScaledWeight) -> torch.Tensor:
+    """Return the codes as kernels take them: fp8 as bytes, because Triton does not read 8-bit floats on all GPUs."""
+    return weight.codes.view(torch.uint8) if weight.kind == "fp8" else weight.codes
 
 
 def accepts(weight: ScaledWeight) -> bool:
@@ -68,19 +72,27 @@ def _prepare(
 ) -> Callable[..., None]:
     """Check the arguments of ``packed_linear`` and return its launch."""
     outputs, inputs = weight.shape
-    groups = weight.scales.shape[1]
-    _check(x, weight, bias)
+    check_tensor("x", x, {"rows": None, "inputs": inputs}, DTYPES, x.device)
+    check_weight("weight", weight, (outputs, inputs), x.device)
+    if bias is not None:
+        check_tensor("bias", bias, {"outputs": outputs}, DTYPES, x.device)
     require_launchable(x.device.type)
     if len(x) == 0 or outputs == 0:
         return launch_nothing
     from quire.kernels.dense.packed_linear_triton import packed_linear_kernel
 
-    flags = {"HAS_ZEROS": int(weight.zeros is not None), "HAS_BIAS": int(bias is not None)}
-    tiled = 1 if deterministic else len(x)
-    constants = launch_constants(weight.kind, x.dtype, tiled, inputs, weight.group_size if groups > 1 else 0)
+    constants = weight_constants(weight, x.dtype, 1 if deterministic else len(x))
     grid = -(-len(x) // constants["TILE_ROWS"]), -(-outputs // constants["TILE_COLUMNS"])
-    last = len(x), outputs, inputs, groups, x.stride(0), weight.codes.stride(0)
-    return Launch(packed_linear_kernel, grid, last, constants | flags | launch_options(constants["TILE_ROWS"]))
+    last = len(x), outputs, inputs, weight.scales.shape[1], x.stride(0), weight.codes.stride(0)
+    options = {"HAS_BIAS": int(bias is not None)} | launch_options(constants["TILE_ROWS"])
+    return Launch(packed_linear_kernel, grid, last, constants | options)
+
+
+def weight_constants(weight: ScaledWeight, dtype: torch.dtype, rows: int) -> dict[str, int]:
+    """Return the compile-time constants of a product with ``rows`` rows of activations."""
+    size = weight.group_size if weight.scales.shape[1] > 1 else 0
+    constants = launch_constants(weight.kind, dtype, rows, weight.shape[1], size)
+    return constants | {"HAS_ZEROS": int(weight.zeros is not None)}
 
 
 def launch_constants(kind: str, dtype: torch.dtype, rows: int, inputs: int, group_size: int) -> dict[str, int]:
@@ -109,27 +121,25 @@ def launch_options(tile_rows: int) -> dict[str, int]:
     return {"num_warps": 8 if tile_rows == 128 else 4, "num_stages": 4 if tile_rows == 16 else 3}
 
 
-def _check(x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> None:
+def check_weight(name: str, weight: ScaledWeight, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise ValueError unless the weight has this shape and a form that ``accepts``."""
     if not accepts(weight):
         raise ValueError(
-            f"weight: expected {', '.join(KINDS)} with one group or consecutive groups of a multiple of "
+            f"{name}: expected {', '.join(KINDS)} with one group or consecutive groups of a multiple of "
             f"{MIN_GROUP_SIZE} inputs, and 16-bit or float32 scales (got {weight.kind} in groups of "
             f"{weight.group_size}, {weight.scales.dtype} scales)"
         )
-    outputs, inputs = weight.shape
+    outputs, inputs = shape
     size, groups = weight.group_size, weight.scales.shape[1]
-    check_tensor("x", x, {"rows": None, "inputs": inputs}, DTYPES, x.device)
     stored = inputs * CODE_BITS[weight.kind] // 8
     kinds = (CODE_DTYPES[weight.kind],)
-    check_tensor("codes", weight.codes, {"outputs": outputs, "stored": stored}, kinds, x.device)
+    check_tensor(f"{name}: codes", weight.codes, {"outputs": outputs, "stored": stored}, kinds, device)
     dims = {"outputs": outputs, "groups": groups if groups == 1 else inputs // size}
-    check_tensor("scales", weight.scales, dims, DTYPES, x.device)
+    check_tensor(f"{name}: scales", weight.scales, dims, DTYPES, device)
     if groups > 1 and inputs % size:
-        raise ValueError(f"x: dimension 1 (inputs) is {inputs}, expected a multiple of the group size {size}")
+        raise ValueError(f"{name}: {inputs} inputs, expected a multiple of the group size {size}")
     if weight.zeros is not None:
-        check_tensor("zeros", weight.zeros, dims, (torch.int8,), x.device)
-    if bias is not None:
-        check_tensor("bias", bias, {"outputs": outputs}, DTYPES, x.device)
-    for name, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
+        check_tensor(f"{name}: zeros", weight.zeros, dims, (torch.int8,), device)
+    for part, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, strides are {tensor.stride()}")
+            raise ValueError(f"{name}: {part}: expected a contiguous tensor, strides are {tensor.stride()}")

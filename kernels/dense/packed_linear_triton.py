@@ -22,30 +22,27 @@ def decode(octets, zero, dtype: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.
     return number.to(tl.float32).to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def packed_linear_kernel(
-    x, codes, scales, zeros, bias, out, rows, outputs, inputs, groups, x_stride, code_stride,
-    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MASKED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_INPUTS: tl.constexpr,
+@triton.jit
+def packed_product(
+    x_rows, has_row, codes, scales, zeros, weight_row, has_column, inputs, groups, code_stride,
+    dtype: tl.constexpr, KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr, MASKED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product.
+    """Multiply rows of activations by rows of a packed weight, float32 ``[TILE_ROWS, TILE_COLUMNS]``.
 
     Args:
+        x_rows: pointers to the first inputs of the activations' rows.
+        weight_row: int64 indices of the weight's rows.
         KIND: 0 for int8, 1 for int4, 2 for fp8.
         GROUP_SIZE: a multiple of TILE_INPUTS, or 0 for one group.
         MASKED: the inputs end within a tile.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
     PACKED: tl.constexpr = 2 if KIND == 1 else 1
     TILE_CODES: tl.constexpr = TILE_INPUTS // PACKED
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    has_row, has_column = row < rows, column < outputs
-    own, wide = row.to(tl.int64), column.to(tl.int64)
     inner, stored = tl.arange(0, TILE_INPUTS), tl.arange(0, TILE_CODES)
-    x_ptr = x + (own * x_stride)[:, None] + inner[None, :]
-    code_ptr = codes + (wide * code_stride)[None, :] + stored[:, None]
-    first_group = wide * groups
+    x_ptr = x_rows[:, None] + inner[None, :]
+    code_ptr = codes + (weight_row * code_stride)[None, :] + stored[:, None]
+    first_group = weight_row * groups
     scale = tl.load(scales + first_group, mask=has_column, other=0.0).to(tl.float32)
     zero = tl.zeros([TILE_COLUMNS], tl.int16)
     if HAS_ZEROS:
@@ -76,6 +73,24 @@ def packed_linear_kernel(
         acc *= scale[None, :]
     if KIND == 2:
         acc *= 256.0
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def packed_linear_kernel(
+    x, codes, scales, zeros, bias, out, rows, outputs, inputs, groups, x_stride, code_stride,
+    KIND: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MASKED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of the product, with constants as in ``packed_product``."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    has_row, has_column = row < rows, column < outputs
+    own = row.to(tl.int64)
+    acc = packed_product(
+        x + own * x_stride, has_row, codes, scales, zeros, column.to(tl.int64), has_column, inputs, groups, code_stride,
+        x.dtype.element_ty, KIND, GROUP_SIZE, HAS_ZEROS, MASKED, TILE_ROWS, TILE_COLUMNS, TILE_INPUTS,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
     target = out + (own * outputs)[:, None] + column[None, :]

@@ -10,6 +10,7 @@ from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
+from quire.worker_proc.models.formats.stacked import stack_experts
 from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Experts, Product, expert_weight
@@ -73,7 +74,12 @@ class SparseMlp(Module):
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
             self.linears = [linear for pair in self.quantised for linear in pair]
             empty = torch.empty(0, device=build.device)
-            self.experts = Experts(empty, empty, activation=moe.activation, packed=self.quantised)
+            stacked = None
+            if build.ops.stacks_experts:
+                first, second = zip(*self.quantised, strict=True)
+                where = f"{build.layer}.mlp.experts"
+                stacked = stack_experts(first, where), stack_experts(second, where)
+            self.experts = Experts(empty, empty, activation=moe.activation, packed=self.quantised, stacked=stacked)
             return
         self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)
         self.down, self.down_scales = self._matrices(hidden, width)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.mxfp4 import dequantise_mxfp4
+from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.dense.gated_activation import OAI_ALPHA, OAI_LIMIT
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,6 +27,8 @@ class Experts:
         activation: as for ``Ops.gate``.
         packed: each expert's two layers, with their biases, in the CPU's packed layout; if given, the weights above
             are empty.
+        stacked: the rows of all experts' two layers (``formats/stacked.py``), if the operations want quantised weights
+            in this form; ``packed`` then has the same memory.
         gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
     """
 
@@ -35,6 +38,7 @@ class Experts:
     down_bias: torch.Tensor | None = None
     activation: str = "silu"
     packed: Sequence[tuple[Product, Product]] = ()
+    stacked: tuple[ScaledWeight, ScaledWeight] | None = None
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
 
@@ -44,7 +48,13 @@ class Experts:
 
 
 class Ops(Protocol):
-    """Steps of a decoder between matrix products and attention, each of which some device computes in one kernel."""
+    """Steps of a decoder between matrix products and attention, each of which some device computes in one kernel.
+
+    Attributes:
+        stacks_experts: ``experts`` needs quantised experts as one weight (``Experts.stacked``).
+    """
+
+    stacks_experts: bool
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """Divide ``x`` by its root mean square over the last dimension, in float32, and multiply by ``weight``.
@@ -95,6 +105,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 class TorchOps:
     """``Ops`` in torch's operators, for every device: the reference for the other implementations."""
+
+    stacks_experts = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, eps)

@@ -5,7 +5,7 @@ import torch
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
-from quire.kernels.moe import fused_experts, fused_experts_mxfp4
+from quire.kernels.moe import fused_experts, fused_experts_mxfp4, fused_experts_packed
 from quire.kernels.moe.moe_routing import route
 from quire.worker_proc.models.ops import Experts
 
@@ -20,6 +20,7 @@ class TritonOps:
         RuntimeError: triton is not installed, or there is neither a CUDA device nor the interpreter.
     """
 
+    stacks_experts = True
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     gate = staticmethod(gate)
@@ -36,6 +37,9 @@ class TritonOps:
         Raises:
             ValueError: the experts are packed for the CPU.
         """
+        if experts.stacked is not None:
+            w13, w2 = experts.stacked
+            return fused_experts_packed.fused_experts_packed(x, w13, w2, expert_ids, weights, experts.activation)
         if experts.packed:
             raise ValueError("experts: weights are packed for the CPU, expected plain tensors")
         if experts.gate_up_scales is not None and experts.down_scales is not None:

@@ -5,8 +5,13 @@ import torch
 
 from quire.kernels.dense import gated_activation, rms_norm
 from quire.kernels.moe import fused_experts
+from quire.protocol.model.model_config import ModelConfig, MoeConfig
+from quire.protocol.model.weight_format import online_format
+from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.ops import ACTIVATIONS, Experts, Ops, TorchOps
 from quire.worker_proc.models.triton_ops import TritonOps
+from quire.worker_proc.startup.loader import init_dummy_weights
 
 
 def test_norms(dtype: torch.dtype, device: torch.device) -> None:
@@ -69,3 +74,29 @@ def test_packed_experts(dtype: torch.dtype, device: torch.device) -> None:
     rtol, atol = fused_experts.TOLERANCES[dtype]
     result, expected = (ops.experts(x, experts, ids, weights) for ops in (TritonOps(), TorchOps()))
     torch.testing.assert_close(result, expected, rtol=rtol, atol=2 * atol * float(expected.abs().max().clamp(min=1)))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantised_experts(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    moe = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, layers=[0], renormalise=True)
+    config = ModelConfig(
+        architecture="MixtralForCausalLM",
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        moe=moe,
+        weight_format=online_format(kind),
+    )
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    results = []
+    ops: Ops
+    for ops in (TritonOps(), TorchOps()):
+        model = Decoder(config, dtype, device, ops=ops, max_position=64)
+        init_dummy_weights(model, 0)
+        results.append(next(part for part in model.modules() if isinstance(part, SparseMlp))(x))
+    rtol, atol = fused_experts.TOLERANCES[dtype]
+    torch.testing.assert_close(*results, rtol=rtol, atol=atol * float(results[1].abs().max()))

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.moe.fused_experts import fused_experts, fused_experts_reference, pick_tile_pairs
 from quire.kernels.moe.fused_experts_mxfp4 import fused_experts_mxfp4
+from quire.kernels.moe.fused_experts_packed import fused_experts_packed
 
 
 def test_reference_of_a_worked_example() -> None:
@@ -55,3 +57,22 @@ def test_invalid_packed_weights_are_rejected() -> None:
         fused_experts_mxfp4(torch.zeros(2, 64), *w13, *(t[::2] for t in packed(6, 64, 1)), ids, weights)
     with pytest.raises(ValueError, match="hidden_size"):
         fused_experts_mxfp4(torch.zeros(2, 72), *packed(3, 64, 2), *packed(3, 72, 1), ids, weights)
+
+
+def test_invalid_weights_with_scales_are_rejected() -> None:
+    def weight(outputs: int, inputs: int, size: int = 32, kind: str = "int4") -> ScaledWeight:
+        codes = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
+        return ScaledWeight(kind, codes, torch.ones(outputs, inputs // size), size)
+
+    x, ids, weights = torch.zeros(2, 64), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1)
+    w13, w2 = weight(3 * 64, 64), weight(3 * 64, 32)
+    with pytest.raises(ValueError, match=r"w13: codes: dimension 0 \(outputs\) is 128, expected 192"):
+        fused_experts_packed(x, weight(2 * 64, 64), w2, ids, weights)
+    with pytest.raises(ValueError, match=r"w2: expected int8, int4, fp8 .*got fp4"):
+        fused_experts_packed(x, w13, weight(3 * 64, 32, kind="fp4"), ids, weights)
+    with pytest.raises(ValueError, match=r"w13: expected .*groups of 16"):
+        fused_experts_packed(x, weight(3 * 64, 64, 16), w2, ids, weights)
+    with pytest.raises(ValueError, match="expert_ids: dtype"):
+        fused_experts_packed(x, w13, w2, ids.long(), weights)
+    with pytest.raises(ValueError, match=r"silu, gelu, gelu_tanh .*swiglu_oai"):
+        fused_experts_packed(x, w13, w2, ids, weights, "swiglu_oai")

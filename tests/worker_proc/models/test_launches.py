@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,11 @@ from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
 from quire.kernels.dense.packed_linear import packed_linear
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
+from quire.protocol.model.weight_format import online_format
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.triton_ops import TritonOps
 
 DEVICE = 99
@@ -67,7 +70,7 @@ def recording() -> Iterator[RecordingDriver]:
     kernels = (
         *("attention.paged_attention", "cache.fused_cache_write", "dense.rms_norm", "dense.gated_activation"),
         "dense.packed_linear",
-        *("moe.moe_routing", "moe.fused_experts", "moe.fused_experts_mxfp4"),
+        *("moe.moe_routing", "moe.fused_experts", "moe.fused_experts_mxfp4", "moe.fused_experts_packed"),
     )
     users = ("attention.triton_backend", "models.triton_ops")
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +84,7 @@ def mixed_step(recording: RecordingDriver, num_layers: int, experts: str = "") -
     """Return the launches of a step with two decoding rows, one of them long, and a prompt.
 
     Args:
-        experts: none, ``plain`` or ``mxfp4``.
+        experts: none, ``plain``, ``mxfp4`` or ``int4``; with int4, attention's products are launches too.
     """
     moe = MoeConfig(
         num_experts=4,
@@ -101,8 +104,13 @@ def mixed_step(recording: RecordingDriver, num_layers: int, experts: str = "") -
         head_dim=16,
         qk_norm="head",
         moe=moe if experts else None,
+        weight_format=online_format("int4") if experts == "int4" else None,
     )
     model = Decoder(config, torch.float32, "cpu", ops=TritonOps(), max_position=1024)
+    for layer in model.modules():
+        if isinstance(layer, QuantisedLinear):
+            # As on a GPU, where layers choose the kernel when they are loaded.
+            layer._product = partial(packed_linear, weight=layer.scaled_weight(), bias=None)
     backend = TritonBackend(fresh_from=0)
     lens, seqs = np.array([1, 1, 20], np.int32), np.array([600, 9, 36], np.int32)
     caches = [torch.zeros(backend.kv_cache_shape(64, 16, 2, 16)) for _ in range(num_layers)]
@@ -127,7 +135,7 @@ def described(launch: tuple[Any, ...]) -> list[Any]:
     return [(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in launch]
 
 
-@pytest.mark.parametrize(("experts", "launches"), [("", 1), ("plain", 6), ("mxfp4", 6)])
+@pytest.mark.parametrize(("experts", "launches"), [("", 1), ("plain", 6), ("mxfp4", 6), ("int4", 8)])
 def test_kept_variants_get_the_arguments_of_tritons_dispatch(
     experts: str, launches: int, recording: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

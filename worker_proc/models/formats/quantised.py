@@ -81,6 +81,12 @@ class QuantisedLinear(Linear):
     def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
         return self._read(self, cut, held)
 
+    def move(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        """Hold the weight in this memory, of the same shapes; call it before the weight is loaded."""
+        self.weight, self.scales = (torch.nn.Parameter(part, requires_grad=False) for part in (codes, scales))
+        self.zeros = None if zeros is None else torch.nn.Parameter(zeros, requires_grad=False)
+        self._transposed = None
+
     def scaled_weight(self) -> ScaledWeight:
         """Return the loaded weight as kernels take it. It shares the parameters' memory."""
         groups = None if self.input_groups is None else self.input_groups.data
