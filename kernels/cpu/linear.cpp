@@ -3,7 +3,7 @@
 // A float32 or float16 panel is [inputs][PANEL]. A bfloat16 panel is [inputs / 2][PANEL] words, each with the weights of
 // two neighbouring inputs: a shift and a mask widen two registers, while 16-bit loads would need two more shuffles.
 //
-// The order of additions is part of the contract. An output is the sum, over blocks of K_BLOCK inputs, of chains of
+// The order of additions is part of the contract. An output is the sum, over blocks of block_inputs inputs, of chains of
 // fused multiply-adds in ascending order of the input. This holds for any number of rows, row index, tile and number of
 // threads: a row's bits depend on that row alone.
 //
@@ -29,8 +29,8 @@ long panel_bytes(int kind, long inputs) {
                              : Float32::panel_bytes(inputs);
 }
 
-template <class W, int R, int P, class T>
-void run_tile(const Call<T>& call, int row, const Block& of, int panel) {
+template <class W, int R, int P>
+void run_tile(const Call<float>& call, int row, const Block& of, int panel) {
     Tile<R, P> tile = {};
     block<R, P>(W{}, tile, call.x + row * call.x_stride + of.k, call.x_stride, of.of(panel), of.bytes, of.count);
     static_assert(sizeof tile.sums == R * P * PANEL * 4, "the sums lie as finish reads them");
@@ -38,48 +38,43 @@ void run_tile(const Call<T>& call, int row, const Block& of, int panel) {
 }
 
 // Computes rows [row, row_end) of a block.
-template <class W, class T>
-void run_block(const Call<T>& call, int row, int row_end, const Block& of) {
+template <class W>
+void run_block(const Call<float>& call, int row, int row_end, const Block& of) {
     for_tiles<W>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
         run_tile<W, rows.value, panels.value>(call, from, of, panel);
     });
 }
 
 // Computes rows [row, row_end) of panels [panel, panel_end): a group of panels stays in the cache for all rows.
-template <class W, class T>
-void run_part(const Call<T>& call, int row, int row_end, int panel, int panel_end) {
+template <class W>
+void run_part(const Call<float>& call, int row, int row_end, int panel, int panel_end) {
     const int group = row_end - row <= W::MAX_ROWS ? 4 : panels_in_cache<W>(call.inputs);
     for (; panel < panel_end; panel += group)
-        for (int k = 0; k < call.inputs; k += K_BLOCK)
+        for (int k = 0; k < call.inputs; k += block_inputs(call.inputs))
             run_block<W>(call, row, row_end, block_of<W>(call, panel, std::min(panel + group, panel_end), k));
 }
 
-// As run_part, for weights in MXFP4: each block is decoded once for W, `group` panels at a time.
-template <class W, class T>
-void run_decoded(const Call<T>& call, int row, int row_end, int panel, int panel_end) {
-    const int group = row_end - row <= W::MAX_ROWS ? W::panels(row_end - row) : panels_in_cache<W>(call.inputs);
-    for_decoded_blocks(call, panel, panel_end, group,
-                       [&](const Block& decoded) { run_block<W>(call, row, row_end, decoded); });
+// As run_part, for weights in MXFP4: each block is decoded once.
+void run_decoded(const Call<float>& call, int row, int row_end, int panel, int panel_end) {
+    for_decoded_blocks(call, panel, panel_end, panels_in_cache<Bf16>(call.inputs),
+                       [&](const Block& decoded) { run_block<Bf16>(call, row, row_end, decoded); });
 }
 
 void run_layer(const Layer& layer, const Call<float>& call, int row, int row_end, int panel, int panel_end) {
     const bool in_registers = row_end - row <= Mxfp4::MAX_ROWS;
-    (layer.kind == BFLOAT16                  ? run_part<Bf16, float>
-     : layer.kind == FLOAT16                 ? run_part<Float16, float>
-     : layer.kind == MXFP4 && in_registers   ? run_part<Mxfp4, float>
-     : layer.kind == MXFP4                   ? run_decoded<Bf16, float>
-                                             : run_part<Float32, float>)(call, row, row_end, panel, panel_end);
+    (layer.kind == BFLOAT16                  ? run_part<Bf16>
+     : layer.kind == FLOAT16                 ? run_part<Float16>
+     : layer.kind == MXFP4 && in_registers   ? run_part<Mxfp4>
+     : layer.kind == MXFP4                   ? run_decoded
+                                             : run_part<Float32>)(call, row, row_end, panel, panel_end);
 }
 
 bool fits_tiles(const Layer& layer) { return TILES_COMPILED && layer.inputs % TILE_INPUTS == 0 && may_use_tiles(); }
 
 void run_layer(const Layer& layer, const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
-#if defined(__AVX512BF16__)
-    if (!fits_tiles(layer))
-        return (layer.kind == MXFP4 ? run_decoded<Dots, uint16_t>
-                                    : run_part<Dots, uint16_t>)(call, row, row_end, panel, panel_end);
-#endif
-    (layer.kind == MXFP4 ? run_tiles_mxfp4 : run_tiles)(call, row, row_end, panel, panel_end);
+    (layer.kind == MXFP4 ? fits_tiles(layer) ? run_tiles_mxfp4 : run_dots_mxfp4
+     : fits_tiles(layer) ? run_tiles
+                         : run_dots)(call, row, row_end, panel, panel_end);
 }
 
 template <class T>

@@ -13,8 +13,8 @@ from quire.kernels.cpu.recorded_plan import empty
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MXFP4 = 3
 
-# Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 512 fused
-# multiply-adds, with one more addition for each further 512.
+# Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 576 fused
+# multiply-adds, with one more addition for each further chain.
 TOLERANCE = 5e-6
 
 

@@ -88,7 +88,7 @@ inline void run_block_tiles(const Call<uint16_t>& call, int row, int row_end, co
 inline void run_tiles(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
     const int group = panels_in_cache<Bf16>(call.inputs);
     for (; panel < panel_end; panel += group)
-        for (int k = 0; k < call.inputs; k += K_BLOCK)
+        for (int k = 0; k < call.inputs; k += block_inputs(call.inputs))
             run_block_tiles(call, row, row_end, block_of<Bf16>(call, panel, std::min(panel + group, panel_end), k));
     _tile_release();
 }

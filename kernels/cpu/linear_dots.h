@@ -10,9 +10,12 @@ namespace {
 #if defined(__AVX512BF16__)
 constexpr bool DOTS_COMPILED = VF == 16;
 
-struct Dots : Bf16 {
+constexpr int FAR_AHEAD = 8192;  // bytes, into L2: with AHEAD, into L1, few rows are a fifth slower
+
+// More panels at a time for few rows, which wait for memory: it is faster with more streams.
+struct Dots {
     static constexpr int MAX_ROWS = 12;  // 24 sums, two registers of weights, and those of the rows
-    static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+    static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 3 : rows <= 6 ? 2 : 1; }
 };
 
 QUIRE_INLINE vfloat add_dots(vfloat sum, uint32_t x, vuint weights) {
@@ -34,9 +37,12 @@ QUIRE_INLINE void each(const Body& body) {
 // Adds one word of each row, at rows[r / 3] + r % 3 * apart + offset.
 template <int R, int P>
 QUIRE_INLINE void add_words(Tile<R, P>& tile, const char* const (&rows)[(R + 2) / 3], long apart, long offset,
-                            const char* panel, long bytes) {
+                            const char* panel, long bytes, long ahead) {
     vuint weights[P][2];
-    prefetch<P>(panel, bytes, PANEL * 4);
+    each<P>(QUIRE_EACH(p) {
+        for (int line = 0; line < PANEL * 4; line += 64)
+            __builtin_prefetch(panel + p * bytes + line + ahead, 0, 2);
+    });
     each<P>(QUIRE_EACH(p) {
         each<2>(QUIRE_EACH(v) { weights[p][v] = load<vuint>(panel + p * bytes + v * VF * 4); });
     });
@@ -48,9 +54,10 @@ QUIRE_INLINE void add_words(Tile<R, P>& tile, const char* const (&rows)[(R + 2) 
     });
 }
 
+// As block of linear_panels.h. ahead: bytes from a weight to those to prefetch meanwhile.
 template <int R, int P>
-QUIRE_INLINE void block(Dots, Tile<R, P>& out, const uint16_t* x, long stride, const char* panel, long bytes,
-                        int count) {
+QUIRE_INLINE void dots(Tile<R, P>& out, const uint16_t* x, long stride, const char* panel, long bytes, int count,
+                       long ahead) {
     constexpr int THIRDS = (R + 2) / 3, UNROLL = 4;
     // One pointer for three rows, which the compiler must not replace by three.
     const long apart = stride * 2;
@@ -59,14 +66,14 @@ QUIRE_INLINE void block(Dots, Tile<R, P>& out, const uint16_t* x, long stride, c
     Tile<R, P> tile = {};
     int k = 0;
     for (; k + 2 * UNROLL <= count; k += 2 * UNROLL, panel += UNROLL * PANEL * 4) {
-        each<UNROLL>(QUIRE_EACH(i) { add_words(tile, rows, apart, 4 * i, panel + i * PANEL * 4, bytes); });
+        each<UNROLL>(QUIRE_EACH(i) { add_words(tile, rows, apart, 4 * i, panel + i * PANEL * 4, bytes, ahead); });
         each<THIRDS>(QUIRE_EACH(i) {
             rows[i] += 4 * UNROLL;
             asm volatile("" : "+r"(rows[i]));
         });
     }
     for (; k + 2 <= count; k += 2, panel += PANEL * 4) {
-        add_words(tile, rows, apart, 0, panel, bytes);
+        add_words(tile, rows, apart, 0, panel, bytes, ahead);
         each<THIRDS>(QUIRE_EACH(i) { rows[i] += 4; });
     }
     if (k < count) {
@@ -75,12 +82,51 @@ QUIRE_INLINE void block(Dots, Tile<R, P>& out, const uint16_t* x, long stride, c
         const char* copies[THIRDS];
         each<R>(QUIRE_EACH(r) { last[r] = load<uint16_t>(rows[r / 3] + r % 3 * apart); });
         each<THIRDS>(QUIRE_EACH(i) { copies[i] = (const char*)(last + 3 * i); });
-        add_words(tile, copies, 4, 0, panel, bytes);
+        add_words(tile, copies, 4, 0, panel, bytes, ahead);
     }
     out = tile;
 }
+// Computes rows [row, row_end) of a block. next: bytes to the weights to prefetch. Each of several tiles of rows
+// prefetches some of the panels, so that memory is read all the time and not during the first tile only.
+inline void run_block_dots(const Call<uint16_t>& call, int row, int row_end, const Block& of, long next) {
+    const int tiles = (row_end - row + Dots::MAX_ROWS - 1) / Dots::MAX_ROWS;
+    int tile = -1, last = -1;
+    for_tiles<Dots>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
+        if (from != last) tile++, last = from;
+        const bool fetches = (panel - of.panel) / panels.value % tiles == tile;
+        Tile<rows.value, panels.value> out;
+        dots(out, call.x + from * call.x_stride + of.k, call.x_stride, of.of(panel), of.bytes, of.count,
+             fetches ? next : 0);
+        finish(call.sums, (const float*)out.sums, from, rows.value, panel, panels.value, of.k == 0);
+    });
+}
+
+// Computes rows [row, row_end) of panels [panel, panel_end). One tile of rows reads its panels as they lie in memory; for
+// more, a group of panels stays in the cache for all rows.
+inline void run_dots(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+    const int rows = row_end - row, depth = block_inputs(call.inputs);
+    const bool one = rows <= Dots::MAX_ROWS;
+    const int group = one ? Dots::panels(rows) : panels_in_cache<Bf16>(call.inputs) / 2;
+    for (; panel < panel_end; panel += group)
+        for (int k = 0; k < call.inputs; k += depth) {
+            const Block of = block_of<Bf16>(call, panel, std::min(panel + group, panel_end), k);
+            const bool ends = k + depth >= call.inputs;
+            const long next = ends ? group * of.bytes - Bf16::panel_bytes(k) : Bf16::panel_bytes(depth);
+            run_block_dots(call, row, row_end, of, one ? FAR_AHEAD : next);
+        }
+}
+
+// As run_dots, for weights in MXFP4: each block is decoded once; for few rows it stays in L1.
+inline void run_dots_mxfp4(const Call<uint16_t>& call, int row, int row_end, int panel, int panel_end) {
+    const int rows = row_end - row;
+    const int group = rows <= Dots::MAX_ROWS ? Dots::panels(rows) : panels_in_cache<Bf16>(call.inputs);
+    for_decoded_blocks(call, panel, panel_end, group,
+                       [&](const Block& decoded) { run_block_dots(call, row, row_end, decoded, 0); });
+}
 #else
 constexpr bool DOTS_COMPILED = false;
+inline void run_dots(const Call<uint16_t>&, int, int, int, int) {}
+inline void run_dots_mxfp4(const Call<uint16_t>&, int, int, int, int) {}
 #endif
 
 }  // namespace

@@ -115,10 +115,10 @@ inline void decode_to_bf16(const char* panel, char* to, int count) {
 template <class T, class Body>
 void for_decoded_blocks(const Call<T>& call, int panel, int panel_end, int group, Body&& body) {
     alignas(64) char decoded[GROUP_BYTES];
-    const int depth = std::min(K_BLOCK, call.inputs);
+    const int depth = block_inputs(call.inputs);
     group = std::min(group, int(GROUP_BYTES / Bf16::panel_bytes(depth)));
     for (; panel < panel_end; panel += group)
-        for (int k = 0; k < call.inputs; k += K_BLOCK) {
+        for (int k = 0; k < call.inputs; k += depth) {
             Block of = block_of<Mxfp4>(call, panel, std::min(panel + group, panel_end), k);
             const long bytes = Bf16::panel_bytes(of.count);
             for (int p = panel; p < of.end; p++) decode_to_bf16(of.of(p), decoded + (p - panel) * bytes, of.count);

@@ -14,7 +14,8 @@ namespace quire {
 namespace {
 
 constexpr int PANEL = 2 * VF;                // outputs side by side: two registers
-constexpr int K_BLOCK = 512;                 // inputs: a panel's block is 16 KB in bfloat16, half of it a usual L1
+constexpr int K_BLOCK = 512;                 // inputs: 12 bfloat16 rows of a block are 12 KB, less than half a usual L1
+constexpr int LONGEST_BLOCK = 576;           // rather than a short block at the end
 constexpr int GROUP_BYTES = 192 * 1024;      // weights that stay in L2 while all rows are computed
 constexpr int AHEAD = 2048;                  // bytes: the hardware prefetcher stops at the end of a 4 KB page
 
@@ -119,17 +120,23 @@ void for_tiles(int row, int row_end, const Block& of, const Run& run) {
     }
 }
 
+// Inputs of a layer's blocks, a multiple of 32. The last block may have less.
+inline int block_inputs(int inputs) {
+    const int blocks = (inputs + LONGEST_BLOCK - 1) / LONGEST_BLOCK;
+    return ((inputs + blocks - 1) / blocks + 31) / 32 * 32;
+}
+
 template <class W, class T>
 Block block_of(const Call<T>& call, int panel, int end, int k) {
     const long bytes = W::panel_bytes(call.inputs);
     const char* weights = call.packed + panel * bytes + W::panel_bytes(k);
-    return {weights, bytes, panel, end, k, std::min(K_BLOCK, call.inputs - k)};
+    return {weights, bytes, panel, end, k, std::min(block_inputs(call.inputs), call.inputs - k)};
 }
 
 // Panels whose block of inputs stays in L2 while all rows are computed.
 template <class W>
 int panels_in_cache(int inputs) {
-    return std::max(4, int(GROUP_BYTES / W::panel_bytes(std::min(K_BLOCK, inputs))));
+    return std::max(4, int(GROUP_BYTES / W::panel_bytes(std::min(block_inputs(inputs), inputs))));
 }
 
 // Multiplies one input of R rows by its weights in P panels.

@@ -8,8 +8,8 @@ from quire.kernels.cpu.linear import TOLERANCE, PackedLinear, linear_reference
 from quire.kernels.cpu.native import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Outputs and inputs around the panel, the pair of inputs in a word, and the block of 512 inputs.
-SHAPES = [(1, 1), (16, 8), (31, 33), (100, 511), (48, 512), (65, 513), (40, 1027)]
+# Outputs and inputs around the panel, the pair of inputs in a word, and blocks of up to 576 inputs.
+SHAPES = [(1, 1), (16, 8), (31, 33), (100, 575), (48, 576), (65, 577), (40, 1155)]
 
 
 def _skip_unless_supported(native: Native, dtype: torch.dtype) -> None:
