@@ -1,6 +1,10 @@
-"""``quire bench engine`` without an engine: prompts, arithmetic, and peers that fail."""
+"""``quire bench engine``: prompts, arithmetic, and peers that fail, without an engine; and one whole run."""
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +162,18 @@ def test_flags_out_of_range(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(ConfigError, match=reason):
         run(arguments(**changed), EngineOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_rounds_of_both_engines_alone_and_beside_a_busy_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "engine", "--shape", "tiny", "--json", "-"]
+    sizes = ["--threads", "1", "--num-requests", "2", "--rounds", "1", "--input-len", "8", "--output-len", "4"]
+    peer = ["--peer", "transformers-static", "--peer-files", str(tmp_path), "--busy", "1"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, *sizes, *peer], capture_output=True, text=True, check=True, env=environment)
+    results = json.loads(done.stdout)["results"]
+    for name in ("quire", "transformers-static"):
+        assert len(results[name]["tokens_per_s_rounds"]) == len(results[name]["busy_tokens_per_s_rounds"]) == 1
+        assert results[name]["busy_by_quiet"] > 0
+    assert results["quire"]["cached_tokens"] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
