@@ -9,6 +9,7 @@ from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_weight import CODE_DTYPES, INT4_ZERO, ScaledWeight
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.weight_memory import allocate
 
 WORD = 8
 """Inputs that are decoded together. Groups start there."""
@@ -124,7 +125,7 @@ class CodesLinear(PackedLinear):
         self._codes.rounds_rows = int8_activations
         self._layer_at = ctypes.addressof(self._codes)
         size = native.function("quire_codes_bytes", pointer, returns=long)(self._layer_at)
-        self._packed = torch.empty(size, dtype=torch.uint8)
+        self._packed = allocate(size)
         self._codes.packed = self._packed.data_ptr()
         native.function("quire_pack_codes", pointer, pointer)(self._layer_at, ctypes.addressof(source))
 

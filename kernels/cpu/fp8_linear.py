@@ -7,6 +7,7 @@ import torch
 from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.weight_memory import allocate
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 """As in code_panels.h."""
@@ -59,9 +60,7 @@ class Fp8Linear(PackedLinear):
             SCALES[weight.scales.dtype],
         )
         self._layer_at = ctypes.addressof(self._fp8)
-        self._packed = torch.empty(
-            native.function("quire_fp8_bytes", pointer, returns=long)(self._layer_at), dtype=torch.uint8
-        )
+        self._packed = allocate(native.function("quire_fp8_bytes", pointer, returns=long)(self._layer_at))
         self._fp8.packed = self._packed.data_ptr()
         pack = native.function("quire_pack_fp8", pointer, pointer, pointer)
         pack(self._layer_at, weight.codes.data_ptr(), weight.scales.data_ptr())

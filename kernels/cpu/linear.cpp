@@ -100,7 +100,6 @@ QUIRE_API long quire_packed_bytes(int outputs, int inputs, int kind) {
 
 // As pack_mxfp4_panel, for all panels.
 QUIRE_API void quire_pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, void* packed, int outputs, int inputs) {
-    prefer_huge_pages(packed, quire_packed_bytes(outputs, inputs, MXFP4));
     parallel_for((outputs + PANEL - 1) / PANEL, max_threads(), [&](int64_t panel) {
         uint8_t* to = (uint8_t*)packed + panel * Mxfp4::panel_bytes(inputs);
         pack_mxfp4_panel(blocks, scales, to, int(panel) * PANEL, outputs, inputs);

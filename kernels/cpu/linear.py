@@ -8,6 +8,7 @@ from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded_plan import empty
+from quire.kernels.cpu.weight_memory import allocate
 
 # As in linear.cpp.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -132,8 +133,7 @@ class PackedLinear:
         self.outputs, self.inputs = outputs, inputs
         sizes = (integer, integer, integer, integer, integer)
         self._pack = native.function("quire_pack_rows", pointer, long, pointer, *sizes, returns=integer)
-        self._packed = torch.empty(size(outputs, inputs, kind), dtype=torch.uint8)
-        native.function("quire_prefer_huge_pages", pointer, long)(self._packed.data_ptr(), self._packed.numel())
+        self._packed = allocate(size(outputs, inputs, kind))
         self._layer = _Layer(self._packed.data_ptr(), None, outputs, inputs, kind)
         self.set_bias(bias)
         self._layer_at = ctypes.addressof(self._layer)

@@ -95,7 +95,6 @@ QUIRE_API long quire_codes_bytes(const CodesLayer* layer) {
 // Packs a weight into layer->packed. Outputs past the end are zeros.
 QUIRE_API void quire_pack_codes(const CodesLayer* layer, const CodesSource* source) {
     char* packed = (char*)layer->packed;
-    prefer_huge_pages(packed, quire_codes_bytes(layer));
     const Layout layout(*layer);
     parallel_for((layer->outputs + PANEL - 1) / PANEL, max_threads(), [&](int64_t panel) {
         pack_panel(*layer, layout, *source, packed + panel * layout.panel_bytes, int(panel) * PANEL);

@@ -214,7 +214,6 @@ QUIRE_API long quire_fp8_bytes(const Fp8Layer* layer) {
 // Codes and scales as in ScaledWeight.
 QUIRE_API void quire_pack_fp8(const Fp8Layer* layer, const char* codes, const char* scales) {
     char* packed = (char*)layer->packed;
-    prefer_huge_pages(packed, quire_fp8_bytes(layer));
     const Parts parts(*layer);
     parallel_for((layer->outputs + PANEL - 1) / PANEL, max_threads(), [&](int64_t panel) {
         char* to = packed + panel * parts.bytes;

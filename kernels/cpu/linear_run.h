@@ -1,9 +1,5 @@
-// What all products share: the operation, its division among threads, and the memory of packed weights.
+// What all products share: the operation, and its division among threads.
 #pragma once
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include <type_traits>
 
@@ -133,15 +129,6 @@ template <class Kernel, class AnyLayer>
 void multiply(Kernel kernel, const AnyLayer& layer, void* out, bool is_bf16, int rows) {
     const Output output{out, layer.bias, layer.outputs, is_bf16};
     execute(Product<Kernel>(std::move(kernel), output, layer.inputs, rows));
-}
-
-// Every step reads all of it, and page walks with small pages cost bandwidth. A failure of madvise is harmless.
-void prefer_huge_pages([[maybe_unused]] void* packed, [[maybe_unused]] long bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21, start = (uintptr_t(packed) + page - 1) & ~(page - 1);
-    const uintptr_t end = (uintptr_t(packed) + bytes) & ~(page - 1);
-    if (end > start) madvise((void*)start, end - start, MADV_HUGEPAGE);
-#endif
 }
 
 }  // namespace

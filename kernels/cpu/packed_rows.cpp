@@ -181,8 +181,6 @@ class Gather final : public Operation {
 
 }  // namespace
 
-QUIRE_API void quire_prefer_huge_pages(void* packed, long bytes) { prefer_huge_pages(packed, bytes); }
-
 // Writes rows [first, first + count), `stride` bytes apart, in the element type of `packed`. Returns whether all their
 // numbers are finite. With the last row, outputs past the end become zeros.
 QUIRE_API int quire_pack_rows(const char* rows, long stride, char* packed, int outputs, int inputs, int kind, int first,

@@ -1,0 +1,27 @@
+"""Memory of packed weights: aligned, beside each other, and freed."""
+
+from pathlib import Path
+
+from quire.kernels.cpu.weight_memory import ALIGNMENT, CHUNK, allocate
+
+
+def test_allocations_are_aligned_and_do_not_overlap() -> None:
+    found = [allocate(size) for size in (1, 64, 100, 3 << 20, CHUNK + 1, 5)]
+    for value, memory in enumerate(found):
+        assert memory.data_ptr() % ALIGNMENT == 0
+        memory.fill_(value)
+    assert [memory.unique().tolist() for memory in found] == [[value] for value in range(len(found))]
+    assert [len(memory) for memory in found] == [1, 64, 100, 3 << 20, CHUNK + 1, 5]
+
+
+def test_untouched_memory_is_not_resident() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    held = [allocate(8 * CHUNK) for _ in range(4)]
+    assert resident() - before < CHUNK
+    held[0].fill_(1)
+    assert resident() - before > 6 * CHUNK
+    del held
+    assert resident() - before < 2 * CHUNK
