@@ -37,12 +37,14 @@ class _Kind:
 
 SCALED_KINDS = {"int8": _Kind(0, 0), "int4": _Kind(1, 1, INT4_ZERO), "fp4": _Kind(2, 4)}
 BLOCK_KINDS = {
-    "Q4_1": _Kind(3, 1, has_mins=True),
-    "Q5_0": _Kind(4, 2, 16),
-    "Q5_1": _Kind(5, 2, has_mins=True),
-    "Q4_K": _Kind(6, 1, has_mins=True, scale=SIX_BITS),
-    "Q5_K": _Kind(7, 2, has_mins=True, scale=SIX_BITS),
-    "Q6_K": _Kind(8, 3, 32, block=16, scale=EIGHT_BITS),
+    "Q4_0": _Kind(3, 1, INT4_ZERO),
+    "Q4_1": _Kind(4, 1, has_mins=True),
+    "Q5_0": _Kind(5, 2, 16),
+    "Q5_1": _Kind(6, 2, has_mins=True),
+    "Q8_0": _Kind(7, 0),
+    "Q4_K": _Kind(8, 1, has_mins=True, scale=SIX_BITS),
+    "Q5_K": _Kind(9, 2, has_mins=True, scale=SIX_BITS),
+    "Q6_K": _Kind(10, 3, 32, block=16, scale=EIGHT_BITS),
 }
 
 
@@ -112,22 +114,64 @@ class CodesLinear(PackedLinear):
                 f"weight: expected contiguous codes that are integers on the CPU, in groups whose size is a multiple "
                 f"of {WORD}, got {weight.kind} {weight.shape}"
             )
+        self.outputs, self.inputs = weight.shape
+        if isinstance(weight, BlockWeight):
+            self._allocate_codes(native, self._of_blocks(weight.kind, weight.inputs, weight.blocks.shape[1]))
+            self.write_blocks(0, weight.blocks)
+        else:
+            layer, source = self._of_scaled(weight)
+            layer.rounds_rows = int8_activations
+            self._allocate_codes(native, layer)
+            self._pack(self._layer_at, ctypes.addressof(source), 0, self.outputs)
+        self.set_bias(bias)
+
+    @classmethod
+    def of_blocks(cls, native: Native, kind: str, outputs: int, inputs: slice, row_bytes: int) -> "CodesLinear":
+        """Make a layer without a bias over a ``BlockWeight`` whose rows are written by ``write_blocks``."""
+        self = cls.__new__(cls)
+        self.outputs, self.inputs = outputs, inputs.stop - inputs.start
+        self._allocate_codes(native, self._of_blocks(kind, inputs, row_bytes))
+        return self
+
+    def write_blocks(self, first: int, rows: torch.Tensor) -> bool:
+        """Pack rows of blocks as outputs from ``first`` on; return whether their scales are finite.
+
+        Args:
+            rows: uint8 ``[rows, bytes]``; rows may be strided.
+
+        Raises:
+            ValueError: the rows do not have this shape or dtype, or are not on the CPU.
+        """
+        if rows.dtype is not torch.uint8 or not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != self._row_bytes:
+            raise ValueError(f"rows: expected uint8 [rows, {self._row_bytes}], got {rows.dtype} {tuple(rows.shape)}")
+        if first < 0 or first + len(rows) > self.outputs:
+            raise ValueError(f"rows: {len(rows)} from {first} exceed the {self.outputs} outputs")
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        source = _Source(
+            codes=rows.data_ptr(), row_bytes=rows.stride(0), kind=self._source_kind, inputs=self._codes.packed_inputs
+        )
+        return bool(self._pack(self._layer_at, ctypes.addressof(source), first, len(rows)))
+
+    def set_bias(self, bias: torch.Tensor | None) -> None:
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        self._codes.bias = None if self._bias is None else self._bias.data_ptr()
+
+    def _allocate_codes(self, native: Native, layer: _Layer) -> None:
+        """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         call = (pointer, pointer, long, pointer, integer, integer)
         self._run = native.function("quire_codes_linear", *call)
         self._run_narrow = native.function("quire_codes_linear_bf16", *call)
+        self._pack = native.function("quire_pack_codes", pointer, pointer, integer, integer, returns=integer)
         self._takes_bfloat16 = True
-        self.outputs, self.inputs = weight.shape
-        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        self._codes, source = self._of_blocks(weight) if isinstance(weight, BlockWeight) else self._of_scaled(weight)
-        self._codes.bias = None if self._bias is None else self._bias.data_ptr()
+        self._codes = layer
         self._codes.outputs, self._codes.inputs = self.outputs, self.inputs
-        self._codes.rounds_rows = int8_activations
         self._layer_at = ctypes.addressof(self._codes)
         size = native.function("quire_codes_bytes", pointer, returns=long)(self._layer_at)
         self._packed = allocate(size)
         self._codes.packed = self._packed.data_ptr()
-        native.function("quire_pack_codes", pointer, pointer)(self._layer_at, ctypes.addressof(source))
+        panels = -(-self.outputs // (2 * native.vector_floats))
+        self._packed[size - size // panels :].zero_()  # outputs past the end
 
     def _of_scaled(self, weight: ScaledWeight) -> tuple[_Layer, _Source]:
         kind, groups = SCALED_KINDS[weight.kind], weight.scales.shape[1]
@@ -165,27 +209,24 @@ class CodesLinear(PackedLinear):
         )
         return layer, source
 
-    def _of_blocks(self, weight: BlockWeight) -> tuple[_Layer, _Source]:
-        kind = BLOCK_KINDS[weight.kind]
-        elements = 256 if kind.scale in (SIX_BITS, EIGHT_BITS) else kind.block
-        held = weight.blocks.shape[1] // BLOCK_TYPES[weight.kind][0] * elements
-        self._order = None
+    def _of_blocks(self, kind: str, inputs: slice, row_bytes: int) -> _Layer:
+        form = BLOCK_KINDS[kind]
+        elements = 256 if form.scale in (SIX_BITS, EIGHT_BITS) else form.block
+        held = row_bytes // BLOCK_TYPES[kind][0] * elements
+        self._source_kind, self._row_bytes, self._order = form.source, row_bytes, None
         if held != self.inputs:
-            self._order = torch.arange(held, dtype=torch.int32).sub_(weight.inputs.start)
+            self._order = torch.arange(held, dtype=torch.int32).sub_(inputs.start)
             self._order[self._order >= self.inputs] = -1
             self._order.clamp_(min=-1)
-        layer = _Layer(
+        return _Layer(
             order=None if self._order is None else self._order.data_ptr(),
             packed_inputs=held,
-            kind=kind.codes,
-            block=kind.block,
-            scale_kind=kind.scale,
-            offset=kind.offset,
-            has_mins=kind.has_mins,
+            kind=form.codes,
+            block=form.block,
+            scale_kind=form.scale,
+            offset=form.offset,
+            has_mins=form.has_mins,
         )
-        blocks = weight.blocks
-        source = _Source(codes=blocks.data_ptr(), row_bytes=blocks.stride(0), kind=kind.source, inputs=held)
-        return layer, source
 
     @staticmethod
     def takes(native: Native, weight: ScaledWeight | BlockWeight) -> bool:

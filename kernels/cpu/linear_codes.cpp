@@ -1,4 +1,6 @@
 // Linear layers, y = x W^T + bias, over weights whose codes are integers: see code_panels.h, code_rows.h, code_tiles.h.
+#include <atomic>
+
 #include "code_pack.h"
 #include "code_tiles.h"
 #include "linear_run.h"
@@ -92,13 +94,19 @@ QUIRE_API long quire_codes_bytes(const CodesLayer* layer) {
     return (layer->outputs + PANEL - 1) / PANEL * Layout(*layer).panel_bytes;
 }
 
-// Packs a weight into layer->packed. Outputs past the end are zeros.
-QUIRE_API void quire_pack_codes(const CodesLayer* layer, const CodesSource* source) {
-    char* packed = (char*)layer->packed;
+// Packs the source's rows as outputs [first, first + count) into layer->packed, whose last panel is zeros before. Returns
+// whether the scales of blocks are finite.
+QUIRE_API int quire_pack_codes(const CodesLayer* layer, const CodesSource* source, int first, int count) {
     const Layout layout(*layer);
-    parallel_for((layer->outputs + PANEL - 1) / PANEL, max_threads(), [&](int64_t panel) {
-        pack_panel(*layer, layout, *source, packed + panel * layout.panel_bytes, int(panel) * PANEL);
+    const int begin = first / PANEL, end = (first + count + PANEL - 1) / PANEL;
+    std::atomic<bool> all_finite{true};
+    parallel_for(end - begin, max_threads(), [&](int64_t index) {
+        const int start = (begin + int(index)) * PANEL;
+        const int from = std::max(start, first), to = std::min(start + PANEL, first + count);
+        if (!pack_outputs(*layer, layout, *source, from - first, from, to - from))
+            all_finite.store(false, std::memory_order_relaxed);
     });
+    return all_finite.load();
 }
 
 template <class T, int DIGITS>

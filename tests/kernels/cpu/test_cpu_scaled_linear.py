@@ -237,7 +237,6 @@ def test_weights_that_the_library_lacks_are_rejected(native: Native) -> None:
         ScaledWeight("int4", plain.codes, plain.scales.double(), 32),
         ScaledWeight("int4", plain.codes[:, ::2], plain.scales[:, :1], 32),
         _random("int8", 4, 12, 4),
-        _blocks("Q8_0", 4, 64),
         fp8,
     ]
     for weight in wrong:

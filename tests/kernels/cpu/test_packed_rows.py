@@ -112,6 +112,27 @@ def test_gathered_codes_are_those_of_the_weight(native: Native, kind: str, shape
         assert torch.equal(rows(ids, out), expected.to(out))
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_written_in_parts_are_those_written_at_once(native: Native, kind: str) -> None:
+    weight = _codes(kind, 70, 768)
+    if not isinstance(weight, BlockWeight) or not CodesLinear.takes(native, weight):
+        pytest.skip("this CPU does not convert float16")
+    size = weight.blocks.shape[1]
+    parts = CodesLinear.of_blocks(native, kind, 70, weight.inputs, size)
+    beside = torch.cat([weight.blocks + 1, weight.blocks], 1)[:, size:]
+    for first, end in ((40, 70), (0, 3), (3, 40)):
+        assert parts.write_blocks(first, beside[first:end])
+    whole, x = CodesLinear(native, weight), torch.randn(3, weight.shape[1])
+    assert torch.equal(parts(x), whole(x))
+    for at in BLOCK_TYPES[kind][2]:
+        broken = weight.blocks[:1].clone()
+        broken[0, at + 1] = 0x7C  # infinity or NaN
+        assert not parts.write_blocks(69, broken)
+    for first, rows in ((0, beside[:, 1:]), (69, beside[:2])):
+        with pytest.raises(ValueError, match="rows: "):
+            parts.write_blocks(first, rows)
+
+
 def test_a_plan_gathers_the_rows_of_new_ids(native: Native) -> None:
     weight = _weight(native, (5000, 64), torch.bfloat16)
     rows = EmbeddingRows(native, PackedLinear(native, weight), range(5000))

@@ -7,9 +7,12 @@ from dense_attention import DenseBackend
 from model_steps import Rows
 from thread_ranks import ThreadRank
 
+from quire.kernels.cpu.linear import PackedLinear
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.startup.loader import load_weights
 
@@ -29,6 +32,14 @@ def load_packed(source: Path, parallel: ThreadRank | None = None, device: str = 
     load_weights(model, source, torch.float32, progress=False)
     model.prepack()
     return model
+
+
+def resident_bytes(model: Decoder) -> int:
+    """Return the bytes of all weights: parameters, and those in the layouts of the CPU library."""
+    layers = [module._native for module in model.modules() if isinstance(module, Linear)]
+    layers += [each for mlp in model.modules() if isinstance(mlp, SparseMlp) for pair in mlp.experts.packed for each in pair]
+    packed = {id(layer): layer.num_bytes for layer in layers if isinstance(layer, PackedLinear)}
+    return sum(packed.values()) + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def prompts() -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf_files import BLOCKS, convert_checkpoint, tokenizer_settings, write_gguf
 from inprocess import InProcessEngine
-from packed_models import load_packed, logits_of, prompts
+from packed_models import build_packed, load_packed, logits_of, prompts, resident_bytes
 from thread_ranks import on_ranks
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
@@ -20,6 +20,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model import gguf_file
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors
 from quire.protocol.model.model_config import load_model_config
+from quire.worker_proc.startup.loader import fill_model
 
 Factory = Callable[..., tuple[Path, Any]]
 
@@ -64,15 +65,22 @@ def test_logits_equal_transformers_on_one_and_two_ranks(
         assert float((logits - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_packed_weights_take_the_memory_of_the_file(checkpoint_factory: Factory, tmp_path: Path) -> None:
-    source, _ = checkpoint_factory("llama", **SIZES)
-    for kind in BLOCKS:
-        file = tmp_path / f"{kind}.gguf"
-        convert_checkpoint(source, file, tmp_path / kind, kind)
-        layers = load_packed(file).layers[0]
-        held = sum(tensor.numel() * tensor.element_size() for tensor in layers.parameters())
-        stored = sum(tensor.num_bytes for name, tensor in stored_tensors(file).items() if "layers.0." in name)
-        assert held <= 1.05 * stored, kind
+@pytest.mark.parametrize("tied", [True, False])
+def test_resident_weights_are_at_most_a_twentieth_larger_than_the_file(
+    tied: bool, checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    """In GGUF files of all types, and in the folder with bfloat16 weights that they are made from."""
+    source, _ = checkpoint_factory("llama", **SIZES, vocab_size=992, tie_word_embeddings=tied, dtype=torch.bfloat16)
+    models = [source]
+    for kind in ("F16", "BF16", *BLOCKS):
+        models.append(tmp_path / f"{kind}.gguf")
+        convert_checkpoint(source, models[-1], tmp_path / kind, kind)
+    for path in models:
+        config = make_engine_config(parse_options({}, "LLM"), folder=path)
+        model = build_packed(path, dtype=torch.bfloat16)
+        fill_model(model, config, torch.bfloat16, torch.device("cpu"), progress=False)
+        stored = sum(tensor.num_bytes for tensor in stored_tensors(path).values())
+        assert 0.95 * stored <= resident_bytes(model) <= 1.05 * stored, path.name
 
 
 def test_an_engine_reads_everything_from_the_file(checkpoint_factory: Factory, tmp_path: Path) -> None:

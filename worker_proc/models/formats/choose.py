@@ -40,7 +40,7 @@ def quantised_linear(
     float32_output: bool = False,
 ) -> QuantisedLinear | BlockLinear:
     """Allocate a quantised layer; see ``QuantisedLinear`` and ``BlockLinear``."""
-    if form.kind in BLOCK_TYPES:
+    if form.kind in BLOCK_TYPES or (form.layout == "gguf" and torch.device(device).type == "cpu"):
         return BlockLinear(form, cuts, bias, layer, device, stored_bias=stored_bias, float32_output=float32_output)
     reader = READERS[form.layout]
     return QuantisedLinear(
