@@ -37,7 +37,9 @@ def load_packed(source: Path, parallel: ThreadRank | None = None, device: str = 
 def resident_bytes(model: Decoder) -> int:
     """Return the bytes of all weights: parameters, and those in the layouts of the CPU library."""
     layers = [module._native for module in model.modules() if isinstance(module, Linear)]
-    layers += [each for mlp in model.modules() if isinstance(mlp, SparseMlp) for pair in mlp.experts.packed for each in pair]
+    layers += [
+        each for mlp in model.modules() if isinstance(mlp, SparseMlp) for pair in mlp.experts.packed for each in pair
+    ]
     packed = {id(layer): layer.num_bytes for layer in layers if isinstance(layer, PackedLinear)}
     return sum(packed.values()) + sum(parameter.nbytes for parameter in model.parameters())
 

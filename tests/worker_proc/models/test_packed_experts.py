@@ -13,10 +13,10 @@ from checkpoints import greedy_tokens, pack_experts
 from dense_attention import DenseBackend
 from inprocess import InProcessEngine
 from model_steps import Rows
+from packed_models import resident_bytes
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRank, on_ranks
 
-from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder
@@ -104,9 +104,6 @@ def test_resident_weights_are_at_most_a_tenth_larger_than_the_file(folder: Path)
     model = _load(folder)
     for built in (_build(folder, device="meta"), model):
         assert sum(p.nbytes for p in built.parameters()) <= most
-    native = load_native()
-    if native is None:
-        pytest.skip("no compiler here")
     model.prepack()
     assert resident_bytes(model) <= most
 

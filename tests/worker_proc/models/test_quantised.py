@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
-from packed_models import build_packed, load_packed, logits_of, prompts
+from packed_models import build_packed, load_packed, logits_of, prompts, resident_bytes
 from quantised_checkpoints import FILE, FORMATS, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRank, on_ranks
@@ -193,8 +193,9 @@ def test_layers_that_the_files_leave_plain(leave: str, checkpoint_factory: Facto
 def test_resident_weights_are_at_most_a_twentieth_larger_than_the_file(
     form: str, checkpoint_factory: Factory, tmp_path: Path
 ) -> None:
-    """On ``meta``, as the memory plan counts them, and as loaded. Wide, so that scales and norms are few."""
-    source, _ = checkpoint_factory("mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    """On ``meta``, as the memory plan counts them, as loaded, and packed. Wide, so that scales and norms are few."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 96}
+    source, _ = checkpoint_factory("mixtral", **sizes)
     quantise_checkpoint(source, tmp_path, FORMATS[form](), bfloat16=True)
     folder = tmp_path / "packed"
     most = 1.05 * sum(tensor.nbytes for tensor in load_file(folder / FILE).values())
@@ -203,6 +204,8 @@ def test_resident_weights_are_at_most_a_twentieth_larger_than_the_file(
     load_weights(model, folder, torch.bfloat16, progress=False)
     for built in (build_model(config, torch.bfloat16, "meta"), model):
         assert sum(p.nbytes for p in built.parameters()) <= most
+    model.prepack()
+    assert resident_bytes(model) <= most
 
 
 @pytest.mark.parametrize("form", FORMATS)
