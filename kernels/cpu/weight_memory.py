@@ -6,7 +6,7 @@ import threading
 import torch
 
 HUGE_PAGE = 2 << 20
-CHUNK = 32 << 20
+CHUNK = 128 << 20
 """Bytes that are reserved at a time. Matrices of a small model are smaller than a huge page."""
 ALIGNMENT = 64
 

@@ -26,7 +26,9 @@ def read_gguf_tensor(stored: StoredTensor, slot: WeightSlot) -> torch.Tensor:
     if slot.part:
         rows = rows[slot.part[0]]
     if stored.interleaved:
-        rows = rows.view(-1, stored.interleaved // 2, 2, row_bytes).transpose(1, 2).reshape(-1, row_bytes)
+        # numpy copies without torch's threads, which wait for each other beside other processes that start.
+        pairs = rows.numpy().reshape(-1, stored.interleaved // 2, 2, row_bytes)
+        rows = torch.from_numpy(pairs.swapaxes(1, 2).reshape(-1, row_bytes))
     if stored.dtype not in _PLAIN:
         return rows
     wide = rows.view(_PLAIN[place.kind]) if place.kind in _PLAIN else dequantise_blocks(place.kind, rows)
