@@ -29,26 +29,29 @@ constexpr Finite<uint32_t> FINITE_BFLOAT16 = {0x7f807f80u, 0x00800080u, 0x800080
 constexpr Finite<uint16_t> FINITE_FLOAT16 = {0x7c00, 0x0400, 0x8000};
 
 // Writes `count` rows, `stride` bytes apart, to the lanes of a panel. Returns whether all their numbers are finite. The
-// rows are read a cache line at a time, so that the lines of the panel that are written stay in L1.
+// rows are read a few cache lines at a time, so that the lines of the panel that are written stay in L1.
 template <class Word>
 bool pack_lanes(const char* rows, long stride, long row_bytes, Word* panel, int count, const Finite<Word>& finite) {
     constexpr int LINE = 64 / sizeof(Word);
+    constexpr long TOGETHER = 4 * 64;  // bytes
     Word bits = 0;
-    for (long at = 0; at < row_bytes; at += 64, panel += LINE * PANEL)
-        for (int i = 0; i < count; i++) {
-            Word line[LINE] = {};
-            const long bytes = std::min<long>(64, row_bytes - at);
-            if (bytes == 64)
-                std::memcpy(line, rows + i * stride + at, 64);
-            else
-                std::memcpy(line, rows + i * stride + at, bytes);
-            for (int j = 0; j < LINE; j++) bits |= Word((line[j] & finite.exponents) + finite.step);
-            const int words = int((bytes + long(sizeof(Word)) - 1) / long(sizeof(Word)));
-            if (words == LINE)
-                for (int j = 0; j < LINE; j++) panel[j * PANEL + i] = line[j];
-            else
-                for (int j = 0; j < words; j++) panel[j * PANEL + i] = line[j];
-        }
+    for (long start = 0; start < row_bytes; start += TOGETHER)
+        for (int i = 0; i < count; i++)
+            for (long at = start; at < std::min(start + TOGETHER, row_bytes); at += 64) {
+                Word line[LINE] = {};
+                Word* const to = panel + at / long(sizeof(Word)) * PANEL + i;
+                const long bytes = std::min<long>(64, row_bytes - at);
+                if (bytes == 64)
+                    std::memcpy(line, rows + i * stride + at, 64);
+                else
+                    std::memcpy(line, rows + i * stride + at, bytes);
+                for (int j = 0; j < LINE; j++) bits |= Word((line[j] & finite.exponents) + finite.step);
+                const int words = int((bytes + long(sizeof(Word)) - 1) / long(sizeof(Word)));
+                if (words == LINE)
+                    for (int j = 0; j < LINE; j++) to[j * PANEL] = line[j];
+                else
+                    for (int j = 0; j < words; j++) to[j * PANEL] = line[j];
+            }
     return !(bits & finite.signs);
 }
 
