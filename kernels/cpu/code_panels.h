@@ -185,7 +185,11 @@ QUIRE_INLINE void decode_word(const char* codes, int word, int v, vint (&pairs)[
 // Adds the products of both integers of each lane's pair.
 QUIRE_INLINE vint add_products(vint sum, vint a, vint b) {
 #if defined(__AVX512VNNI__)
-    if constexpr (VF == 16) return (vint)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+    if constexpr (VF == 16) {
+        // gcc takes it that either operand of the intrinsic may lie in memory, and spills them.
+        asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
 #elif defined(__AVX512BW__)
     if constexpr (VF == 16)
         return (vint)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));

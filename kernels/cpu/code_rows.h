@@ -8,8 +8,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdlib>
-#include <memory>
 #include <utility>
 
 #include "code_panels.h"
@@ -19,26 +17,29 @@ namespace {
 
 constexpr float SECOND_DIGIT = 1.f / 32768;
 
-// Memory of rounded rows, which operations share with their copies.
+// Rounded rows in memory of the caller's, which a late thread may read when the product is complete.
 struct RoundedRows {
-    std::shared_ptr<char> memory;
-    int32_t* words;   // [rows * digits], pairs of integers, rows `stride` apart
-    int32_t* sums;    // [blocks][rows * digits] of a block's integers
-    float* scales;    // [blocks][rows]
-    float* totals;    // [blocks][rows]: sums of the rounded numbers
+    int32_t* words;  // [rows * digits], pairs of integers, rows `stride` apart
+    int32_t* sums;   // [blocks][rows * digits] of a block's integers
+    float* scales;   // [blocks][rows]
+    float* totals;   // [blocks][rows]: sums of the rounded numbers
     long stride, rows;
 
-    RoundedRows(const CodesLayer& layer, long blocks, long rows_, int num_digits) : rows(rows_) {
-        // An odd number of cache lines, so that rows do not compete for the same sets of a cache.
-        stride = ((layer.packed_inputs / 2 + 15) / 16 | 1) * 16;
-        const long all = rows * num_digits;
-        const long bytes = all * stride * 4 + (all + 2 * rows) * blocks * 4;
-        memory.reset((char*)std::aligned_alloc(64, (bytes + 127) / 64 * 64), std::free);
-        words = (int32_t*)memory.get();
-        sums = (int32_t*)(memory.get() + all * stride * 4);
-        scales = (float*)(sums + all * blocks);
+    RoundedRows(const CodesLayer& layer, char* memory, long rows_, int digits)
+        : words((int32_t*)memory), stride(stride_of(layer)), rows(rows_) {
+        const long blocks = Layout(layer).blocks;
+        sums = words + rows * digits * stride;
+        scales = (float*)(sums + rows * digits * blocks);
         totals = scales + rows * blocks;
     }
+
+    static long row_bytes(const CodesLayer& layer, int digits) {
+        return (digits * stride_of(layer) + (digits + 2) * Layout(layer).blocks) * 4;
+    }
+
+  private:
+    // An odd number of cache lines, so that rows do not compete for the same sets of a cache.
+    static long stride_of(const CodesLayer& layer) { return ((layer.packed_inputs / 2 + 15) / 16 | 1) * 16; }
 };
 
 // Rounds to integers below 2 ** 22, ties to even.
@@ -130,6 +131,7 @@ void round_row(const CodesLayer& layer, int blocks, const RoundedRows& to, const
         const vint place = larger(exponent, splat_int(27)) - (DIGITS == 2 ? 13 : 14);
         const vfloat inverse = (vfloat)((254 - place) << 23);
         const vfloat scale = INT8 ? row_scale : (vfloat)(place << 23);
+        int32_t* const at = to.words + long(row) * DIGITS * to.stride + k / 2;
         vint sums[DIGITS] = {};
         for (int i = 0; i < padded; i += 2 * VF) {
             vint out[DIGITS][2];
@@ -145,14 +147,14 @@ void round_row(const CodesLayer& layer, int blocks, const RoundedRows& to, const
                 for (int d = 0; d < DIGITS; d++) sums[d] += out[d][half];
             }
 #pragma GCC unroll 2
-            for (int d = 0; d < DIGITS; d++) store_pairs(words[d] + i / 2, out[d][0], out[d][1]);
+            for (int d = 0; d < DIGITS; d++)
+                store_pairs((count == padded ? at + d * to.stride : words[d]) + i / 2, out[d][0], out[d][1]);
         }
         vfloat total = {};
         for (int d = DIGITS - 1; d >= 0; d--) {
-            const long at = long(row) * DIGITS + d;
-            std::memcpy(to.words + at * to.stride + k / 2, words[d], count * 2);
+            if (count != padded) std::memcpy(at + d * to.stride, words[d], count * 2);
             const vint sum = over_lanes(sums[d], [](vint a, vint b) { return a + b; });
-            to.sums[block * to.rows * DIGITS + at] = sum[0];
+            to.sums[(block * to.rows + row) * DIGITS + d] = sum[0];
             total = multiply_add(total, splat(SECOND_DIGIT), __builtin_convertvector(sum, vfloat));
         }
         to.scales[block * to.rows + row] = (exponent == 255 ? splat(NAN) : scale)[0];

@@ -166,7 +166,9 @@ void run_decoded(const CodesCall& call, const DecodedBlocks& of, int row, int pa
     const char* const decoded = of.of(panel);
     const char* pairs = decoded;
     const int32_t* x = rows.words + long(of.block) * call.layer.block / 2;
-    vfloat totals[2][R] = {};
+    vfloat memory[2][R] = {};
+    vfloat(*totals)[R] = memory;
+    asm volatile("" : "+r"(totals) : : "memory");  // not in registers, which the sums of a block need
     if (of.block)
         for (int v = 0; v < 2; v++)
             for (int r = 0; r < R; r++) totals[v][r] = load<vfloat>(call.sums.of(row + r, panel) + v * VF);

@@ -9,6 +9,7 @@ from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_weight import CODE_DTYPES, INT4_ZERO, ScaledWeight
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import empty
 from quire.kernels.cpu.weight_memory import allocate
 
 WORD = 8
@@ -159,11 +160,9 @@ class CodesLinear(PackedLinear):
     def _allocate_codes(self, native: Native, layer: _Layer) -> None:
         """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-        call = (pointer, pointer, long, pointer, integer, integer)
+        call = (pointer, pointer, integer, long, pointer, pointer, integer, integer)
         self._run = native.function("quire_codes_linear", *call)
-        self._run_narrow = native.function("quire_codes_linear_bf16", *call)
         self._pack = native.function("quire_pack_codes", pointer, pointer, integer, integer, returns=integer)
-        self._takes_bfloat16 = True
         self._codes = layer
         self._codes.outputs, self._codes.inputs = self.outputs, self.inputs
         self._layer_at = ctypes.addressof(self._codes)
@@ -172,6 +171,22 @@ class CodesLinear(PackedLinear):
         self._codes.packed = self._packed.data_ptr()
         panels = -(-self.outputs // (2 * native.vector_floats))
         self._packed[size - size // panels :].zero_()  # outputs past the end
+        rounded = native.function("quire_codes_row_bytes", pointer, integer, returns=long)
+        self._rounded_bytes: tuple[int, int] = (rounded(self._layer_at, False), rounded(self._layer_at, True))
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Multiply rows, as ``PackedLinear`` does."""
+        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
+            raise ValueError(f"x: expected [rows, {self.inputs}] on the CPU, got {tuple(x.shape)} on {x.device}")
+        rows, dtype = x.shape[0], dtype or x.dtype
+        if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
+            x = x.to(torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32).contiguous()
+        narrow, narrow_out = x.dtype is torch.bfloat16, dtype is torch.bfloat16
+        out = empty((rows, self.outputs), torch.bfloat16 if narrow_out else torch.float32)
+        memory = empty((rows * self._rounded_bytes[narrow],), torch.uint8)
+        at = (self._layer_at, x.data_ptr(), narrow, x.stride(0), memory.data_ptr(), out.data_ptr())
+        self._run(*at, narrow_out, rows)
+        return out if out.dtype is dtype else out.to(dtype)
 
     def _of_scaled(self, weight: ScaledWeight) -> tuple[_Layer, _Source]:
         kind, groups = SCALED_KINDS[weight.kind], weight.scales.shape[1]

@@ -9,9 +9,9 @@ using namespace quire;
 
 namespace {
 
-constexpr int FEW = 4;                              // integer rows that decode codes in registers
-constexpr int MOST = VF == 16 ? 14 : 6;             // integer rows of a tile: with one more, sums are spilled
-constexpr long NEAR_BYTES = 24 * 1024;              // decoded blocks for one or two tiles of rows: they stay in L1
+constexpr int FEW = 6;                   // integer rows that decode codes in registers
+constexpr int MOST = VF == 16 ? 12 : 6;  // integer rows of a tile: with two more, gcc moves sums about
+constexpr long NEAR_BYTES = 24 * 1024;   // decoded blocks for one or two tiles of rows: they stay in L1
 
 template <int KIND, int DIGITS, int R>
 void few_rows(const CodesCall& call, int rows, int row, int panel, int panel_end) {
@@ -76,9 +76,6 @@ struct CodesProduct {
     Layout layout;
     RoundedRows rounded;
 
-    CodesProduct(const CodesLayer* layer_, const T* x_, long x_stride_, int rows)
-        : layer(layer_), x(x_), x_stride(x_stride_), layout(*layer), rounded(*layer, layout.blocks, rows, DIGITS) {}
-
     void prepare(int row, int row_end) const {
         for (; row < row_end; row++) round_row<DIGITS, INT8>(*layer, layout.blocks, rounded, x + row * x_stride, row);
     }
@@ -109,22 +106,29 @@ QUIRE_API int quire_pack_codes(const CodesLayer* layer, const CodesSource* sourc
     return all_finite.load();
 }
 
-template <class T, int DIGITS>
-void multiply_rows(const CodesLayer& layer, const T* x, long x_stride, void* out, int out_is_bf16, int rows) {
-    if (layer.rounds_rows)
-        multiply(CodesProduct<T, 1, true>(&layer, x, x_stride, rows), layer, out, out_is_bf16, rows);
+template <int DIGITS, bool INT8, class T>
+void multiply_rows(const CodesLayer& layer, const T* x, long x_stride, char* memory, void* out, int out_is_bf16,
+                   int rows) {
+    const CodesProduct<T, DIGITS, INT8> product{
+        &layer, x, x_stride, Layout(layer), RoundedRows(layer, memory, rows, DIGITS)};
+    multiply(product, layer, out, out_is_bf16, rows);
+}
+
+// Bytes of memory for each row of a call.
+QUIRE_API long quire_codes_row_bytes(const CodesLayer* layer, int x_is_bf16) {
+    return RoundedRows::row_bytes(*layer, x_is_bf16 || layer->rounds_rows ? 1 : 2);
+}
+
+// x: [rows][inputs], float32 or bfloat16, rows x_stride apart. out: [rows][outputs], the same types. memory: aligned to
+// 64 bytes; its contents are lost.
+QUIRE_API void quire_codes_linear(const CodesLayer* layer, const void* x, int x_is_bf16, long x_stride, char* memory,
+                                  void* out, int out_is_bf16, int rows) {
+    if (layer->rounds_rows && x_is_bf16)
+        multiply_rows<1, true>(*layer, (const uint16_t*)x, x_stride, memory, out, out_is_bf16, rows);
+    else if (layer->rounds_rows)
+        multiply_rows<1, true>(*layer, (const float*)x, x_stride, memory, out, out_is_bf16, rows);
+    else if (x_is_bf16)
+        multiply_rows<1, false>(*layer, (const uint16_t*)x, x_stride, memory, out, out_is_bf16, rows);
     else
-        multiply(CodesProduct<T, DIGITS, false>(&layer, x, x_stride, rows), layer, out, out_is_bf16, rows);
-}
-
-// x: [rows][inputs], rows x_stride apart. out: [rows][outputs], float32 or bfloat16.
-QUIRE_API void quire_codes_linear(const CodesLayer* layer, const float* x, long x_stride, void* out, int out_is_bf16,
-                                  int rows) {
-    multiply_rows<float, 2>(*layer, x, x_stride, out, out_is_bf16, rows);
-}
-
-// As quire_codes_linear, for bfloat16 rows.
-QUIRE_API void quire_codes_linear_bf16(const CodesLayer* layer, const uint16_t* x, long x_stride, void* out,
-                                       int out_is_bf16, int rows) {
-    multiply_rows<uint16_t, 1>(*layer, x, x_stride, out, out_is_bf16, rows);
+        multiply_rows<2, false>(*layer, (const float*)x, x_stride, memory, out, out_is_bf16, rows);
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.worker_proc.bench import cpu_attention, cpu_layers, cpu_step, gpu_attention, gpu_kernels, gpu_step
+from quire.worker_proc.bench import cpu_attention, cpu_codes, cpu_layers, cpu_step, gpu_attention, gpu_kernels, gpu_step
 from quire.worker_proc.bench.record import Bench
 
 
@@ -24,6 +24,7 @@ SECTIONS = (
     ),
     Section("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
     Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
+    Section("cpu_quantised", "cpu", "products of one matrix by kind of weights", cpu_codes.cpu_quantised),
     Section("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
     Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
     Section("cpu_step", "cpu", "decode step of smollm2-135m: rows x tokens", cpu_step.cpu_step),

@@ -12,6 +12,7 @@ from quire.kernels.cpu.codes_linear import BLOCK_KINDS, CodesLinear
 from quire.kernels.cpu.fp8_linear import Fp8Linear
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.recorded_plan import record
 
 # Outputs, inputs and group size: around the panel, the step of 8 inputs, and the block of 512; one group or several.
 SHAPES = [
@@ -199,6 +200,20 @@ def test_bits_do_not_depend_on_the_threads(native: Native) -> None:
                 assert torch.equal(packed(x), alone) and torch.equal(packed(x[:1]), alone[:1])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_run_again_in_a_plan(native: Native, dtype: torch.dtype) -> None:
+    """The rounded rows of a product lie in memory that the next one uses again."""
+    first = CodesLinear(native, _random("int4", 128, 256, 32))
+    second = CodesLinear(native, _random("int8", 64, 128, 128))
+    for rows in (1, 40):
+        x = _rows(rows, 256).to(dtype)
+        plan, out = record(native, lambda x=x: second(first(x)))  # type: ignore[misc]
+        for factor in (0.5, -3.0):
+            x *= factor
+            assert plan.run() == 0
+            assert torch.equal(out, second(first(x)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "fp4"])
