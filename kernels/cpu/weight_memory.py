@@ -20,7 +20,8 @@ def allocate(size: int) -> torch.Tensor:
     of their chunk.
     """
     global _rest
-    with _lock:
+    # Also for callers in inference mode, whose tensors could not be written to outside it.
+    with _lock, torch.inference_mode(False):
         if len(_rest) < size:
             _rest = _reserve(max(size, CHUNK))
         found, _rest = _rest[:size], _rest[-(-size // ALIGNMENT) * ALIGNMENT :]

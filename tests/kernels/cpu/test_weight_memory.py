@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from quire.kernels.cpu.weight_memory import ALIGNMENT, CHUNK, allocate
 
 
@@ -27,3 +29,12 @@ def test_untouched_memory_is_not_resident() -> None:
     assert resident() - before > size * 3 // 4
     del held
     assert resident() - before < size // 4
+
+
+def test_chunk_that_begins_in_inference_mode_can_be_written_to_outside_it() -> None:
+    with torch.inference_mode():
+        inside = allocate(2 * CHUNK)
+    outside = allocate(64)
+    inside.zero_()
+    outside.zero_()
+    assert not inside.is_inference()
