@@ -69,6 +69,11 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(f"torch operator {func}")
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. By default torch imports its compiler for the first operator, for two seconds."""
+        return False
+
 
 class RecordedPlan:
     """Native calls that run again on the same memory."""

@@ -80,3 +80,19 @@ def test_late_threads_change_no_bit(native: Native, busy_cores: None) -> None:
             del plan, out  # waits for threads that are still in it
     finally:
         torch.set_num_threads(threads)
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    """It would take seconds and tens of megabytes in each worker."""
+    program = (
+        "import sys, torch\n"
+        "from quire.kernels.cpu.linear import PackedLinear\n"
+        "from quire.kernels.cpu.native import load_native\n"
+        "from quire.kernels.cpu.recorded_plan import record\n"
+        "native, x = load_native(), torch.randn(1, 64)\n"
+        "if native is not None:\n"
+        "    layer = PackedLinear(native, torch.randn(64, 64))\n"
+        "    record(native, lambda: layer(x).view(-1)[1:])\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
