@@ -89,26 +89,20 @@ inline bool pack_block_scales(const CodesLayer& layer, const Layout& layout, con
     bool finite = true;
     for (int block = 0; block < layout.blocks; block++) {
         char *head = to + layout.head_of(block), *at = to + layout.of(block);
-        const uint8_t* own = row + block / (layer.scale_kind < SCALE_6_BITS ? 1 : layout.per_super) * SIZES[from.kind];
-        if (layer.scale_kind == SCALE_8_BITS) {
+        const bool bytes = layer.scale_kind == SCALE_BYTES;
+        const int place = bytes ? block % layout.per_super : 0;
+        const uint8_t* own = row + block / (bytes ? layout.per_super : 1) * SIZES[from.kind];
+        if (bytes && !layer.has_mins) {
             finite &= is_finite_half(own + 208);
             std::memcpy(head + i * 2, own + 208, 2);
-            at[i] = char(own[192 + block % 16]);
-        } else if (layer.scale_kind == SCALE_6_BITS) {
-            if (block % 8) continue;
+            at[i] = char(own[192 + place]);
+        } else if (bytes) {
             finite &= is_finite_half(own) && is_finite_half(own + 2);
             std::memcpy(head + i * 2, own, 2);
             std::memcpy(head + PANEL * 2 + i * 2, own + 2, 2);
-            uint32_t scales = 0, mins = 0, upper = 0;
-            for (uint32_t g = 0; g < 8; g++) {
-                const uint8_t *six = own + 4, *rest = six + 8 + g % 4;
-                const uint32_t scale = g < 4 ? six[g] & 63 : (*rest & 15) | six[g - 4] >> 6 << 4;
-                const uint32_t min = g < 4 ? six[4 + g] & 63 : *rest >> 4 | six[g] >> 6 << 4;
-                scales |= (scale & 15) << 4 * g, mins |= (min & 15) << 4 * g;
-                upper |= scale >> 4 << 2 * g | min >> 4 << (16 + 2 * g);
-            }
-            const uint32_t words[] = {scales, mins, upper};
-            for (int w = 0; w < 3; w++) std::memcpy(head + PANEL * 4 + (w * PANEL + i) * 4, &words[w], 4);
+            const uint8_t *six = own + 4, *rest = six + 8 + place % 4;
+            at[i] = char(place < 4 ? six[place] & 63 : (*rest & 15) | six[place - 4] >> 6 << 4);
+            at[layout.mins + i] = char(place < 4 ? six[4 + place] & 63 : *rest >> 4 | six[place] >> 6 << 4);
         } else {
             finite &= is_finite_half(own) && (!layer.has_mins || is_finite_half(own + 2));
             std::memcpy(at + i * 2, own, 2);

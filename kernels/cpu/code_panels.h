@@ -4,9 +4,8 @@
 // layer has them, [PANEL] zeros in int8 if it has them, and codes. Kinds of scales:
 //
 // * plain numbers in the type that the file has. All blocks are one super-block, whose head has the row scales, if any.
-// * six bits (Q4_K, Q5_K): a head has float16 factors of scales and of minimums, and three words: the low four bits of
-//   8 scales, those of 8 minimums, and the high two bits of both.
-// * eight bits (Q6_K): a head has float16 factors.
+// * bytes (K types of GGUF files, also those with six bits in the file): a super-block has 256 inputs, and its head
+//   has float16 factors of scales, and of minimums if the layer has them; a block's minimums are bytes too.
 //
 // Codes of eight inputs are [4][PANEL] pairs of bytes, or one word of four-bit codes for each output. Pair j has inputs
 // j and j + 4, also in rounded rows (code_rows.h): a shift and a mask of a word give pairs of 16-bit integers. Codes of
@@ -20,9 +19,10 @@ namespace {
 
 // As in kernels/cpu/codes_linear.py.
 enum CodeKind { CODES_8, CODES_4, CODES_5, CODES_6, CODES_FP4 };
-enum ScaleKind { SCALE_FLOAT32, SCALE_BFLOAT16, SCALE_FLOAT16, SCALE_FLOAT8, SCALE_6_BITS, SCALE_8_BITS };
+enum ScaleKind { SCALE_FLOAT32, SCALE_BFLOAT16, SCALE_FLOAT16, SCALE_FLOAT8, SCALE_BYTES };
 
 constexpr int WORD = 8;         // inputs whose codes are decoded together
+constexpr int SUPER = 256;       // inputs of a super-block whose blocks have scales in bytes
 constexpr int MOST_BLOCK = 512;  // inputs of a block: sums of code * row stay below 2 ** 31
 
 // As in kernels/cpu/codes_linear.py, which keeps one per layer.
@@ -42,14 +42,13 @@ struct Layout {
 
     Layout() = default;
     explicit Layout(const CodesLayer& layer) {
-        const bool six = layer.scale_kind == SCALE_6_BITS, eight = layer.scale_kind == SCALE_8_BITS;
+        const bool bytes = layer.scale_kind == SCALE_BYTES;
         const long words = layer.block / WORD;
         blocks = (layer.packed_inputs + layer.block - 1) / layer.block;
-        per_super = six ? 8 : eight ? 16 : blocks;
-        super_head = PANEL * (six ? 16 : eight ? 2 : layer.has_row_scales ? 4 : 0);
-        const bool octets = eight || layer.scale_kind == SCALE_FLOAT8;
-        mins = PANEL * (six ? 0 : octets ? 1 : layer.scale_kind == SCALE_FLOAT32 ? 4 : 2);
-        zeros = mins + (layer.has_mins && !six ? PANEL * 2 : 0);
+        per_super = bytes ? SUPER / layer.block : blocks;
+        super_head = PANEL * (bytes ? layer.has_mins ? 4 : 2 : layer.has_row_scales ? 4 : 0);
+        mins = PANEL * (bytes || layer.scale_kind == SCALE_FLOAT8 ? 1 : layer.scale_kind == SCALE_FLOAT32 ? 4 : 2);
+        zeros = mins + (layer.has_mins ? PANEL * (bytes ? 1 : 2) : 0);
         codes = zeros + (layer.has_zeros ? PANEL : 0);
         block_bytes = codes + words * word_bytes(layer.kind);
         super_bytes = super_head + per_super * block_bytes;
@@ -58,7 +57,7 @@ struct Layout {
         panel_bytes = (blocks / per_super * super_bytes - missing + 63) / 64 * 64;
     }
 
-    static long word_bytes(int kind) {
+    static constexpr long word_bytes(int kind) {
         return PANEL * (kind == CODES_8 ? 8 : kind == CODES_5 ? 5 : kind == CODES_6 ? 6 : 4);
     }
     long head_of(int block) const { return block / per_super * super_bytes; }
@@ -102,6 +101,12 @@ QUIRE_INLINE vint load_pairs(const char* from) {
 // Numbers of float8 e4m3 divided by 2 ** 8: their bits at the places of a float16's.
 constexpr float FLOAT8_STEP = 256;
 QUIRE_INLINE vfloat e4m3(const char* from) {
+#if defined(__AVX512F__)
+    if constexpr (VF == 16) {
+        const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(from)), 7);
+        return (vfloat)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(int16_t(0xbfff))));
+    }
+#endif
     const vint bits = load_signed_bytes(from);
     const vuint magnitude = (vuint)bits & 0x7f;
     const vfloat small = __builtin_convertvector((vint)magnitude, vfloat) * (1.f / (1 << 17));
@@ -124,18 +129,12 @@ struct Scales {
 QUIRE_INLINE Scales scales_of(const CodesLayer& layer, const Layout& layout, const char* panel, int block, int v) {
     const char* head = panel + layout.head_of(block);
     const char* at = panel + layout.of(block);
-    if (layer.scale_kind == SCALE_6_BITS) {
-        const int i = block % 8;
-        const char* words = head + PANEL * 4 + v * VF * 4;
-        const vuint upper = load<vuint>(words + PANEL * 8) >> 2 * i;
-        const vuint scale = (load<vuint>(words) >> 4 * i & 15) | (upper & 3) << 4;
-        const vuint min = (load<vuint>(words + PANEL * 4) >> 4 * i & 15) | (upper >> 16 & 3) << 4;
-        return {widen_halves(head + v * VF * 2) * __builtin_convertvector((vint)scale, vfloat),
-                widen_halves(head + PANEL * 2 + v * VF * 2) * -__builtin_convertvector((vint)min, vfloat)};
-    }
-    if (layer.scale_kind == SCALE_8_BITS) {
-        const vfloat scale = __builtin_convertvector(load_signed_bytes(at + v * VF), vfloat);
-        return {widen_halves(head + v * VF * 2) * scale, vfloat{}};
+    if (layer.scale_kind == SCALE_BYTES) {
+        const auto number = [&](const char* factors, const char* bytes) __attribute__((always_inline)) {
+            const vfloat factor = widen_halves(factors + v * VF * 2);
+            return factor * __builtin_convertvector(load_signed_bytes(bytes + v * VF), vfloat);
+        };
+        return {number(head, at), layer.has_mins ? -number(head + PANEL * 2, at + layout.mins) : vfloat{}};
     }
     vfloat scale = plain_scale(layer.scale_kind, at, v);
     if (layer.kind == CODES_FP4) scale *= .5f;

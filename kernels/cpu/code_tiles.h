@@ -53,57 +53,54 @@ struct CodesCall {
     }
 };
 
-// Computes R rows of P panels, decoded in registers.
-template <int KIND, int DIGITS, int R, int P>
-void run_in_registers(const CodesCall& call, int row, int panel) {
+// Computes R rows of one panel, decoded in registers. One panel at a time is one stream from memory, which the hardware
+// prefetches: with two or four panels beside each other, one row took 1.4 times as long.
+template <int KIND, int DIGITS, int R>
+void run_in_registers(const CodesCall& call, int row, int index) {
     constexpr int ALL = R * DIGITS;
+    constexpr long BYTES = Layout::word_bytes(KIND);
     const Rows rows = rows_from<DIGITS>(call.rounded, row);
     const CodesLayer& layer = call.layer;
     const Layout& layout = call.layout;
-    const char* panels = call.panel(panel);
-    vfloat totals[P][2][R] = {};
+    const char* panel = call.panel(index);
+    vfloat totals[2][R] = {};
     for (int block = 0; block < layout.blocks; block++) {
-        const char* codes = panels + layout.of(block) + layout.codes;
+        const char* codes = panel + layout.of(block) + layout.codes;
         const int32_t* x = rows.words + long(block) * layer.block / 2;
-        vint sums[P][2][ALL] = {};
+        vint sums[2][ALL] = {}, others[2] = {};  // of one row: two chains, which wait for each other less
         const int words = KIND == CODES_5 ? 4 : KIND == CODES_6 ? 2 : call.words_of(block);
-        for (int word = 0; word < words; word++, x += 4)
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                const char* at = codes + p * layout.panel_bytes;
-                const long bytes = Layout::word_bytes(KIND);
-                for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + word * bytes + line + AHEAD);
-#pragma GCC unroll 2
-                for (int v = 0; v < 2; v++) {
-                    vint pairs[4];
-                    decode_word<KIND>(at, word, v, pairs);
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++)
-#pragma GCC unroll 8
-                        for (int r = 0; r < ALL; r++)
-                            sums[p][v][r] = add_products(sums[p][v][r], pairs[j], splat_int(x[r * rows.stride + j]));
-                }
-            }
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++)
+        for (int word = 0; word < words; word++, x += 4) {
+            for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(codes + word * BYTES + line + AHEAD);
 #pragma GCC unroll 2
             for (int v = 0; v < 2; v++) {
-                const char* at = panels + p * layout.panel_bytes;
-                const Scales by = scales_of(layer, layout, at, block, v);
-                vint zero = splat_int(layer.offset);
-                if (layer.has_zeros) zero += load_signed_bytes(at + layout.of(block) + layout.zeros + v * VF);
-                if (layer.has_zeros || layer.offset)
+                vint pairs[4];
+                decode_word<KIND>(codes, word, v, pairs);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
-                    for (int r = 0; r < ALL; r++) sums[p][v][r] -= zero * rows.sums[block * rows.rows * DIGITS + r];
-                if (layer.has_mins)
-                    add_block<DIGITS, R, true>(totals[p][v], sums[p][v], by, rows, block);
-                else
-                    add_block<DIGITS, R, false>(totals[p][v], sums[p][v], by, rows, block);
+                    for (int r = 0; r < ALL; r++) {
+                        vint& sum = ALL == 1 && j % 2 ? others[v] : sums[v][r];
+                        sum = add_products(sum, pairs[j], splat_int(x[r * rows.stride + j]));
+                    }
             }
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            const Scales by = scales_of(layer, layout, panel, block, v);
+            if (ALL == 1) sums[v][0] += others[v];
+            vint zero = splat_int(layer.offset);
+            if (layer.has_zeros) zero += load_signed_bytes(panel + layout.of(block) + layout.zeros + v * VF);
+            if (layer.has_zeros || layer.offset)
+#pragma GCC unroll 8
+                for (int r = 0; r < ALL; r++) sums[v][r] -= zero * rows.sums[block * rows.rows * DIGITS + r];
+            if (layer.has_mins)
+                add_block<DIGITS, R, true>(totals[v], sums[v], by, rows, block);
+            else
+                add_block<DIGITS, R, false>(totals[v], sums[v], by, rows, block);
+        }
     }
-    for (int p = 0; p < P; p++)
-        for (int v = 0; v < 2; v++)
-            for (int r = 0; r < R; r++) store(call.sums.of(row + r, panel + p) + v * VF, totals[p][v][r]);
+    for (int v = 0; v < 2; v++)
+        for (int r = 0; r < R; r++) store(call.sums.of(row + r, index) + v * VF, totals[v][r]);
 }
 
 // Some blocks of inputs of panels [panel, end), decoded: pairs [inputs / 2][PANEL], then scales and minimums,

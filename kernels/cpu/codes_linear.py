@@ -21,7 +21,7 @@ MOST_PADDING = 1.5
 
 # As in code_panels.h and code_pack.h.
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-SIX_BITS, EIGHT_BITS = 4, 5
+BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ BLOCK_KINDS = {
     "Q5_0": _Kind(5, 2, 16),
     "Q5_1": _Kind(6, 2, has_mins=True),
     "Q8_0": _Kind(7, 0),
-    "Q4_K": _Kind(8, 1, has_mins=True, scale=SIX_BITS),
-    "Q5_K": _Kind(9, 2, has_mins=True, scale=SIX_BITS),
-    "Q6_K": _Kind(10, 3, 32, block=16, scale=EIGHT_BITS),
+    "Q4_K": _Kind(8, 1, has_mins=True, scale=BYTES),
+    "Q5_K": _Kind(9, 2, has_mins=True, scale=BYTES),
+    "Q6_K": _Kind(10, 3, 32, block=16, scale=BYTES),
 }
 
 
@@ -226,7 +226,7 @@ class CodesLinear(PackedLinear):
 
     def _of_blocks(self, kind: str, inputs: slice, row_bytes: int) -> _Layer:
         form = BLOCK_KINDS[kind]
-        elements = 256 if form.scale in (SIX_BITS, EIGHT_BITS) else form.block
+        elements = 256 if form.scale == BYTES else form.block
         held = row_bytes // BLOCK_TYPES[kind][0] * elements
         self._source_kind, self._row_bytes, self._order = form.source, row_bytes, None
         if held != self.inputs:

@@ -17,9 +17,7 @@ template <int KIND, int DIGITS, int R>
 void few_rows(const CodesCall& call, int rows, int row, int panel, int panel_end) {
     if constexpr (R > 0) {
         if (rows != R) return few_rows<KIND, DIGITS, R - 1>(call, rows, row, panel, panel_end);
-        constexpr int P = R * DIGITS <= 2 ? 2 : 1;
-        for (; panel + P <= panel_end; panel += P) run_in_registers<KIND, DIGITS, R, P>(call, row, panel);
-        for (; panel < panel_end; panel++) run_in_registers<KIND, DIGITS, R, 1>(call, row, panel);
+        for (; panel < panel_end; panel++) run_in_registers<KIND, DIGITS, R>(call, row, panel);
     }
 }
 

@@ -228,7 +228,7 @@ def test_packed_weights_take_the_bytes_of_the_codes(native: Native, kind: str) -
 def test_packed_blocks_take_the_bytes_of_the_file(native: Native, kind: str) -> None:
     _skip_without_float16(native)
     weight = _blocks(kind, 96, 1024)
-    assert CodesLinear(native, weight).num_bytes == weight.blocks.nbytes
+    assert weight.blocks.nbytes <= CodesLinear(native, weight).num_bytes <= 1.03 * weight.blocks.nbytes
 
 
 def test_nan_stays_in_its_row_and_output(native: Native) -> None:
