@@ -50,8 +50,9 @@ class ForwardPasses:
         """
         self._forward = forward
         backend = forward.backend
-        recordable = not eager and forward.model.build.parallel.size == 1
-        self._native = backend.native if isinstance(backend, CpuBackend) and recordable else None
+        self._native: Native | None = None
+        if isinstance(backend, CpuBackend) and not eager and forward.model.build.parallel.size == 1:
+            self._native = backend.native
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
 
     def __len__(self) -> int:
