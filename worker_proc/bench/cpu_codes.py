@@ -38,7 +38,7 @@ def cpu_quantised(bench: Bench) -> None:
                 x = torch.randn(rows, inputs).to(dtype)
                 bench.measure(
                     f"{outputs} x {inputs}, {rows} rows, {str(dtype).removeprefix('torch.')}",
-                    name,
+                    f"quire, {name}",
                     partial(list, [partial(layer, x) for layer in layers]),
                     read=first.num_bytes,
                     flops=2 * rows * outputs * inputs,
