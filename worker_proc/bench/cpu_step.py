@@ -27,9 +27,9 @@ def cpu_step(bench: Bench) -> None:
     model.prepack()
     drivers = {
         name: StepDriver(
-            model, torch.bfloat16, bench.device, CpuBackend(), max(batches), length + room, eager=name == "eager"
+            model, torch.bfloat16, bench.device, CpuBackend(), max(batches), length + room, eager=name == "quire, eager"
         )
-        for name in ("recorded", "eager")
+        for name in ("quire, recorded", "quire, eager")
     }
     for rows in batches:
         times: dict[str, list[float]] = {name: [] for name in drivers}
@@ -41,11 +41,11 @@ def cpu_step(bench: Bench) -> None:
                 driver.steady(WARM_UP)
                 times[name].append(driver.steady(steps).wall)
         figures = {}
-        plan = drivers["recorded"].runner.passes.plan(rows)
+        plan = drivers["quire, recorded"].runner.passes.plan(rows)
         if plan is not None:
             figures["plan_us"] = min(elapsed_on_host(plan.run) for _ in range(steps)) * 1e6
-            figures["python_us"] = min(times["recorded"]) * 1e6 - figures["plan_us"]
+            figures["python_us"] = min(times["quire, recorded"]) * 1e6 - figures["plan_us"]
             profiles = [plan.profile() for _ in range(steps)]
             figures |= {f"{name}_us": min(each[name] for each in profiles) * 1e6 for name in profiles[0]}
         for name, found in times.items():
-            bench.note(f"{rows} x {length}", name, min(found), **(figures if name == "recorded" else {}))
+            bench.note(f"{rows} x {length}", name, min(found), **(figures if name == "quire, recorded" else {}))
