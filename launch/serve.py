@@ -54,7 +54,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     check_metrics_prefix(options.metrics_prefix)
     check_tracing(options.otlp_traces_endpoint)
     keys = read_api_keys(options)
-    config = with_api_keys(config, len(keys))
+    config = with_api_keys(config, keys)
     options = msgspec.structs.replace(
         options,
         served_model_name=options.served_model_name or [model_name],

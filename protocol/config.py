@@ -65,6 +65,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         thinking_start_token_ids, thinking_end_token_ids: markers around a thinking span; empty for none.
         trace: file that receives the scheduler's decisions; empty for none.
         crash_dump_dir: directory that receives the newest events of a failed engine; empty for none.
+        learned_costs_dir: directory that keeps the learned costs of loads for the next start; empty for none.
         version: version of the engine, for readers of a trace.
     """
 
@@ -91,6 +92,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     thinking_end_token_ids: list[int] = msgspec.field(default_factory=list)
     trace: str = ""
     crash_dump_dir: str = ""
+    learned_costs_dir: str = ""
     version: str = ""
 
     @property

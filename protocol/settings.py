@@ -114,6 +114,45 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Setting(MEMORY, "fraction of GPU memory to use", range=(0.01, 1.0), metavar="FRACTION")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Setting(MEMORY, "reuse cached KV blocks of equal prefixes")] = True
+    cpu_offload_bytes: Annotated[
+        int,
+        Setting(
+            MEMORY,
+            "host memory, of all workers together, for cached KV blocks that leave the pool; 0: none. It outlives "
+            "workers",
+            range=(0, 2**50),
+            unit="bytes",
+        ),
+    ] = 0
+    ssd_cache_dir: Annotated[
+        str,
+        Setting(
+            MEMORY,
+            "folder for cached KV blocks on a local SSD, where a restarted engine finds them again. It gets a folder "
+            "per model. Prompts could be reconstructed from the files: protect them likewise. With "
+            "`--ssd-cache-bytes` ([tiers.md](tiers.md))",
+            metavar="DIR",
+            default="none",
+        ),
+    ] = ""
+    ssd_cache_bytes: Annotated[
+        int,
+        Setting(
+            MEMORY,
+            "size of the files in `--ssd-cache-dir`, of all workers together; allocated at the start",
+            range=(0, 2**50),
+            unit="bytes",
+        ),
+    ] = 0
+    kv_page_check: Annotated[
+        Literal["all", "header"],
+        Setting(
+            MEMORY,
+            "what is checked of a page of host memory when it is read: all of its bytes by a hash, or only the header "
+            "that names its content. A page on disk is always checked as a whole, because a crash can interrupt its "
+            "write",
+        ),
+    ] = "all"
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "xxh3_128", "xxhash"],
         Setting(
@@ -195,8 +234,34 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     watermark: Annotated[
         float,
-        Setting(SCHEDULING, "fraction of the KV blocks that admission leaves free", range=(0, 0.5), metavar="FRACTION"),
-    ] = 0.0
+        Setting(
+            SCHEDULING,
+            "fraction of the KV blocks that admission leaves free while requests run, for their next tokens: "
+            "[scheduling](scheduling.md#preemption)",
+            range=(0, 0.5),
+            metavar="FRACTION",
+        ),
+    ] = 0.05
+    kv_pressure_high: Annotated[
+        float,
+        Setting(
+            SCHEDULING,
+            "fraction of used KV blocks from which on no request is admitted, until fewer than `--kv-pressure-low` are "
+            "used; 1.0: no limit. It needs `--kv-pressure-low`: [scheduling](scheduling.md#preemption)",
+            range=(0.01, 1.0),
+            metavar="FRACTION",
+        ),
+    ] = 1.0
+    kv_pressure_low: Annotated[
+        float,
+        Setting(
+            SCHEDULING,
+            "fraction of used KV blocks below which requests are admitted again after `--kv-pressure-high`; 1.0: no "
+            "limit",
+            range=(0.01, 1.0),
+            metavar="FRACTION",
+        ),
+    ] = 1.0
 
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs"],

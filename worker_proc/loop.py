@@ -12,6 +12,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.wire.channel import Channel, Frames, Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import Heartbeat
+from quire.protocol.wire.transfer_messages import DiskPages, HostPages, MoveBlocks
 from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -29,6 +30,7 @@ from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.startup.setup import make_runner
+from quire.worker_proc.transfers.make import Mover, make_mover
 
 JoinGroup = Callable[[EngineConfig], TensorParallel]
 DIGEST_BYTES = 8
@@ -58,6 +60,7 @@ class WorkerLoop:
         self._loaded: _Loaded | None = None
         self._unread: Received | None = None
         self._watcher = StepWatcher()
+        self._mover: Mover | None = None
 
     def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
         """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
@@ -75,18 +78,26 @@ class WorkerLoop:
             configure = request_configuration(channel, rank, self._pid, self._commands)
             loaded = self._load(configure, join)
             loaded.runner.begin_worker_epoch(configure.last_step)
+            if self._mover is not None:
+                self._mover.begin_worker_epoch()
             channel.send(loaded.ready)
             self._steps(loaded.runner, loaded.group)
         except Superseded:
             return
         except Exception as error:
             channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
+            self._close_mover()
             raise
 
     def close(self) -> None:
         """Close the group; the process and the other ranks are about to exit."""
+        self._close_mover()
         if self._loaded is not None:
             self._loaded.group.close()
+
+    def _close_mover(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
 
     def _load(self, configure: Configure, join: JoinGroup) -> _Loaded:
         """Load the model unless it is already loaded."""
@@ -95,8 +106,12 @@ class WorkerLoop:
             group = join(config)
             if configure.num_blocks:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
-            made = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
-            self._loaded = _Loaded(configure, *made, group)
+            runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
+            if config.cpu_offload_bytes or config.ssd_cache_bytes:
+                self._mover = make_mover(runner, group, config, self._watcher.wake)
+                page_bytes, layouts = self._mover.page_bytes, self._mover.layouts
+                ready = msgspec.structs.replace(ready, page_bytes=page_bytes, layouts=layouts)
+            self._loaded = _Loaded(configure, runner, ready, group)
         elif self._loaded.configure.config != configure.config:
             previous, new = self._loaded.configure.config, configure.config
             names = [name for name in new.__struct_fields__ if getattr(new, name) != getattr(previous, name)]
@@ -150,11 +165,32 @@ class WorkerLoop:
                     return None
 
     def _take(self) -> Received | None:
-        """Return the next message; None if a watched step has finished, or after a second without either."""
+        """Return the next message of a step, or None after a wait without one.
+
+        The wait ends when a watched step or a transfer has ended, or after a second. Messages about transfers are
+        handled here, so that they may also arrive while a step waits for its sample inputs.
+        """
+        mover = self._mover
+        if mover is not None:
+            for answer in mover.take_answers():
+                self._channel.send(answer)
         received, self._unread = self._unread, None
         if received is None:
             received = wait_for_message(self._channel, self._commands, self._watcher.fired)
-        return None if received is not None and isinstance(received.message, Heartbeat) else received
+        match received.message if received else None:
+            case Heartbeat():
+                return None
+            case HostPages() as pages if mover is not None:
+                mover.map(pages)
+                return None
+            case DiskPages() as pages if mover is not None:
+                mover.open(pages)
+                return None
+            case MoveBlocks() as move if mover is not None:
+                mover.submit(move)
+                return None
+            case _:
+                return received
 
 
 class _Results:

@@ -14,10 +14,10 @@ import torch
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
-TILE_WORDS = 1024
-"""Words that a program copies: 8 for each of 128 threads."""
+TILE_WORDS = 512
+"""Words that a program copies: 4 for each of 128 threads."""
 
-WORD_BYTES = (8, 4, 2, 1)
+WORD_BYTES = (16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ struct Workspace {
     float *query, *out, *joined, *most, *total, *scores, *keys, *values;
 
     void fit(int64_t count, int64_t width) {
-        const int64_t needed = count * (3 * width + TILE + 2 * VF) + 2 * TILE * width;
+        const int64_t needed = count * (3 * width + TILE + 2 * VF) + 2 * TILE * width + LINE / 4;
         if (int64_t(memory.size()) < needed) memory.resize(needed);
         if (int64_t(rows.size()) < count) rows.resize(count);
-        float* at = memory.data();
+        float* at = (float*)((uintptr_t(memory.data()) + LINE - 1) / LINE * LINE);  // registers lie in one line each
         auto take = [&at](int64_t floats) { return std::exchange(at, at + floats); };
         query = take(count * width), out = take(count * width), joined = take(count * width);
         scores = take(count * TILE), keys = take(TILE * width), values = take(TILE * width);
@@ -80,16 +80,19 @@ class Attend {
         words_ = Words::COMPILED && layer.query_format == BFLOAT16 && layer.cache_format == BFLOAT16 &&
                  layer.head_dim % (2 * VF) == 0;
         const bool many = rows_ > STAGED_FROM;
-        turned_ = item.shared && many;  // its tiles are whole; measured: no gain with the 64 rows of a prefill
+        // Lanes that are keys need no sums of lanes. Widened keys of a prefill do not gain: their first and last tiles are
+        // computed whole.
+        turned_ = many && (item.shared || words_);
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
         staged_ = turned_ || width_ != layer.head_dim || (sizeof(T) < 4 && many);
     }
 
     void run(float* partials, int64_t partial_size) {
-        load_query();
-        begin();
         const int64_t first_tile = std::max(first_, item_.first_split * SPLIT) / TILE;
         locate(call_, item_, first_tile, first_, last_, false, keys_);
+        Ahead{reinterpret_cast<const char* const*>(keys_), row_bytes()}.fetch(0, TILE);
+        load_query();
+        begin();
         for (int64_t split = item_.first_split; split < item_.last_split; split++) {
             run_split(split);
             if (item_.partial < 0)

@@ -126,9 +126,7 @@ struct Scales {
     vfloat scale, min;
 };
 
-QUIRE_INLINE Scales scales_of(const CodesLayer& layer, const Layout& layout, const char* panel, int block, int v) {
-    const char* head = panel + layout.head_of(block);
-    const char* at = panel + layout.of(block);
+QUIRE_INLINE Scales scales_of(const CodesLayer& layer, const Layout& layout, const char* head, const char* at, int v) {
     if (layer.scale_kind == SCALE_BYTES) {
         const auto number = [&](const char* factors, const char* bytes) __attribute__((always_inline)) {
             const vfloat factor = widen_halves(factors + v * VF * 2);
@@ -155,30 +153,18 @@ QUIRE_INLINE vint e2m1_pairs(vuint codes) {
     return (vint)((number ^ negative) - negative);
 }
 
-// Decodes the pairs of one word of a block.
+// Decodes pair j of one word of a block.
 template <int KIND>
-QUIRE_INLINE void decode_word(const char* codes, int word, int v, vint (&pairs)[4]) {
-    if constexpr (KIND == CODES_8) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) pairs[j] = load_pairs(codes + ((word * 4 + j) * PANEL + v * VF) * 2);
-        return;
-    }
-    const vuint low = load<vuint>(codes + (word * PANEL + v * VF) * 4);
+QUIRE_INLINE vint decode_pair(const char* codes, int word, int j, int v) {
+    if constexpr (KIND == CODES_8) return load_pairs(codes + ((word * 4 + j) * PANEL + v * VF) * 2);
+    const vuint low = load<vuint>(codes + (word * PANEL + v * VF) * 4) >> 4 * j;
+    if constexpr (KIND == CODES_FP4) return e2m1_pairs(low);
     vuint upper = {};
-    if constexpr (KIND == CODES_5) upper = load<vuint>(codes + (4 * PANEL + v * VF) * 4) >> word * 4;
-    if constexpr (KIND == CODES_6) upper = load<vuint>(codes + (2 * PANEL + v * VF) * 4) >> word * 8;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const vuint at = low >> 4 * j;
-        if constexpr (KIND == CODES_FP4)
-            pairs[j] = e2m1_pairs(at);
-        else if constexpr (KIND == CODES_5)
-            pairs[j] = (vint)((at & 0x000f000fu) | (upper >> j & 0x00010001u) << 4);
-        else if constexpr (KIND == CODES_6)
-            pairs[j] = (vint)((at & 0x000f000fu) | (upper >> 2 * j & 0x00030003u) << 4);
-        else
-            pairs[j] = (vint)(at & 0x000f000fu);
-    }
+    if constexpr (KIND == CODES_5)
+        upper = (load<vuint>(codes + (4 * PANEL + v * VF) * 4) >> (word * 4 + j) & 0x00010001u) << 4;
+    if constexpr (KIND == CODES_6)
+        upper = (load<vuint>(codes + (2 * PANEL + v * VF) * 4) >> (word * 8 + 2 * j) & 0x00030003u) << 4;
+    return (vint)((low & 0x000f000fu) | upper);
 }
 
 // Adds the products of both integers of each lane's pair.
@@ -198,7 +184,9 @@ QUIRE_INLINE vint add_products(vint sum, vint a, vint b) {
         __m256i left, right;
         std::memcpy(&left, &a, 32), std::memcpy(&right, &b, 32);
         const __m256i product = _mm256_madd_epi16(left, right);
-        return sum + load<vint>((const char*)&product);
+        sum += load<vint>((const char*)&product);
+        asm("" : "+x"(sum));  // gcc adds products to each other first, in registers that the sums need
+        return sum;
     }
 #endif
     return sum + (a >> 16) * (b >> 16) + (a << 16 >> 16) * (b << 16 >> 16);

@@ -18,28 +18,35 @@ namespace {
 constexpr float SECOND_DIGIT = 1.f / 32768;
 
 // Rounded rows in memory of the caller's, which a late thread may read when the product is complete.
+//
+// Chunks of 32 inputs, as pairs, lie beside each other for all rows (an odd number: their sets of a cache differ), so
+// that a tile of rows is one pointer and constant distances. Each digit of a float32 row is a line of its own.
 struct RoundedRows {
-    int32_t* words;  // [rows * digits], pairs of integers, rows `stride` apart
-    int32_t* sums;   // [blocks][rows * digits] of a block's integers
-    float* scales;   // [blocks][rows]
-    float* totals;   // [blocks][rows]: sums of the rounded numbers
-    long stride, rows;
+    static constexpr int CHUNK = 16;  // words: a cache line
+
+    int32_t* words;   // [chunks][apart][CHUNK]
+    int32_t* starts;  // [blocks][rows * digits]: minus a block's sum of integers, times the offset of a layer without zeros
+    float* scales;    // [blocks][rows]
+    float* totals;    // [blocks][rows]: sums of the rounded numbers
+    long rows, apart;
 
     RoundedRows(const CodesLayer& layer, char* memory, long rows_, int digits)
-        : words((int32_t*)memory), stride(stride_of(layer)), rows(rows_) {
+        : words((int32_t*)memory), rows(rows_), apart(rows_ * digits | 1) {
         const long blocks = Layout(layer).blocks;
-        sums = words + rows * digits * stride;
-        scales = (float*)(sums + rows * digits * blocks);
+        starts = words + apart * words_of(layer);
+        scales = (float*)(starts + rows * digits * blocks);
         totals = scales + rows * blocks;
     }
 
+    // The pairs of inputs 8 * `word` and on of a line, a row's or a digit's.
+    int32_t* at(long line, unsigned word) const { return words + (word / 4 * apart + line) * CHUNK + word % 4 * 4; }
+
     static long row_bytes(const CodesLayer& layer, int digits) {
-        return (digits * stride_of(layer) + (digits + 2) * Layout(layer).blocks) * 4;
+        return (2 * digits * words_of(layer) + (digits + 2) * Layout(layer).blocks) * 4;
     }
 
   private:
-    // An odd number of cache lines, so that rows do not compete for the same sets of a cache.
-    static long stride_of(const CodesLayer& layer) { return ((layer.packed_inputs / 2 + 15) / 16 | 1) * 16; }
+    static long words_of(const CodesLayer& layer) { return (layer.packed_inputs / 2 + CHUNK - 1) / CHUNK * CHUNK; }
 };
 
 // Rounds to integers below 2 ** 22, ties to even.
@@ -122,6 +129,7 @@ void round_row(const CodesLayer& layer, int blocks, const RoundedRows& to, const
     alignas(64) float memory[MOST_BLOCK];
     alignas(64) int32_t words[DIGITS][MOST_BLOCK / 2];
     const vfloat row_scale = INT8 ? int8_scale(layer, x) : vfloat{};
+    const bool uses_sums = layer.offset || layer.has_zeros || layer.has_mins;
     for (int block = 0; block < blocks; block++) {
         const int k = block * layer.block, count = std::min(layer.block, layer.packed_inputs - k);
         const int padded = padded_inputs(count);
@@ -131,7 +139,7 @@ void round_row(const CodesLayer& layer, int blocks, const RoundedRows& to, const
         const vint place = larger(exponent, splat_int(27)) - (DIGITS == 2 ? 13 : 14);
         const vfloat inverse = (vfloat)((254 - place) << 23);
         const vfloat scale = INT8 ? row_scale : (vfloat)(place << 23);
-        int32_t* const at = to.words + long(row) * DIGITS * to.stride + k / 2;
+        const bool whole = count == padded && layer.block % (2 * VF) == 0;  // no word of two blocks
         vint sums[DIGITS] = {};
         for (int i = 0; i < padded; i += 2 * VF) {
             vint out[DIGITS][2];
@@ -148,13 +156,15 @@ void round_row(const CodesLayer& layer, int blocks, const RoundedRows& to, const
             }
 #pragma GCC unroll 2
             for (int d = 0; d < DIGITS; d++)
-                store_pairs((count == padded ? at + d * to.stride : words[d]) + i / 2, out[d][0], out[d][1]);
+                store_pairs(whole ? to.at(long(row) * DIGITS + d, (k + i) / WORD) : words[d] + i / 2, out[d][0],
+                            out[d][1]);
         }
         vfloat total = {};
         for (int d = DIGITS - 1; d >= 0; d--) {
-            if (count != padded) std::memcpy(at + d * to.stride, words[d], count * 2);
-            const vint sum = over_lanes(sums[d], [](vint a, vint b) { return a + b; });
-            to.sums[(block * to.rows + row) * DIGITS + d] = sum[0];
+            for (int i = whole ? count : 0; i < count; i += WORD)
+                std::memcpy(to.at(long(row) * DIGITS + d, (k + i) / WORD), words[d] + i / 2, WORD * 2);
+            const vint sum = uses_sums ? over_lanes(sums[d], [](vint a, vint b) { return a + b; }) : vint{};
+            to.starts[(block * to.rows + row) * DIGITS + d] = -sum[0] * (layer.has_zeros ? 1 : layer.offset);
             total = multiply_add(total, splat(SECOND_DIGIT), __builtin_convertvector(sum, vfloat));
         }
         to.scales[block * to.rows + row] = (exponent == 255 ? splat(NAN) : scale)[0];

@@ -98,6 +98,10 @@ QUIRE_INLINE uint16_t to_bf16(float x) {
 
 QUIRE_INLINE vfloat load_floats(const float* from) { return load<vfloat>(from); }
 QUIRE_INLINE vfloat load_floats(const uint16_t* from) {
+#if defined(__AVX512F__)
+    // gcc widens the halves of a vector apart.
+    if constexpr (VF == 16) return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#endif
     return (vfloat)(__builtin_convertvector(load<vbf16>(from), vuint) << 16);
 }
 

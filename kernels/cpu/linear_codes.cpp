@@ -9,50 +9,29 @@ using namespace quire;
 
 namespace {
 
-constexpr int FEW = 6;                   // integer rows that decode codes in registers
-constexpr int MOST = VF == 16 ? 12 : 6;  // integer rows of a tile: with two more, gcc moves sums about
-constexpr long NEAR_BYTES = 24 * 1024;   // decoded blocks for one or two tiles of rows: they stay in L1
+// Integer rows of a tile: with one more, sums or (with 16 lanes) totals leave the registers.
+constexpr int MOST_ROWS = VF == 16 ? 7 : 6, MOST_FLOAT_ROWS = VF == 16 ? 4 : 3;
+constexpr int DEPTH = 1024;  // inputs whose weights stay in a cache for several tiles
 
 template <int KIND, int DIGITS, int R>
-void few_rows(const CodesCall& call, int rows, int row, int panel, int panel_end) {
-    if constexpr (R > 0) {
-        if (rows != R) return few_rows<KIND, DIGITS, R - 1>(call, rows, row, panel, panel_end);
-        for (; panel < panel_end; panel++) run_in_registers<KIND, DIGITS, R>(call, row, panel);
-    }
-}
-
-template <int DIGITS, int R>
-void tile_of_rows(const CodesCall& call, const DecodedBlocks& of, int rows, int row) {
-    if constexpr (R > 0) {
-        if (rows != R) return tile_of_rows<DIGITS, R - 1>(call, of, rows, row);
-        for (int panel = of.panel; panel < of.end; panel++)
-            (call.layer.has_mins ? run_decoded<DIGITS, R, true> : run_decoded<DIGITS, R, false>)(call, of, row, panel);
-    }
+void tile_of_rows(const CodesCall& call, int rows, int row, int panel, int block, int end) {
+    if constexpr (R > 1)
+        if (rows != R) return tile_of_rows<KIND, DIGITS, R - 1>(call, rows, row, panel, block, end);
+    run_tile<KIND, DIGITS, R>(call, row, panel, block, end);
 }
 
 // Computes rows [row, row_end) of panels [panel, panel_end).
 template <int KIND, int DIGITS>
 void run_part(const CodesCall& call, int row, int row_end, int panel, int panel_end) {
-    const int rows = row_end - row;
-    if (rows * DIGITS <= FEW) return few_rows<KIND, DIGITS, FEW / DIGITS>(call, rows, row, panel, panel_end);
-    alignas(64) char memory[GROUP_BYTES];
-    const CodesLayer& layer = call.layer;
-    constexpr int MOST_ROWS_OF_TILE = MOST / DIGITS;
-    const int tiles = (rows + MOST_ROWS_OF_TILE - 1) / MOST_ROWS_OF_TILE;
-    const long room = tiles <= 2 ? NEAR_BYTES : GROUP_BYTES;
-    const int most_blocks = tiles <= 2 ? int(room / DecodedBlocks::bytes(layer, 1)) : K_BLOCK / layer.block;
-    const int blocks = std::clamp(most_blocks, 1, call.layout.blocks);
-    const int group = std::max(1, int(room / DecodedBlocks::bytes(layer, blocks)));
-    for (; panel < panel_end; panel += group)
-        for (int block = 0; block < call.layout.blocks; block += blocks) {
-            const DecodedBlocks of(layer, memory, panel, std::min(panel + group, panel_end), block,
-                                   std::min(block + blocks, call.layout.blocks));
-            decode_blocks<KIND>(call, of);
+    constexpr int MOST = DIGITS == 1 ? MOST_ROWS : MOST_FLOAT_ROWS;
+    const long rows = row_end - row, tiles = (rows + MOST - 1) / MOST;
+    const int all = call.layout.blocks, blocks = tiles == 1 ? all : DEPTH / call.layer.block;
+    for (int block = 0; block < all; block += blocks)
+        for (int p = panel; p < panel_end; p++)
             for (int tile = 0; tile < tiles; tile++) {
-                const int from = row + int(long(rows) * tile / tiles), to = row + int(long(rows) * (tile + 1) / tiles);
-                tile_of_rows<DIGITS, MOST_ROWS_OF_TILE>(call, of, to - from, from);
+                const int from = row + int(rows * tile / tiles), to = row + int(rows * (tile + 1) / tiles);
+                tile_of_rows<KIND, DIGITS, MOST>(call, to - from, from, p, block, std::min(block + blocks, all));
             }
-        }
 }
 
 template <int DIGITS>

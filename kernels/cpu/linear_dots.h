@@ -37,11 +37,10 @@ QUIRE_INLINE void each(const Body& body) {
 // Adds one word of each row, at rows[r / 3] + r % 3 * apart + offset.
 template <int R, int P>
 QUIRE_INLINE void add_words(Tile<R, P>& tile, const char* const (&rows)[(R + 2) / 3], long apart, long offset,
-                            const char* panel, long bytes, long ahead) {
+                            const char* panel, long bytes, const char* next) {
     vuint weights[P][2];
     each<P>(QUIRE_EACH(p) {
-        for (int line = 0; line < PANEL * 4; line += 64)
-            __builtin_prefetch(panel + p * bytes + line + ahead, 0, 2);
+        for (int line = 0; line < PANEL * 4; line += 64) __builtin_prefetch(next + p * bytes + line, 0, 2);
     });
     each<P>(QUIRE_EACH(p) {
         each<2>(QUIRE_EACH(v) { weights[p][v] = load<vuint>(panel + p * bytes + v * VF * 4); });
@@ -54,10 +53,10 @@ QUIRE_INLINE void add_words(Tile<R, P>& tile, const char* const (&rows)[(R + 2) 
     });
 }
 
-// As block of linear_panels.h. ahead: bytes from a weight to those to prefetch meanwhile.
+// As block of linear_panels.h. next: weights to prefetch meanwhile, `step` bytes for each word.
 template <int R, int P>
 QUIRE_INLINE void dots(Tile<R, P>& out, const uint16_t* x, long stride, const char* panel, long bytes, int count,
-                       long ahead) {
+                       const char* next, long step) {
     constexpr int THIRDS = (R + 2) / 3, UNROLL = 4;
     // One pointer for three rows, which the compiler must not replace by three.
     const long apart = stride * 2;
@@ -66,14 +65,19 @@ QUIRE_INLINE void dots(Tile<R, P>& out, const uint16_t* x, long stride, const ch
     Tile<R, P> tile = {};
     int k = 0;
     for (; k + 2 * UNROLL <= count; k += 2 * UNROLL, panel += UNROLL * PANEL * 4) {
-        each<UNROLL>(QUIRE_EACH(i) { add_words(tile, rows, apart, 4 * i, panel + i * PANEL * 4, bytes, ahead); });
+        each<UNROLL>(QUIRE_EACH(i) {
+            add_words(tile, rows, apart, 4 * i, panel + i * PANEL * 4, bytes, next);
+            next += step;
+            asm volatile("" : "+r"(next));  // otherwise the addresses are computed first, and spill
+        });
         each<THIRDS>(QUIRE_EACH(i) {
             rows[i] += 4 * UNROLL;
             asm volatile("" : "+r"(rows[i]));
         });
     }
     for (; k + 2 <= count; k += 2, panel += PANEL * 4) {
-        add_words(tile, rows, apart, 0, panel, bytes, ahead);
+        add_words(tile, rows, apart, 0, panel, bytes, next);
+        next += step;
         each<THIRDS>(QUIRE_EACH(i) { rows[i] += 4; });
     }
     if (k < count) {
@@ -82,21 +86,21 @@ QUIRE_INLINE void dots(Tile<R, P>& out, const uint16_t* x, long stride, const ch
         const char* copies[THIRDS];
         each<R>(QUIRE_EACH(r) { last[r] = load<uint16_t>(rows[r / 3] + r % 3 * apart); });
         each<THIRDS>(QUIRE_EACH(i) { copies[i] = (const char*)(last + 3 * i); });
-        add_words(tile, copies, 4, 0, panel, bytes, ahead);
+        add_words(tile, copies, 4, 0, panel, bytes, next);
     }
     out = tile;
 }
-// Computes rows [row, row_end) of a block. next: bytes to the weights to prefetch. Each of several tiles of rows
-// prefetches some of the panels, so that memory is read all the time and not during the first tile only.
-inline void run_block_dots(const Call<uint16_t>& call, int row, int row_end, const Block& of, long next) {
-    const int tiles = (row_end - row + Dots::MAX_ROWS - 1) / Dots::MAX_ROWS;
-    int tile = -1, last = -1;
+
+// Computes rows [row, row_end) of a block. ahead: bytes to the weights to prefetch: each tile of rows prefetches its
+// share, so that memory is read all the time.
+inline void run_block_dots(const Call<uint16_t>& call, int row, int row_end, const Block& of, long ahead) {
+    const long all = row_end - row, bytes = Bf16::panel_bytes(of.count);
     for_tiles<Dots>(row, row_end, of, [&](auto rows, auto panels, int from, int panel) __attribute__((always_inline)) {
-        if (from != last) tile++, last = from;
-        const bool fetches = (panel - of.panel) / panels.value % tiles == tile;
+        const char* const weights = of.of(panel);
+        const char* const next = weights + ahead + bytes * (from - row) / all;
         Tile<rows.value, panels.value> out;
-        dots(out, call.x + from * call.x_stride + of.k, call.x_stride, of.of(panel), of.bytes, of.count,
-             fetches ? next : 0);
+        dots(out, call.x + from * call.x_stride + of.k, call.x_stride, weights, of.bytes, of.count, next,
+             (PANEL * 4 * rows.value + all - 1) / all);
         finish(call.sums, (const float*)out.sums, from, rows.value, panel, panels.value, of.k == 0);
     });
 }

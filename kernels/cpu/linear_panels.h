@@ -45,6 +45,9 @@ struct Float16 : Wide {
 #if defined(__F16C__)
 constexpr bool HAS_FLOAT16 = VF >= 8;
 QUIRE_INLINE vfloat widen_halves(const char* from) {
+#if defined(__AVX512F__)
+    if constexpr (VF == 16) return (vfloat)_mm512_cvtph_ps(load<__m256i>(from));
+#endif
     vfloat out;
     for (int i = 0; i + 8 <= VF; i += 8)
         store((float*)&out + i, _mm256_cvtph_ps(load<__m128i>(from + 2 * i)));

@@ -1,4 +1,4 @@
-// Element-wise steps between a decoder's matrix products: norms and gates. A row's bits depend on that row alone.
+// Steps between a decoder's matrix products: norms, gates, and outputs of two layers side by side. A row's bits depend on that row alone.
 
 #include "common.h"
 #include "exp.h"
@@ -10,6 +10,7 @@ namespace {
 
 // In elements: with fewer, waiting for other threads costs more than it saves. A gate's element takes ten times as long.
 constexpr long NORM_THREADS_FROM = 1 << 16, GATE_THREADS_FROM = 1 << 14;
+constexpr long COPY_THREADS_FROM = 1 << 19;  // bytes
 
 // If a row's width is not a multiple of a register's, its last elements use the same vector arithmetic, padded with zeros.
 template <class T>
@@ -196,6 +197,28 @@ class NormOperation final : public RowOperation {
     Norm call_;
 };
 
+struct Copy {
+    const char* from;
+    char* to;
+    long from_stride, to_stride;  // bytes from row to row
+    int rows, bytes;
+};
+
+class CopyOperation final : public RowOperation {
+  public:
+    explicit CopyOperation(const Copy& call)
+        : RowOperation(call.rows, long(call.rows) * call.bytes > COPY_THREADS_FROM), call_(call) {}
+    const char* name() const override { return "copies"; }
+
+  private:
+    void run_rows(int64_t first, int64_t last) override {
+        for (int64_t row = first; row < last; row++)
+            std::memcpy(call_.to + row * call_.to_stride, call_.from + row * call_.from_stride, size_t(call_.bytes));
+    }
+
+    Copy call_;
+};
+
 }  // namespace
 
 QUIRE_API int quire_vector_floats() { return VF; }
@@ -208,4 +231,8 @@ QUIRE_API void quire_rms_norm(const void* x, long outer_stride, long inner_strid
                               const void* weight, void* out, int width, float eps, int is_bf16, int weight_is_bf16) {
     execute(NormOperation(
         {x, outer_stride, inner_stride, rows, inner, residual, weight, out, width, eps, is_bf16, weight_is_bf16}));
+}
+
+QUIRE_API void quire_copy_rows(const void* from, long from_stride, void* to, long to_stride, int rows, int bytes) {
+    execute(CopyOperation({(const char*)from, (char*)to, from_stride, to_stride, rows, bytes}));
 }

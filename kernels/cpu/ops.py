@@ -1,10 +1,11 @@
-"""Norms and gated activations by the native library: the checked launchers.
+"""Norms, gated activations and copies by the native library: the checked launchers.
 
 ``kernels.dense.rms_norm`` and ``kernels.dense.gated_activation`` have their references and tolerances. A row's bits
 depend on that row alone, which torch's gates do not guarantee.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -26,6 +27,7 @@ class CpuKernels:
         self._gate = native.function("quire_gate", pointer, long, pointer, integer, integer, integer, integer)
         ends = (pointer, pointer, pointer, integer, number, integer, integer)
         self._norm = native.function("quire_rms_norm", pointer, long, long, integer, integer, *ends)
+        self._copy = native.function("quire_copy_rows", pointer, long, pointer, long, integer, integer)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """As ``kernels.dense.gated_activation.gate``, for float32 and bfloat16.
@@ -84,6 +86,25 @@ class CpuKernels:
         at, kind = _weight(weight, width)
         count = (rows, 1, residual.data_ptr(), at, out.data_ptr(), width)
         self._norm(x.data_ptr(), x.stride(0), 0, *count, eps, dtype is torch.bfloat16, kind)
+        return out
+
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return matrices of as many rows side by side: contiguous ``[rows, sum of the widths]``.
+
+        Raises:
+            ValueError: a part is not a matrix of float32 or bfloat16 on the CPU, or differs from the first in its
+                dtype or its number of rows.
+        """
+        rows, dtype = len(parts[0]), parts[0].dtype
+        for i, part in enumerate(parts):
+            check_tensor(f"parts[{i}]", part, {"rows": rows, "width": None}, (dtype,), _CPU)
+            _check_rows(f"parts[{i}]", part)
+        out = empty((rows, sum(part.shape[1] for part in parts)), dtype)
+        size, stride, to = dtype.itemsize, out.stride(0) * dtype.itemsize, out.data_ptr()
+        for part in parts:
+            width = part.shape[1] * size
+            self._copy(part.data_ptr(), part.stride(0) * size, to, stride, rows, width)
+            to += width
         return out
 
 

@@ -100,14 +100,14 @@ void decode_output(const CodesLayer& layer, const Layout& layout, int64_t output
     const char* panel = layer.packed + output / PANEL * layout.panel_bytes;
     const int in_panel = int(output % PANEL), v = in_panel / VF, lane = in_panel % VF;
     for (int block = 0; block < layout.blocks; block++) {
-        const Scales by = scales_of(layer, layout, panel, block, v);
-        const float scale = by.scale[lane], min = by.min[lane];
         const char* at = panel + layout.of(block);
+        const Scales by = scales_of(layer, layout, panel + layout.head_of(block), at, v);
+        const float scale = by.scale[lane], min = by.min[lane];
         const int zero = layer.offset + (layer.has_zeros ? int8_t(at[layout.zeros + in_panel]) : 0);
         const int first = block * layer.block, words = std::min(layer.block, layer.packed_inputs - first) / WORD;
         for (int word = 0; word < words; word++) {
             vint pairs[4];
-            decode_word<KIND>(at + layout.codes, word, v, pairs);
+            for (int j = 0; j < 4; j++) pairs[j] = decode_pair<KIND>(at + layout.codes, word, j, v);
             for (int j = 0; j < WORD; j++) {
                 const int code = j < 4 ? int16_t(pairs[j][lane]) : pairs[j - 4][lane] >> 16;
                 const int packed = first + word * WORD + j, input = layer.order ? layer.order[packed] : packed;

@@ -85,6 +85,7 @@ class WireEngine:
             max_num_batched_tokens=num_batched_tokens,
             block_size=16,
             num_blocks_override=blocks,
+            watermark=0.0,
         )
         layout = kv_layout(model, self.config.block_size, "bfloat16")
         self.scheduler = Scheduler(self.config, layout, blocks + 1)

@@ -1,8 +1,10 @@
 """Converts a user's settings to the configuration of scheduler and workers: resolves and checks every default."""
 
+import hashlib
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,13 @@ KV_CACHE_DTYPES = {
 
 
 def make_engine_config(
-    options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None
+    options: EngineOptions, model: ModelConfig | None = None, folder: Path | None = None, *, simulated: bool = False
 ) -> EngineConfig:
     """Resolve every default and check the result.
 
     Args:
         model: the shape to run with dummy weights, for benchmarks; if None, the checkpoint in ``folder`` is read.
+        simulated: no worker has a device or pages, so that any device has tiers of any size.
 
     Raises:
         ConfigError: a setting is out of range, or two settings contradict each other; with the flag and the range.
@@ -54,6 +57,8 @@ def make_engine_config(
     speculative, num_drafts = _speculative(options, model)
     max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
     _check(options, model)
+    if not simulated:
+        _check_pages(options)
     kv_cache_dtype = _kv_cache_dtype(options, model, dtype)
     thinking_start, thinking_end = thinking_markers(
         folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
@@ -62,6 +67,7 @@ def make_engine_config(
     settings["load_format"] = "dummy" if folder is None else options.load_format
     settings["prefix_caching_hash_algo"] = _hash_algo(options.prefix_caching_hash_algo)
     settings["kv_events_curve_dir"] = _absolute(options.kv_events_curve_dir)
+    settings["ssd_cache_dir"] = _absolute(options.ssd_cache_dir)
     return EngineConfig(
         **settings,
         model=model,
@@ -86,6 +92,7 @@ def make_engine_config(
         thinking_end_token_ids=thinking_end,
         trace=trace_path(options.trace, options.trace_max_bytes),
         crash_dump_dir=crash_dump_dir(options.crash_dump_dir),
+        learned_costs_dir=_learned_costs_dir(),
         version=__version__,
     )
 
@@ -112,6 +119,14 @@ def _quantised(kind: str, model: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(model, weight_format=online_format(kind))
 
 
+def _learned_costs_dir() -> str:
+    """Return a folder in the user's cache folder, or "" if the user has no home folder."""
+    try:
+        return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "quire" / "costs")
+    except RuntimeError:
+        return ""
+
+
 def _absolute(path: str) -> str:
     return path and str(Path(path).expanduser().absolute())
 
@@ -130,20 +145,28 @@ def parse_priority_range(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def with_api_keys(config: EngineConfig, num_keys: int) -> EngineConfig:
-    """Return ``config`` for a server with ``num_keys`` API keys.
+def with_api_keys(config: EngineConfig, keys: Sequence[str]) -> EngineConfig:
+    """Return ``config`` for a server with these API keys.
 
-    By default, requests may not raise their priority, and several keys do not share the prefix cache.
+    By default, requests may not raise their priority, and several keys do not share the prefix cache. If they do not,
+    contents on disk have a folder for these keys in this order, because block hashes name a tenant by its number.
     """
+    num_keys = len(keys)
     allowed = config.priority_range
     if allowed is None and num_keys:
         allowed = (0, MAX_PRIORITY)
     isolated = config.isolate_prefix_cache_by_key
+    isolated = num_keys > 1 if isolated is None else isolated and num_keys > 0
+    cache = config.ssd_cache_dir
+    if cache and isolated:
+        digest = hashlib.scrypt("\n".join(keys).encode(), salt=b"quire ssd cache", n=2**14, r=8, p=1, dklen=8)
+        cache = str(Path(cache) / f"keys-{digest.hex()}")
     return msgspec.structs.replace(
         config,
         num_tenants=num_keys,
         priority_range=allowed,
-        isolate_prefix_cache_by_key=num_keys > 1 if isolated is None else isolated and num_keys > 0,
+        isolate_prefix_cache_by_key=isolated,
+        ssd_cache_dir=cache,
     )
 
 
@@ -157,13 +180,41 @@ def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[Speculativ
 def _check(options: EngineOptions, model: ModelConfig) -> None:
     """Check the settings that do not depend on sizes."""
     check_ranges(options)
+    low, high = options.kv_pressure_low, options.kv_pressure_high
+    if low > high:
+        raise ConfigError(
+            f"--kv-pressure-low must be at most --kv-pressure-high (got {low} and {high}): set both, from 0.01 to 1.0"
+        )
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
     check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint, curve_dir)
     if options.kv_events_endpoint and not options.enable_prefix_caching:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
+    for flag, wanted in _tiers(options):
+        if wanted and not options.enable_prefix_caching:
+            raise ConfigError(f"{flag} needs --enable-prefix-caching: only cached blocks are kept")
     check_processor_names(options.logits_processors or [])
     check_grammar_library(options.structured_outputs_backend)
+
+
+def _check_pages(options: EngineOptions) -> None:
+    """Check that workers can have the pages of the tiers behind the prefix cache."""
+    if bool(options.ssd_cache_dir) != bool(options.ssd_cache_bytes):
+        given, missing = "--ssd-cache-dir", "--ssd-cache-bytes"
+        if options.ssd_cache_bytes:
+            given, missing = missing, given
+        raise ConfigError(f"{given} needs {missing}: give both or neither")
+    if not (wanted := options.cpu_offload_bytes):
+        return
+    from quire.protocol.process.host_memory import available_bytes  # psutil, which --help does not wait for
+
+    free = available_bytes()
+    if wanted > free:
+        raise ConfigError(f"--cpu-offload-bytes must be at most {free}, the host memory that is free (got {wanted})")
+
+
+def _tiers(options: EngineOptions) -> list[tuple[str, int]]:
+    return [("--cpu-offload-bytes", options.cpu_offload_bytes), ("--ssd-cache-bytes", options.ssd_cache_bytes)]
 
 
 def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:

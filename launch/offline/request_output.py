@@ -66,7 +66,8 @@ class RequestOutput:
 class EngineStatistics(dict[str, int]):
     """The scheduler's counters and gauges, as keys and as attributes: the fields of the Statistics message.
 
-    A counter by reason has one key for each reason, such as ``waiting_by_reason_kv_blocks``. Histograms are left out.
+    A counter by reason has one key for each reason, such as ``waiting_by_reason_kv_blocks``, and one of a tier has the
+    tier's name in front, such as ``host_num_loaded``. Histograms and times are left out.
     """
 
     @classmethod
@@ -78,6 +79,9 @@ class EngineStatistics(dict[str, int]):
                 flat |= {f"{name}_{reason}": count for reason, count in value.items()}
             elif isinstance(value, int) and name != "query":
                 flat[name] = int(value)
+        for tier in message.tiers:
+            counts = {name: getattr(tier, name) for name in tier.__struct_fields__}
+            flat |= {f"{tier.name}_{name}": count for name, count in counts.items() if isinstance(count, int)}
         return flat
 
     def __getattr__(self, name: str) -> int:

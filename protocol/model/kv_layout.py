@@ -70,11 +70,15 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def rank_block_bytes(self, num_ranks: int) -> int:
         """Return the bytes of one block on the rank with the most KV heads; ranks may share a head."""
+        return self.of_rank(num_ranks).block_bytes
+
+    def of_rank(self, num_ranks: int) -> "KVLayout":
+        """Return the layout of the rank with the most KV heads."""
         shapes = [(group, *self.kv_shape(group)) for group in self.groups]
         groups = [
             msgspec.structs.replace(g, num_kv_heads=-(-heads // num_ranks), head_dim=dim) for g, heads, dim in shapes
         ]
-        return msgspec.structs.replace(self, groups=groups).block_bytes
+        return msgspec.structs.replace(self, groups=groups)
 
     def with_block_size(self, block_size: int) -> "KVLayout":
         """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""

@@ -6,4 +6,5 @@ import numpy as np
 import numpy.typing as npt
 
 Int32: TypeAlias = npt.NDArray[np.int32]
+Int64: TypeAlias = npt.NDArray[np.int64]
 Float32: TypeAlias = npt.NDArray[np.float32]

@@ -20,6 +20,7 @@ INLINE_BYTES = 1024
 
 _WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "<i4": np.dtype("<i4"),
+    "<i8": np.dtype("<i8"),
     "<u2": np.dtype("<u2"),
     "|u1": np.dtype("|u1"),
     "<f4": np.dtype("<f4"),
@@ -129,7 +130,7 @@ class Codec(Generic[M]):
             length = f"{len(data) // dtype.itemsize} elements, but its header declares {str(spec[1])[:32]}"
             raise ValueError(f"array of {dtype.str} has {length}")
         wanted = self._wanted(kind)
-        if (dtype.kind == "f") != (wanted.kind == "f"):
+        if (dtype.kind == "f") != (wanted.kind == "f") or dtype.itemsize > wanted.itemsize:
             raise ValueError(f"array has dtype {dtype}, but its field requires {wanted}")
         array = np.frombuffer(data, dtype=dtype)
         return array if dtype == wanted else array.astype(wanted)

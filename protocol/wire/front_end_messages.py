@@ -153,6 +153,33 @@ class RequestState(msgspec.Struct, frozen=True):
     num_preemptions: int
 
 
+class TierState(msgspec.Struct, array_like=True, frozen=True):
+    """A tier of the prefix cache beyond the device; counts are blocks since start.
+
+    Attributes:
+        name: host or disk.
+        num_pages, num_cached: pages, and those with content now; no pages while a disk is not in use.
+        num_evicted: contents evicted for others.
+        num_loaded, num_stored: blocks copied to and from the device.
+        num_failed: blocks of loads and stores that could not be copied, or whose page held something else.
+        num_late: loads that were not answered in time; their requests computed instead.
+        num_unsaved: contents that the device, or the tier before this one, evicted before they were stored.
+        load_seconds, store_seconds: time that the copies took, of the slowest rank.
+    """
+
+    name: str
+    num_pages: int
+    num_cached: int
+    num_evicted: int = 0
+    num_loaded: int = 0
+    num_stored: int = 0
+    num_failed: int = 0
+    num_late: int = 0
+    num_unsaved: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
+
+
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and current gauges; answers a Control."""
 
@@ -179,6 +206,8 @@ class Statistics(Message, frozen=True, tag=22):
     waiting_by_reason: dict[str, int] = {}
     """Number of waiting requests by wait reason."""
     preemptions_by_reason: dict[str, int] = {}
+    load_choices: dict[str, int] = {}
+    """How requests got what tiers had of their prefix: load, compute or split."""
     kv_block_lifetime: Histogram | None = None
     kv_block_idle_before_evict: Histogram | None = None
     kv_block_reuse_gap: Histogram | None = None
@@ -202,6 +231,7 @@ class Statistics(Message, frozen=True, tag=22):
     requests: list[RequestState] = []
     block_size: int = 0
     """Tokens in a KV block."""
+    tiers: list[TierState] = []
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -42,22 +42,31 @@ class _Event(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BlocksStored(_Event, frozen=True, tag=50):
-    """These contents can now be found. ``block_size``: tokens in each block."""
+    """These contents can now be found.
+
+    Attributes:
+        block_size: tokens in each block.
+        medium: where they are: ``device``, ``host`` or ``disk``.
+    """
 
     hashes: list[bytes]
     block_size: int
     group: int = 0
+    medium: str = "device"
 
 
 class BlocksRemoved(_Event, frozen=True, tag=51):
-    """These contents can no longer be found in any block."""
+    """These contents can no longer be found in any block of the medium."""
 
     hashes: list[bytes]
     group: int = 0
+    medium: str = "device"
 
 
 class AllBlocksCleared(_Event, frozen=True, tag=52):
-    """No content can be found: the cache was reset, or the engine started."""
+    """The medium has no content: it was reset, or has lost them. Without a medium: none has content, as at start."""
+
+    medium: str = ""
 
 
 KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared

@@ -10,6 +10,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks
 
 
 class Configure(Message, frozen=True, tag=30):
@@ -122,11 +123,19 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 
 
 class Ready(Message, frozen=True, tag=40):
-    """The worker can run steps. ``num_blocks``: size of the pool per group, the null block included."""
+    """The worker can run steps.
+
+    Attributes:
+        num_blocks: size of the pool per group, the null block included.
+        page_bytes: bytes of a page of this rank, which holds one block; 0 if it cannot store blocks in pages.
+        layouts: 16 bytes per KV group that name the meaning of a block's bytes.
+    """
 
     num_blocks: list[int]
     plan: MemoryPlan
     timings: dict[str, float]
+    page_bytes: int = 0
+    layouts: list[bytes] = []
 
     @property
     def detail(self) -> dict[str, float]:
@@ -196,5 +205,18 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
-SchedulerToWorker: TypeAlias = Welcome | Refused | Heartbeat | Configure | SchedulerOutput | SampleInputs | Shutdown
-WorkerToScheduler: TypeAlias = Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest
+SchedulerToWorker: TypeAlias = (
+    Welcome
+    | Refused
+    | Heartbeat
+    | Configure
+    | SchedulerOutput
+    | SampleInputs
+    | HostPages
+    | DiskPages
+    | MoveBlocks
+    | Shutdown
+)
+WorkerToScheduler: TypeAlias = (
+    Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest | BlocksMoved | DiskContents
+)

@@ -11,6 +11,7 @@ from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
+from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -32,6 +33,7 @@ class Arrivals:
         stats: Counters,
         decisions: RecentDecisions,
         hooks: SchedulerHooks,
+        transfers: Transfers,
     ) -> None:
         self.admission = Admission(config, kv)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
@@ -42,6 +44,7 @@ class Arrivals:
         self._stats = stats
         self._decisions = decisions
         self._hooks = hooks
+        self._transfers = transfers
 
     def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
         """Accept a request, or reply with a rejection.
@@ -76,9 +79,11 @@ class Arrivals:
     def hold_or_release(self, event: Hold | Release, request: Request) -> None:
         """Hold a request, which is preempted first if it runs; or release it."""
         table = self._table
-        if isinstance(event, Release) and request.handle in table.skipped_waiting:
+        is_held = request.handle in table.skipped_waiting and request.wait_reason is not WaitReason.LOADING
+        if isinstance(event, Release) and is_held:
             table.release(request)
-        elif isinstance(event, Hold) and request.handle not in table.skipped_waiting and event.reason in HOLD_REASONS:
+        elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS:
+            self._transfers.stop_waiting(request)
             step = table.steady_decode.clock.sent + 1
             if request not in table.waiting:
                 self._preempt(request, step)
@@ -90,7 +95,8 @@ class Arrivals:
 
     def _preempt(self, request: Request, step: int) -> None:
         """Return a request that runs to the queue."""
-        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.HELD))
+        computed = request.num_computed_tokens
+        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.HELD, num_tokens=computed))
         self._table.preempt(request)
         self._kv.free(request)
         self._stats.num_preemptions += 1
@@ -100,12 +106,13 @@ class Arrivals:
 
         A request that ran before it was held ends with an error instead.
         """
-        if request.handle not in self._table.skipped_waiting:
+        if request.handle not in self._table.skipped_waiting or request.wait_reason is WaitReason.LOADING:
             self._stats.num_stray_messages += 1
             return
         if request.introduced:
             self._results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
             return
+        self._transfers.forget(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
         self._stats.num_requests_refused += 1
         self._stats.prompt_tokens -= request.num_prompt_tokens

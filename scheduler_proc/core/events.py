@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, Stop
 from quire.protocol.wire.link_messages import Message
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
@@ -40,4 +41,23 @@ class Fail(Message, frozen=True, tag=18):
     detail: str
 
 
-Consumed: TypeAlias = AddRequest | Abort | Stop | Control | Hold | Release | Refuse | Fail | ModelRunnerOutput
+class LoadLate(Message, frozen=True, tag=47):
+    """The load with this number was not answered in time (``Transfers.load_limit``)."""
+
+    transfer: int
+
+
+Consumed: TypeAlias = (
+    AddRequest
+    | Abort
+    | Stop
+    | Control
+    | Hold
+    | Release
+    | Refuse
+    | Fail
+    | ModelRunnerOutput
+    | BlocksMoved
+    | DiskContents
+    | LoadLate
+)

@@ -11,8 +11,10 @@ from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.steady_decode import SteadyBatch
 from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.costs.costs import Prefill
 from quire.scheduler_proc.requests.request import Request
 
+NO_PREFILL = Prefill()
 NO_HANDLES = np.zeros(0, np.int32)
 
 
@@ -46,7 +48,7 @@ class InFlightStep:
         only_steady: no request outside of ``steady`` samples.
         retired: handles that become free when this step is answered.
         num_tokens: positions that the step computes if the proposer finds all ``num_drafts`` drafts.
-        has_prefill: some of the positions belong to prefills.
+        prefill: the positions that belong to prefills.
         awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
@@ -55,7 +57,7 @@ class InFlightStep:
     retired: list[int]
     num_tokens: int
     num_drafts: int = 0
-    has_prefill: bool = False
+    prefill: Prefill = NO_PREFILL
     steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False

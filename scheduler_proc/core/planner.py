@@ -1,6 +1,7 @@
 """Planner: fills the token budget of the next step, first with running requests, then with waiting ones."""
 
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
@@ -13,9 +14,10 @@ from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan, StepRow
 from quire.scheduler_proc.core.suspects import Suspects
 from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
+from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 _by_order = attrgetter("order")
@@ -45,8 +47,9 @@ class Planner:
         stats: Counters,
         suspects: Suspects,
         hooks: SchedulerHooks,
+        transfers: Transfers,
         *,
-        preemption_class: type[Preemption] = Preemption,
+        preemption_class: Callable[..., Preemption] = Preemption,
     ) -> None:
         self.config = config
         self.table = table
@@ -59,9 +62,11 @@ class Planner:
         self._stats = stats
         self._suspects = suspects
         self._hooks = hooks
+        self._transfers = transfers
         self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
+        self._is_pressed = False
 
     def plan(self, step: int, pause: str) -> StepPlan:
         """Return the plan of step ``step``.
@@ -75,7 +80,7 @@ class Planner:
         # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         if (suspect := self._suspects.alone) is not None:
-            self._preempt_others(plan, suspect)
+            self.preemption.preempt_others(plan, suspect)
         self._schedule_running(plan)
         if not can_claim:
             self._cache_rows(plan)
@@ -84,13 +89,6 @@ class Planner:
         if can_claim:
             self._cache_rows(plan)
         return plan
-
-    def _preempt_others(self, plan: StepPlan, suspect: Request) -> None:
-        """Preempt all requests that need more steps, except the suspect."""
-        for other in [request for request in self.table.running.values() if request is not suspect]:
-            self.table.leave_steady(other)
-            if not other.needs_no_more_steps:
-                self.preemption.preempt(other, plan, suspect, PreemptReason.SUSPECT)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Schedule decoding requests, then partial prefills, each in order of admission."""
@@ -178,7 +176,13 @@ class Planner:
                 parts[request.tenant] -= plan.rows[request.handle].num_tokens
 
     def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
-        """Schedule at most ``most`` positions of a prefill."""
+        """Schedule at most ``most`` positions of a prefill, or return the request to the queue to join its load."""
+        if request.split_at:
+            if request.num_computed_tokens >= request.split_at:
+                self.preemption.preempt_to_join(plan.step, request)
+                self._transfers.join(request)
+                return
+            most = min(most, request.split_at - request.num_computed_tokens)
         most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
         most = min(most, self.config.long_prefill_token_threshold or most)
         if most > 0:
@@ -190,12 +194,13 @@ class Planner:
         if self.config.enable_chunked_prefill and (self.steady_decode.batch or plan.rows):
             part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
             plan.prefill_budget = min(plan.budget, max(part, 1))
+        plan.prefill_limit = plan.prefill_budget
 
     def _allocate(self, plan: StepPlan, row: StepRow) -> None:
         """Allocate the blocks of a running request's row and add it to the plan.
 
-        If too few blocks are free, drafts are dropped first, then other requests are preempted. The row is dropped if
-        the request itself was preempted.
+        If too few blocks are free, drafts are dropped first, then what is kept for waiting requests is released, then
+        other requests are preempted. The row is dropped if the request itself was preempted.
         """
         request = row.request
         while request.status is RequestStatus.RUNNING:
@@ -206,7 +211,11 @@ class Planner:
             if row.num_drafts:
                 row.num_tokens, row.num_drafts = row.num_tokens - row.num_drafts, 0
                 continue
+            if self.kv.holds.end_one_kept(request.handle):
+                continue
             victim, reason = self.preemption.victim()
+            if victim is request and self._transfers.yields():
+                return  # the blocks of the stores in flight suffice, or the next try is without stores
             self.preemption.preempt(victim, plan, request, reason)
 
     def _cache_rows(self, plan: StepPlan) -> None:
@@ -226,7 +235,7 @@ class Planner:
         while self.table.waiting:
             request = self.table.waiting.peek_request()
             reason = WaitReason.PAUSED if pause else self.admission_obstacle(plan, request)
-            if reason is not None:
+            if reason is not None and reason is not WaitReason.LOADING:
                 self._waits_for(plan, request, reason)
                 return
 
@@ -284,10 +293,10 @@ class Planner:
         for request in self.table.waiting.heads():
             if request is not head and not request.awaits_result:
                 if lacks_row:
-                    victim = self.tenants.can_claim_row(request, self.config)
+                    victims = self.tenants.can_claim_row(request, self.config)
                 else:
-                    victim = self.tenants.can_claim_blocks(request, self.kv.num_blocks_for(request.num_tokens))
-                if victim is not None and self.admit(plan, request) is None:
+                    victims = self.tenants.can_claim_blocks(request, self.kv.num_blocks_for(request.num_tokens))
+                if victims and self.admit(plan, request) is None:
                     return True
         return False
 
@@ -302,28 +311,46 @@ class Planner:
                 return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
         if len(self.table.running) >= self.config.max_num_seqs and not self.preemption.for_a_row(plan, request):
             return WaitReason.MAX_NUM_SEQS
+        while self._under_pressure():
+            if not self.preemption.by_priority(plan, request):
+                return WaitReason.KV_PRESSURE
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
+        step_tokens = min(plan.prefill_limit, self.config.long_prefill_token_threshold or plan.prefill_limit)
+        choice = self._transfers.choose(request, hits, num_hit_tokens, step_tokens)
+        if choice is not None and choice.kind == "load":
+            return WaitReason.LOADING
         missing = request.num_tokens - num_hit_tokens
         while missing > plan.budget and not self.config.enable_chunked_prefill:
             if not self.preemption.for_tokens(plan, request):
                 return WaitReason.WHOLE_PROMPT
         num_tokens = min(missing, plan.budget, plan.prefill_budget)
         num_tokens = min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
+        if choice is not None and choice.front:
+            num_tokens = min(num_tokens, choice.front - num_hit_tokens)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
-            if not self.preemption.for_blocks(plan, request):
+            if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request)):
                 return reason
         self.note_evictions(plan, evicted, request)
         self.table.admit(request)
+        self.kv.holds.end_kept(request.handle)
         request.begin(num_hit_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens, request.admitted = num_hit_tokens, self.kv.pool.now
             self._stats.prefix_cache_queries += request.num_tokens
             self._stats.prefix_cache_hit_tokens += num_hit_tokens
             self.table.waiting.charge(request.tenant, missing)
+        elif request.split_at and num_hit_tokens > request.split_at:
+            loaded = num_hit_tokens - request.split_at  # while it computed the tokens before
+            request.num_cached_tokens += loaded
+            self._stats.prefix_cache_hit_tokens += loaded
+            self.table.waiting.charge(request.tenant, -loaded)
+        request.split_at = 0
         self._hooks.admitted(request, num_hit_tokens)
         plan.add(StepRow(request, num_tokens, None, is_prefill=True))
         self._cache_written(request, num_tokens)
+        if choice is not None:
+            self._transfers.admitted(request, choice)
         return None
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:
@@ -345,9 +372,26 @@ class Planner:
             return WaitReason.FULL_SEQUENCE
         if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits):
             return WaitReason.KV_BLOCKS
-        keep_free = kv.watermark_blocks if self.table.running else 0
-        new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=keep_free)
+        new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=self._keep_free)
         return WaitReason.KV_BLOCKS if new_blocks is None else None
+
+    def _under_pressure(self) -> bool:
+        """Whether admission stops: from ``kv_pressure_high`` used blocks on, until ``kv_pressure_low``.
+
+        The state needs no keyframe: an idle pool has no used blocks, which ends it.
+        """
+        config, pool = self.config, self.kv.pool
+        used = pool.num_usable_blocks - pool.num_free_blocks
+        if used < config.kv_pressure_low * pool.num_usable_blocks:
+            self._is_pressed = False
+        elif used >= config.kv_pressure_high * pool.num_usable_blocks:
+            self._is_pressed = config.kv_pressure_low < 1
+        return self._is_pressed and bool(self.table.running)
+
+    @property
+    def _keep_free(self) -> int:
+        """Blocks that admission leaves free."""
+        return self.kv.watermark_blocks if self.table.running else 0
 
     def note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
         evicted = self.kv.pool.num_evicted_blocks - before

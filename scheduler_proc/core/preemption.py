@@ -1,5 +1,7 @@
 """Preemption: chooses the victim for another request and returns it to the waiting queue."""
 
+from collections.abc import Collection
+
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan
@@ -10,7 +12,12 @@ from quire.scheduler_proc.requests.request import Request
 
 
 class Preemption:
-    """Chooses victims, withdraws their rows from the plan, frees their blocks, and returns them to the queue."""
+    """Chooses victims, withdraws their rows from the plan, frees their blocks, and returns them to the queue.
+
+    Among the requests that may be preempted, the victim is the one whose loss costs least: the fewest tokens that it
+    would compute again. The oldest request with the lowest priority, the first in the order of the queue, is preempted
+    last: it advances until it ends, and then another one is the oldest, so all requests end.
+    """
 
     def __init__(
         self,
@@ -39,29 +46,64 @@ class Preemption:
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1
         beneficiary_id = "" if beneficiary is None else beneficiary.request_id
-        self._decisions.note(Decision(plan.step, "preempt", victim.request_id, reason, beneficiary_id))
+        num_tokens = victim.num_computed_tokens
+        self._decisions.note(
+            Decision(plan.step, "preempt", victim.request_id, reason, beneficiary_id, num_tokens=num_tokens)
+        )
         self._table.preempt(victim)
         self._kv.free(victim)
         self._stats.num_preemptions += 1
 
+    def preempt_others(self, plan: StepPlan, suspect: Request) -> None:
+        """Preempt all requests that need more steps, except the suspect."""
+        for other in [request for request in self._table.running.values() if request is not suspect]:
+            self._table.leave_steady(other)
+            if not other.needs_no_more_steps:
+                self.preempt(other, plan, suspect, PreemptReason.SUSPECT)
+
+    def preempt_to_join(self, step: int, request: Request) -> None:
+        """Return a request to the queue that has computed up to what it loads; the prefix cache keeps its blocks."""
+        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.JOINS_LOAD))
+        self._table.preempt(request)
+        self._kv.free(request)
+
     def victim(self) -> tuple[Request, PreemptReason]:
         """Return the running request to preempt when too few blocks are free.
 
-        FCFS: the last admitted, so that the oldest always makes progress. Priority: the highest number, among equals
-        the latest. If several tenants have running requests, and some of them more than one: the last of these requests
-        of the tenant with the most blocks.
+        If several tenants have running requests, and some of them more than one: a request of the tenant with the most
+        blocks. Its oldest request is spared too.
         """
-        running, key = self._table.running.values(), self._table.waiting.key
-        fcfs = self._table.waiting.policy == "fcfs"
-        last = next(reversed(running)) if fcfs else max(running, key=key)
+        equals = self._of_lowest_priority(self._table.running.values())
+        oldest = min(equals, key=self._table.waiting.key)
+        candidates = [request for request in equals if request is not oldest] or equals
+        victim = self.choose(candidates)
         if len(self._table.rows) > 1:
-            equals = running if fcfs else sorted((r for r in running if r.priority == last.priority), key=key)
-            heaviest = self._tenants.heaviest(equals)
-            if heaviest is not None and heaviest is not last:
-                return heaviest, PreemptReason.OVER_SHARE
-        return last, PreemptReason.YOUNGEST if fcfs else PreemptReason.LOWEST_PRIORITY
+            heaviest = self._tenants.heaviest(candidates)
+            if heaviest and (other := self.choose(heaviest)) is not victim:
+                return other, PreemptReason.OVER_SHARE
+        fcfs = self._table.waiting.policy == "fcfs"
+        return victim, PreemptReason.LEAST_LOSS if fcfs else PreemptReason.LOWEST_PRIORITY
 
-    def by_priority(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
+    def choose(self, candidates: Collection[Request]) -> Request:
+        """Return the victim among requests that may be preempted; under the priority policy one of the highest number.
+
+        The tokens of shared blocks are not lost: the other holders keep them. A request that would free no block is
+        the last choice. Among equal losses: the last admitted. O(candidates).
+        """
+        return min(self._of_lowest_priority(candidates), key=self._loss)
+
+    def _of_lowest_priority(self, candidates: Collection[Request]) -> list[Request]:
+        """Return the candidates with the highest number; under fcfs all."""
+        if self._table.waiting.policy == "fcfs":
+            return list(candidates)
+        lowest = max(request.priority for request in candidates)
+        return [request for request in candidates if request.priority == lowest]
+
+    def _loss(self, request: Request) -> tuple[bool, int, int]:
+        lost = request.num_computed_tokens - self._kv.num_shared_tokens(request)
+        return lost <= 0, lost, -request.order
+
+    def by_priority(self, plan: StepPlan, request: Request, among: Collection[Request] | None = None) -> bool:
         """Preempt a running request with a strictly higher priority number than ``request``, if the policy allows it.
 
         Without this, a long low-priority request would block ``request`` until it ends (priority inversion). Equals
@@ -75,7 +117,7 @@ class Preemption:
         candidates = self._table.running.values() if among is None else among
         if self._table.waiting.policy != "priority" or not candidates:
             return False
-        victim = max(candidates, key=self._table.waiting.key)
+        victim = self.choose(candidates)
         if victim.priority <= request.priority:
             return False
         self.preempt(victim, plan, request, PreemptReason.LOWEST_PRIORITY)
@@ -100,13 +142,15 @@ class Preemption:
         num_blocks = self._kv.num_blocks_for(request.num_tokens)
         return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))
 
-    def _claim(self, plan: StepPlan, request: Request, victim: Request | None) -> bool:
-        """Preempt ``victim`` unless it was admitted in this step: its block hashes are already published.
+    def _claim(self, plan: StepPlan, request: Request, candidates: list[Request]) -> bool:
+        """Preempt one of the ``candidates``, unless one of them was admitted in this step: its block hashes are already
+        published, and it would pass the victim.
 
-        Returns whether it was preempted.
+        Returns whether one was preempted.
         """
-        if victim is None or (victim.handle in plan.rows and plan.rows[victim.handle].new_blocks is None):
+        admitted = {handle for handle, row in plan.rows.items() if row.new_blocks is None}
+        if not candidates or any(candidate.handle in admitted for candidate in candidates):
             return False
-        self.preempt(victim, plan, request, PreemptReason.OVER_SHARE)
+        self.preempt(self.choose(candidates), plan, request, PreemptReason.OVER_SHARE)
         plan.num_claimed += 1
         return True

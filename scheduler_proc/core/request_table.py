@@ -5,6 +5,7 @@ from collections import Counter
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.costs.costs import Prefill
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -53,6 +54,12 @@ class RequestTable:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.skipped_waiting)
+
+    def prefills(self) -> tuple[Prefill, int]:
+        """Return what running requests have to prefill, and the number of the other ones. O(unsteady)."""
+        found = [request for request in self.unsteady.values() if request.num_tokens_to_compute > 1]
+        parts = (Prefill.between(r.num_computed_tokens, r.split_at or r.num_tokens) for r in found)
+        return sum(parts, Prefill()), len(self.running) - len(found)
 
     def add(self, request: Request) -> None:
         """Queue a new request, and set its handle and number."""

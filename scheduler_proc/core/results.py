@@ -12,6 +12,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFl
 from quire.scheduler_proc.core.outputs import OutputCollector
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
+from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
@@ -56,6 +57,7 @@ class Results:
         stats: Counters,
         decisions: RecentDecisions,
         hooks: SchedulerHooks,
+        transfers: Transfers,
     ) -> None:
         self.table = table
         self.steady_decode = table.steady_decode
@@ -68,6 +70,7 @@ class Results:
         self._decisions = decisions
         self._drafting = drafting
         self._hooks = hooks
+        self._transfers = transfers
         self._endings = TokenEndings(table.stops)
 
     def update_from_output(
@@ -90,6 +93,7 @@ class Results:
         record, sampled = self.in_flight.match(output)
         judge = self._endings if endings is None else endings
         cut = self._apply(record, sampled, output, judge)
+        self._transfers.plan_stores()
         if deliver:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
@@ -118,7 +122,10 @@ class Results:
         self.in_flight.records.popleft()
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
-        if not record.has_prefill:
+        if (prefill := record.prefill).tokens:
+            if self.kv.tiers:
+                self._transfers.costs.step_took(prefill, record.num_tokens - prefill.tokens, output.seconds)
+        else:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
             num_tokens = record.num_tokens - record.num_drafts + num_verified
             self._drafting.record_step_time(output.seconds, num_tokens, record.num_drafts > 0)
@@ -158,6 +165,7 @@ class Results:
         for row in record.rows.values():
             row.request.answered(row.num_tokens)
         self.table.release_handles(record.retired)
+        self._transfers.acknowledged()
 
     def _apply_row(
         self,
@@ -232,7 +240,10 @@ class Results:
             self.kv.invalidate(request, own * self.kv.block_size)
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
                 if reader is not request and self._read_from(reader, request, own, reader.handle in bad):
-                    self._decisions.note(Decision(record.step, "preempt", reader.request_id, PreemptReason.BAD_PREFIX))
+                    reason, computed = PreemptReason.BAD_PREFIX, reader.num_computed_tokens
+                    self._decisions.note(
+                        Decision(record.step, "preempt", reader.request_id, reason, num_tokens=computed)
+                    )
                     self.table.preempt(reader)
                     self.kv.free(reader)
 
@@ -281,6 +292,7 @@ class Results:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.kv.free(request)
+        self._transfers.forget(request)
         self.table.end(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)

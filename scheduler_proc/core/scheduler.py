@@ -21,10 +21,11 @@ from quire.protocol.wire.front_end_messages import (
     Statistics,
     Stop,
 )
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.drafting import check_drafts_fit, make_draft_policy
-from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.core.planner import Planner
@@ -34,6 +35,8 @@ from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, add_
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
+from quire.scheduler_proc.core.transfers import Transfers
+from quire.scheduler_proc.costs.costs import Costs, CostState, Prefill
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
@@ -66,6 +69,10 @@ class Scheduler:
         kv_events: KVEventRecorder | None = None,
         planner_class: Callable[..., Planner] = Planner,
         pool_class: type[BlockPool] | None = None,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        forgotten: int = 0,
+        costs: CostState | None = None,
     ) -> None:
         """
         Args:
@@ -75,6 +82,10 @@ class Scheduler:
             kv_events: recorder of cached blocks, or None if KV events are not published.
             planner_class, pool_class: replaced by replays that imitate another engine; they decide steps and the order
                 in which free blocks are reused.
+            num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without, and
+                ignored without prefix caching.
+            forgotten: contents on disk up to this generation have been forgotten.
+            costs: what earlier engines have learned.
 
         Raises:
             ConfigError: a setting is unknown or contradicts the layout.
@@ -88,6 +99,9 @@ class Scheduler:
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
             pool_class=partial(pool_class or pool_class_for(config), events=kv_events),
+            num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
+            num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
+            forgotten=forgotten,
         )
         self.in_flight = StepsInFlight(config.model.vocab_size)
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
@@ -98,12 +112,18 @@ class Scheduler:
         self.decisions = RecentDecisions()
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
+        self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
+        shared = self.decisions, self.stats
         self.planner = planner_class(
-            config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks
+            config, self.table, self.kv, self._drafting, *shared, self.suspects, hooks, self.transfers
         )
-        self.results = Results(self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks)
+        self.results = Results(
+            self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks, self.transfers
+        )
         self._steady_allowed = steady_decode
-        self.arrivals = Arrivals(config, self.table, self.kv, self.results, self.stats, self.decisions, hooks)
+        self.arrivals = Arrivals(
+            config, self.table, self.kv, self.results, self.stats, self.decisions, hooks, self.transfers
+        )
 
     @property
     def config(self) -> EngineConfig:
@@ -146,6 +166,14 @@ class Scheduler:
                     self.results.finish(request, EndReason.ERROR, detail=event.detail)
             case ModelRunnerOutput():
                 self.results.update_from_output(event)
+            case BlocksMoved():
+                self.transfers.moved(event)
+                if not event.failed:  # otherwise not before the next step: the same copies may fail again and again
+                    self.transfers.plan_stores()
+            case DiskContents():
+                self.transfers.open_disk(event)
+            case LoadLate():
+                self.transfers.release_late(event.transfer)
             case _:
                 assert_never(event)
 
@@ -161,7 +189,7 @@ class Scheduler:
     def begin_worker_epoch(self, *, new_workers: bool = False) -> bool:
         """Return all running requests to the queue with their tokens, because the workers' state is not trusted.
 
-        Steps in flight will not be applied, and the prefix cache is emptied (protocol law 6).
+        Steps in flight will not be applied, and the device's part of the prefix cache is emptied (protocol law 6).
 
         Args:
             new_workers: the workers were replaced and hold no rows, because the previous ones died or were stopped
@@ -175,7 +203,8 @@ class Scheduler:
             self.stats.num_worker_restarts += 1
             self.suspects.record_death(self.in_flight.records, self.stats.generation_tokens)
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
-            self.decisions.note(Decision(step + 1, "preempt", request.request_id, PreemptReason.NEW_EPOCH))
+            reason, computed = PreemptReason.NEW_EPOCH, request.num_computed_tokens
+            self.decisions.note(Decision(step + 1, "preempt", request.request_id, reason, num_tokens=computed))
             self.table.preempt(request)
             self.kv.free(request)
         for request in self.table.requests.values():
@@ -183,7 +212,8 @@ class Scheduler:
         for record in self.in_flight.drop_all():
             self.table.retire_later(record.retired)
         self.steady_decode.clock.acknowledged = step
-        self.kv.reset_prefix_cache()
+        self.kv.drop_device_contents()
+        self.transfers.begin_epoch(new_workers=new_workers)
         if not new_workers:
             return False
         self.table.take_removed()
@@ -231,6 +261,8 @@ class Scheduler:
                 self._abort(list(self.table.requests.values()))
             case "reset_prefix_cache":
                 done = self.kv.reset_prefix_cache()
+                if done:
+                    self.transfers.drop_contents()
             case _:
                 done = False
         reply = self.statistics(event.query, done)
@@ -260,7 +292,9 @@ class Scheduler:
             return None
         self.kv.pool.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
-        return self._commit(plan) if plan.rows or self.steady_decode.batch else None
+        diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
+        self.transfers.plan_stores()
+        return diff
 
     @property
     def last_step(self) -> int:
@@ -269,8 +303,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request exists and no step is in flight."""
-        return not (self.table.requests or self.in_flight)
+        """Whether no request exists, and no step and no transfer is in flight."""
+        return not (self.table.requests or self.in_flight or self.transfers)
 
     def resume_after(self, step: int) -> None:
         """Set the last decided and answered step. The scheduler must be idle."""
@@ -293,7 +327,9 @@ class Scheduler:
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
-            record.has_prefill |= row.is_prefill
+            if row.is_prefill:
+                start = request.num_computed_tokens
+                record.prefill += Prefill.between(start, start + row.num_tokens)
             if not request.sent(row.num_tokens, row.num_drafts):
                 continue
             row.samples = True
@@ -333,14 +369,16 @@ class Scheduler:
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Return current gauges, and counters since start."""
+        paused, tiers = bool(self.pause), self.transfers.tiers()
         return make_statistics(
-            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=bool(self.pause)
+            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
         )
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
         self.kv.check()
         self.table.check()
+        self.transfers.check()
         self.planner.decode_blocks.check()
         requests = self.table.requests.values()
         for request in requests:

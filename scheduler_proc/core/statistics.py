@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState
+from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState, TierState
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -57,16 +57,19 @@ class Counters:
 
 
 class RecentDecisions:
-    """The newest decisions with their reasons, and the number of preemptions by reason since start."""
+    """The newest decisions with their reasons, and the number of preemptions and choices by reason since start."""
 
     def __init__(self, max_kept: int = 4096) -> None:
         self._decisions: deque[Decision] = deque(maxlen=max_kept)
         self.preemptions: Counter[str] = Counter({str(reason): 0 for reason in PreemptReason})
+        self.load_choices = Counter({"load": 0, "compute": 0, "split": 0})
 
     def note(self, decision: Decision) -> None:
         self._decisions.append(decision)
         if decision.kind == "preempt":
             self.preemptions[decision.reason] += 1
+        elif decision.kind == "choose" or decision.reason == WaitReason.LOADING:
+            self.load_choices["load" if decision.kind == "wait" else decision.reason] += 1
 
     def take(self) -> list[Decision]:
         """Return and clear the decisions since the last call; only the newest ``max_kept`` are kept."""
@@ -83,6 +86,7 @@ def make_statistics(
     query: int,
     done: bool,
     is_paused: bool,
+    tiers: list[TierState],
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
     reasons = Counter({str(reason): 0 for reason in WaitReason})  # a series that ends would be a gap in a graph
@@ -105,6 +109,8 @@ def make_statistics(
         step_tokens=counters.step_tokens,
         waiting_by_reason=dict(reasons),
         preemptions_by_reason=dict(decisions.preemptions),
+        load_choices=dict(decisions.load_choices),
+        tiers=tiers,
         **counters.as_dict(),
     )
 

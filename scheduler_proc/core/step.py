@@ -61,7 +61,7 @@ class StepPlan:
         step: number of the step.
         config: limits of the step.
         budget: tokens left.
-        prefill_budget: tokens left for prefills.
+        prefill_budget: tokens left for prefills, of ``prefill_limit``.
         grown: requests in steady decode that got the blocks in ``new_blocks``.
         last: requests in steady decode whose last token is sampled in this step.
     """
@@ -69,7 +69,7 @@ class StepPlan:
     def __init__(self, step: int, config: EngineConfig) -> None:
         self.step = step
         self.config = config
-        self.budget = self.prefill_budget = config.max_num_batched_tokens
+        self.budget = self.prefill_budget = self.prefill_limit = config.max_num_batched_tokens
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0

@@ -16,7 +16,7 @@ class TenantShares:
     free rows and blocks go to the next request. But if none are free, a tenant below its share may claim them from a
     tenant above it. After a claim neither side may claim them back, so requests do not preempt each other alternately.
 
-    A tenant's earliest running request is never claimed, so each tenant makes progress.
+    A tenant's oldest running request is never claimed, so each tenant makes progress.
     """
 
     def __init__(self, table: RequestTable, kv: KVCacheManager) -> None:
@@ -36,45 +36,50 @@ class TenantShares:
             return self._table.rows[request.tenant] >= self._share(config.max_num_seqs)
         return self.blocks()[request.tenant] > self._share(self._kv.pool.num_usable_blocks)
 
-    def can_claim_row(self, request: Request, config: EngineConfig) -> Request | None:
-        """Return the victim that ``request`` may preempt for a batch slot, or None."""
+    def can_claim_row(self, request: Request, config: EngineConfig) -> list[Request]:
+        """Return the requests of which ``request`` may preempt one for a batch slot."""
         rows, share = self._table.rows, self._share(config.max_num_seqs)
         if (len(rows) < 2 and request.tenant in rows) or rows[request.tenant] >= share:
-            return None
-        return self._youngest_of({t: n for t, n in rows.items() if n > share}, request)
+            return []
+        return self._victims({t: n for t, n in rows.items() if n > share}, request)
 
-    def can_claim_blocks(self, request: Request, num_blocks: int) -> Request | None:
-        """Return the victim that ``request`` may preempt for the ``num_blocks`` that it needs, or None."""
+    def can_claim_blocks(self, request: Request, num_blocks: int) -> list[Request]:
+        """Return the requests of which ``request`` may preempt one for the ``num_blocks`` that it needs."""
         rows = self._table.rows
         if len(rows) < 2 and request.tenant in rows:
-            return None
+            return []
         held, share = self.blocks(), self._share(self._kv.pool.num_usable_blocks)
         if held[request.tenant] + num_blocks > share:
-            return None
-        return self._youngest_of({t: n for t, n in held.items() if n > share and rows[t] > 1}, request)
+            return []
+        return self._victims({t: n for t, n in held.items() if n > share and rows[t] > 1}, request)
 
-    def heaviest(self, candidates: Iterable[Request]) -> Request | None:
-        """Return the last admitted request of the tenant with the most blocks; None if no tenant has two requests.
+    def heaviest(self, candidates: Iterable[Request]) -> list[Request]:
+        """Return the ``candidates`` of the tenant with the most blocks, without its oldest request.
 
-        ``candidates``: running requests; of each tenant the last one is chosen.
+        Tenants without another candidate do not count. The list is empty if there are only those.
         """
-        rows = self._table.rows
-        last = {request.tenant: request for request in candidates if rows[request.tenant] > 1}
-        if not last:
-            return None
+        by_age = sorted(self._table.running.values(), key=self._table.waiting.key, reverse=True)
+        oldest = {request.tenant: request for request in by_age}
+        found: dict[int, list[Request]] = {}
+        for request in candidates:
+            if request is not oldest[request.tenant]:
+                found.setdefault(request.tenant, []).append(request)
+        if not found:
+            return []
         held = self.blocks()
-        return last[max(last, key=lambda tenant: (held[tenant], last[tenant].order))]
+        return found[max(found, key=lambda tenant: (held[tenant], found[tenant][-1].order))]
 
     def _share(self, total: int) -> int:
         return max(total // max(self._table.num_tenants, 1), 1)
 
-    def _youngest_of(self, over: dict[int, int], claimant: Request) -> Request | None:
-        """Return the last admitted request of the tenant with the most in ``over`` that may be preempted, or None."""
+    def _victims(self, over: dict[int, int], claimant: Request) -> list[Request]:
+        """Return the requests of the tenant with the most in ``over`` that may be preempted."""
         if not over:
-            return None
+            return []
         tenant = max(over, key=lambda each: (over[each], each))
         running = [request for request in self._table.running.values() if request.tenant == tenant]
-        return next((r for r in reversed(running[1:]) if self._may_be_preempted(r, claimant)), None)
+        oldest = min(running, key=self._table.waiting.key)
+        return [r for r in running if r is not oldest and self._may_be_preempted(r, claimant)]
 
     def _may_be_preempted(self, request: Request, claimant: Request) -> bool:
         return self._table.waiting.policy == "fcfs" or request.priority >= claimant.priority

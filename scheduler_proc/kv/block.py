@@ -1,6 +1,6 @@
 """The metadata of one block, and the free queue, a linked list through the blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -9,7 +9,7 @@ class KVCacheBlock:
 
     Attributes:
         block_id: index in the pool; 0 is the null block.
-        ref_cnt: number of requests that hold the block.
+        ref_cnt: number of requests and holds (holds.py) that hold the block.
         block_hash: key under which the content can be found; None unless the block is full and unchanged.
         prev_free_block, next_free_block: neighbours in the free queue; None when the block is not in the queue.
         is_null: whether this is the null block.
@@ -94,6 +94,21 @@ class FreeKVCacheBlockQueue:
         assert first is not None
         self._link(self._head, blocks, first)
 
+    def upcoming(self) -> Iterator[KVCacheBlock]:
+        """Yield free blocks in reuse order. The queue must not change meanwhile."""
+        block = self._head.next_free_block
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free_block
+
+    def take_out(self, blocks: Sequence[KVCacheBlock]) -> Any:
+        """Remove blocks that return with ``put_back``. Returns what it needs to know."""
+        self.remove_n(blocks)
+
+    def put_back(self, blocks: Sequence[KVCacheBlock], places: Any) -> None:
+        """Put those of the blocks that nothing holds in front."""
+        self.prepend_n([block for block in blocks if block.ref_cnt == 0])
+
     def _link(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
         for block in blocks:
             if block.next_free_block is not None:
@@ -109,12 +124,7 @@ class FreeKVCacheBlockQueue:
 
     def blocks(self) -> list[KVCacheBlock]:
         """Return all free blocks in order. O(n), for checks and tests."""
-        found: list[KVCacheBlock] = []
-        block = self._head.next_free_block
-        while block is not None and block is not self._tail:
-            found.append(block)
-            block = block.next_free_block
-        return found
+        return list(self.upcoming())
 
     def check(self) -> None:
         """Raise AssertionError unless both directions of the list agree with each other and with the count."""

@@ -211,6 +211,20 @@ def group_suffix(group: int) -> bytes:
     return group.to_bytes(2, "little") if group else b""
 
 
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """Return the hash and the group of a cache key. Hashes have a multiple of eight bytes."""
+    size = len(key) // 8 * 8
+    return key[:size], int.from_bytes(key[size:], "little")
+
+
+def split_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int] | None]:
+    """Return the hashes of cache keys, concatenated, and their groups; None if all are of group 0, which costs less."""
+    if all(size % 8 == 0 for size in set(map(len, keys))):
+        return b"".join(keys), None
+    split = list(map(split_key, keys))
+    return b"".join(block_hash for block_hash, _ in split), [group for _, group in split]
+
+
 def prompt_hashes(
     tokens: Sequence[int], block_size: int, cache_salt: str = "", algorithm: str = "sha256"
 ) -> list[bytes]:

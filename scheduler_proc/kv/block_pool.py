@@ -1,126 +1,12 @@
-"""The block pool: reference counts, the free queue, and the map from hash to cached block."""
+"""The block pool: reference counts, the free queue, and the cached contents."""
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
-from operator import itemgetter
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
+from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
 from quire.scheduler_proc.kv.events import KVEventRecorder
-
-
-class BlockHashToBlockMap:
-    """Map from content hash to the block with that content, or to several (one prompt computed twice concurrently).
-
-    Duplicates are kept rather than merged, so that a request's block ids never change. A single block is stored without
-    a dict, because one dict per block would use more memory than the block itself.
-
-    Invariants (``check``): a dict has at least two blocks; ``num_blocks`` counts all blocks.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        self.num_blocks = 0
-
-    def get_one_block(self, key: bytes) -> KVCacheBlock | None:
-        """Return the block with this content that was stored first, or None."""
-        found = self._found.get(key)
-        if found is None or isinstance(found, KVCacheBlock):
-            return found
-        return next(iter(found.values()))
-
-    def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
-        """Return the first stored block of each key, up to the first unknown key.
-
-        Blocks and dicts of blocks are never false, so ``takewhile(bool, ...)`` runs without Python code per key.
-        """
-        run = list(takewhile(bool, map(self._found.get, keys)))
-        if self.num_blocks == len(self._found):
-            return run  # type: ignore[return-value]  # no dict among the values
-        return [b if isinstance(b, KVCacheBlock) else next(iter(b.values())) for b in run if b is not None]
-
-    def insert_blocks(self, keys: Sequence[bytes], blocks: Sequence[KVCacheBlock]) -> Sequence[bytes]:
-        """Add each block under its key. Returns, in order, the keys that are new."""
-        self.num_blocks += len(blocks)
-        firsts = list(map(self._found.setdefault, keys, blocks))  # no Python code per block
-        if firsts == blocks:
-            return keys
-        new: list[bytes] = []
-        for key, block, first in zip(keys, blocks, firsts, strict=True):
-            if first is block:
-                new.append(key)
-                continue
-            found = self._found[key]
-            if isinstance(found, KVCacheBlock):
-                self._found[key] = {found.block_id: found, block.block_id: block}
-            else:
-                found[block.block_id] = block
-        return new
-
-    def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
-        """Remove ``block_id`` from ``key``. Returns the block, or None when it was not stored under ``key``."""
-        found = self._found.get(key)
-        if found is None:
-            return None
-        if isinstance(found, KVCacheBlock):
-            if found.block_id != block_id:
-                return None
-            del self._found[key]
-            self.num_blocks -= 1
-            return found
-        block = found.pop(block_id, None)
-        if block is not None:
-            self.num_blocks -= 1
-        if len(found) == 1:
-            self._found[key] = next(iter(found.values()))
-        return block
-
-    def pop_blocks(self, keys: Sequence[bytes], blocks: Sequence[KVCacheBlock]) -> list[bytes]:
-        """Remove each block from its key. Returns, in order, the keys that have no block left."""
-        found = self._found
-        if self.num_blocks == len(found):  # no duplicates: the usual case
-            for key in keys:
-                del found[key]
-            self.num_blocks -= len(keys)
-            return list(keys)
-        for key, block in zip(keys, blocks, strict=True):
-            self.pop(key, block.block_id)
-        return [key for key in dict.fromkeys(keys) if key not in found]  # one call may remove two blocks of one key
-
-    def pop_all(self, key: bytes) -> list[KVCacheBlock]:
-        """Remove the key. Returns its blocks."""
-        found = self._found.pop(key, {})
-        blocks = [found] if isinstance(found, KVCacheBlock) else list(found.values())
-        self.num_blocks -= len(blocks)
-        return blocks
-
-    def __len__(self) -> int:
-        """Number of keys; ``num_blocks`` can be larger."""
-        return len(self._found)
-
-    def blocks(self) -> list[tuple[bytes, KVCacheBlock]]:
-        """Return all (key, block) pairs. O(n), for checks and resets."""
-        pairs: list[tuple[bytes, KVCacheBlock]] = []
-        for key, found in self._found.items():
-            pairs += [(key, b) for b in ([found] if isinstance(found, KVCacheBlock) else found.values())]
-        return pairs
-
-    def duplicates(self) -> list[tuple[int, bytes]]:
-        """Return (block id, key) for keys with several blocks: sorted by key, then in lookup order."""
-        if self.num_blocks == len(self._found):
-            return []
-        several = [(key, found) for key, found in self._found.items() if not isinstance(found, KVCacheBlock)]
-        return [(block_id, key) for key, found in sorted(several, key=itemgetter(0)) for block_id in found]
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold."""
-        pairs = self.blocks()
-        assert len(pairs) == self.num_blocks, f"{len(pairs)} blocks cached, {self.num_blocks} counted"
-        for key, found in self._found.items():
-            blocks = {found.block_id: found} if isinstance(found, KVCacheBlock) else found
-            assert len(blocks) > 1 or blocks is not found, f"a dict of {len(blocks)} block for {key.hex()}"
-            assert all(b.block_id == i for i, b in blocks.items()), f"wrong block id for {key.hex()}"
 
 
 class BlockPool:
@@ -133,9 +19,11 @@ class BlockPool:
 
     Attributes:
         events: records each key that was added to or removed from the map, or None.
+        medium: where the blocks are, in these events.
         now: seconds; the owner sets it once per step, for ``metrics``.
         num_evicted_blocks: contents evicted since the start.
         num_evictable_blocks: free blocks whose content can still be found.
+        num_revived_blocks: free blocks that cache hits have taken from the free queue since the start.
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
         by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
@@ -143,16 +31,18 @@ class BlockPool:
 
     by_tenant: ClassVar[bool] = False
 
-    def __init__(self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None, medium: str = "device"
+    ) -> None:
         """``num_blocks`` includes the null block, which is block 0 and never allocated."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2, one of which is the null block (got {num_blocks})")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self.events = events
+        self.events, self.medium = events, medium
         self.now = 0.0
         self.metrics = BlockMetrics(num_blocks)
-        self.num_evicted_blocks = self.num_evictable_blocks = self.num_changes = 0
+        self.num_evicted_blocks = self.num_evictable_blocks = self.num_revived_blocks = self.num_changes = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = self._make_queue()
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -164,6 +54,10 @@ class BlockPool:
 
     def act_for(self, tenant: int) -> None:
         """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
+
+    def owner_of(self, block: KVCacheBlock) -> int:
+        """Return the tenant to which a free cached block belongs; 0 unless this is a FairBlockPool."""
+        return 0
 
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
         """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""
@@ -190,6 +84,10 @@ class BlockPool:
     def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
         """Return one block per key, up to the first unknown key."""
         return self.cached_block_hash_to_block.get_cached_blocks(keys)
+
+    def find_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock | None]:
+        """Return one block per key, or None."""
+        return self.cached_block_hash_to_block.find_blocks(keys)
 
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Allocate ``n`` blocks with ref_cnt 1 and evict their content. Raises IndexError when fewer are free."""
@@ -218,6 +116,28 @@ class BlockPool:
                 self.metrics.hit(block.block_id, self.now)
         self.free_block_queue.remove_n(free)
         self.num_evictable_blocks -= len(free)
+        self.num_revived_blocks += len(free)
+
+    def next_evicted(self) -> Iterator[KVCacheBlock]:
+        """Yield free blocks with cached content, approximately in the order in which they will be evicted."""
+        return (block for block in self.free_block_queue.upcoming() if block.block_hash is not None)
+
+    def begin_copy(self, blocks: Sequence[KVCacheBlock]) -> Any:
+        """Hold free cached blocks while their content is copied elsewhere. Returns an argument of ``end_copy``."""
+        self.num_changes += 1
+        places = self.free_block_queue.take_out(blocks)
+        self.num_evictable_blocks -= len(blocks)
+        for block in blocks:
+            block.ref_cnt += 1
+        return places
+
+    def end_copy(self, blocks: Sequence[KVCacheBlock], places: Any) -> None:
+        """Release copied blocks. Those that nothing else holds are reused next, as they would be without the copy."""
+        self.num_changes += 1
+        for block in blocks:
+            block.ref_cnt -= 1
+            self.num_evictable_blocks += block.ref_cnt == 0 and block.block_hash is not None
+        self.free_block_queue.put_back(blocks, places)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Decrement each block's ref_cnt. Blocks that reach 0 become free; the first in the list is reused first.
@@ -266,30 +186,35 @@ class BlockPool:
             block.block_hash = key
         stored = self.cached_block_hash_to_block.insert_blocks(wanted, blocks)
         if stored and self.events is not None:
-            self.events.stored(stored)
+            self.events.stored(stored, self.medium)
 
-    def invalidate(self, key: bytes) -> None:
-        """Remove this key: its blocks may hold wrong content, which must not be found again."""
+    def invalidate(self, key: bytes) -> list[KVCacheBlock]:
+        """Remove this key: its blocks may hold wrong content, which must not be found again. Returns the blocks."""
         self.num_changes += 1
         blocks = self.cached_block_hash_to_block.pop_all(key)
         for block in blocks:
             block.block_hash = None
             self.num_evictable_blocks -= block.ref_cnt == 0
         if blocks and self.events is not None:
-            self.events.removed((key,))
+            self.events.removed((key,), self.medium)
+        return blocks
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached contents. Does nothing and returns False while any block is held."""
-        self.num_changes += 1
         if self.num_free_blocks != self.num_usable_blocks:
             return False
+        self.drop_contents()
+        return True
+
+    def drop_contents(self) -> None:
+        """Drop all cached contents, also those of held blocks."""
+        self.num_changes += 1
         for _, block in self.cached_block_hash_to_block.blocks():
             block.block_hash = None
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.num_evictable_blocks = 0
         if self.events is not None:
-            self.events.cleared()
-        return True
+            self.events.cleared(self.medium)
 
     def contents(self) -> list[tuple[int, bytes]]:
         """Return (block id, key) of each cached content; blocks with equal keys are in lookup order.
@@ -347,7 +272,7 @@ class BlockPool:
         self.num_evicted_blocks += len(blocks)
         self.num_evictable_blocks -= len(blocks)
         if self.events is not None:
-            self.events.removed(removed)
+            self.events.removed(removed, self.medium)
 
     def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
         """Raise AssertionError unless the invariants hold; with ``holders``, ref_cnt must also equal their number."""

@@ -9,7 +9,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.single_type import FullAttentionManager, SingleTypeKVCacheManager, num_free
+from quire.scheduler_proc.kv.single_type import Contents, FullAttentionManager, SingleTypeKVCacheManager, num_free
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 
 GroupBlocks = Sequence[Sequence[KVCacheBlock]]
@@ -58,8 +58,10 @@ class KVCacheCoordinator(ABC):
         self.skips = any(m.skips for m in self.managers)
 
     @abstractmethod
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
-        """Return the cached blocks per group and their number of tokens, at most ``max_length``.
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
+    ) -> tuple[GroupBlocks, int]:
+        """Return the blocks in ``contents`` per group and their number of tokens, at most ``max_length``.
 
         Every group's blocks hold the same number of tokens.
         """
@@ -96,9 +98,9 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.remove_skipped_blocks(handle, num_acknowledged_tokens)
 
-    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int, pool: BlockPool) -> None:
         for manager in self.managers:
-            manager.invalidate(block_hashes, num_kept_tokens)
+            manager.invalidate(block_hashes, num_kept_tokens, pool)
 
     def free(self, handle: int) -> None:
         for manager in self.managers:
@@ -124,7 +126,9 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Any number of groups without a prefix cache."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
+    ) -> tuple[GroupBlocks, int]:
         return self.no_blocks, 0
 
     def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -134,9 +138,11 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """A single group: its hit is the result."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
+    ) -> tuple[GroupBlocks, int]:
         manager = self.managers[0]
-        hit = manager.find_longest_cache_hit(block_hashes, max_length, self.alignment)
+        hit = manager.find_longest_cache_hit(block_hashes, max_length, self.alignment, contents)
         return (hit,), len(hit) * manager.block_size
 
 
@@ -153,25 +159,32 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         # search.
         self._order = sorted(range(len(self.managers)), key=lambda index: not self.managers[index].is_prefix_closed)
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
+    ) -> tuple[GroupBlocks, int]:
         hits: list[list[KVCacheBlock] | None] = [None] * len(self.managers)
         length = max_length // self.alignment * self.alignment
         while length > 0:
             candidate = length
             for index in self._order:
-                length = self._shorten(hits, index, block_hashes, length)
+                length = self._shorten(hits, index, block_hashes, length, contents)
             if length == candidate:
                 return tuple(hit or [] for hit in hits), length
         return self.no_blocks, 0
 
     def _shorten(
-        self, hits: list[list[KVCacheBlock] | None], index: int, block_hashes: Sequence[bytes], length: int
+        self,
+        hits: list[list[KVCacheBlock] | None],
+        index: int,
+        block_hashes: Sequence[bytes],
+        length: int,
+        contents: Contents,
     ) -> int:
         """Store the group's longest hit within ``length`` in ``hits``. Returns its length."""
         manager, known = self.managers[index], hits[index]
         num_blocks = length // manager.block_size
         if known is None or (len(known) > num_blocks and not manager.is_prefix_closed):
-            known = manager.find_longest_cache_hit(block_hashes, length, self.alignment)
+            known = manager.find_longest_cache_hit(block_hashes, length, self.alignment, contents)
         hits[index] = known = known[:num_blocks]
         return len(known) * manager.block_size
 

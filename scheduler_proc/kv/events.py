@@ -9,8 +9,8 @@ from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, Block
 class KVEventRecorder:
     """Collects changed keys into as few events as the order allows: one per group for each run of equal changes.
 
-    Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has the keys of the
-    pool's map. The pool therefore reports a key only with its first and its last block.
+    Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has, by medium, the
+    keys of each pool's map. A pool therefore reports a key only with its first and its last block.
     """
 
     def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
@@ -20,41 +20,43 @@ class KVEventRecorder:
         self._events: list[KVEvent] = []
         self._run: list[bytes] = []
         """Keys of the current run, split into groups only at its end: a step stores thousands one by one."""
-        self._run_is_stored = True
+        self._run_is = (True, "device")
+        """Whether the run's keys were stored, and in which medium."""
 
-    def stored(self, keys: Iterable[bytes]) -> None:
+    def stored(self, keys: Iterable[bytes], medium: str) -> None:
         """Record keys that had no block until now."""
-        if not self._run_is_stored:
-            self._end_run()
-            self._run_is_stored = True
-        self._run.extend(keys)
+        self._extend((True, medium), keys)
 
-    def removed(self, keys: Iterable[bytes]) -> None:
+    def removed(self, keys: Iterable[bytes], medium: str) -> None:
         """Record keys that have no block any more."""
-        if self._run_is_stored:
-            self._end_run()
-            self._run_is_stored = False
-        self._run.extend(keys)
+        self._extend((False, medium), keys)
 
-    def cleared(self) -> None:
-        """Record that the cache is empty, and drop the changes before it."""
-        self._run = []
-        self._events = [AllBlocksCleared()]
+    def cleared(self, medium: str = "") -> None:
+        """Record that a medium has no content, or that none has, and drop the changes before it."""
+        self._end_run()
+        self._events = [event for event in self._events if medium and event.medium != medium]
+        self._events.append(AllBlocksCleared(medium))
 
     def take(self) -> list[KVEvent]:
         """Return the events since the last call; the caller owns the list."""
-        if self._run:
-            self._end_run()
+        self._end_run()
         events, self._events = self._events, []
         return events
 
+    def _extend(self, run: tuple[bool, str], keys: Iterable[bytes]) -> None:
+        if run != self._run_is:
+            self._end_run()
+            self._run_is = run
+        self._run.extend(keys)
+
     def _end_run(self) -> None:
         """Append the run's events. The order of groups does not matter, because no key belongs to two."""
+        is_stored, medium = self._run_is
         for group, hashes in self._by_group(self._run):
-            if self._run_is_stored:
-                self._events.append(BlocksStored(hashes, self._block_sizes[group], group))
+            if is_stored:
+                self._events.append(BlocksStored(hashes, self._block_sizes[group], group, medium))
             else:
-                self._events.append(BlocksRemoved(hashes, group))
+                self._events.append(BlocksRemoved(hashes, group, medium))
         self._run = []
 
     def _by_group(self, keys: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:

@@ -1,12 +1,13 @@
 """A block pool that shares cached contents fairly: it evicts from the tenant with the most blocks."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.events import KVEventRecorder
 
 CHUNK = 16
 """Blocks that one tenant gives up before the tenants are compared again."""
@@ -109,6 +110,43 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         self._uncached.prepend_n(blocks)
         self.num_free_blocks += len(blocks)
 
+    def owner_of(self, block: KVCacheBlock) -> int:
+        """Return the tenant in whose queue a free cached block is."""
+        return self._owners[block.block_id]
+
+    def upcoming(self) -> Iterator[KVCacheBlock]:
+        """Yield free blocks: those without cached content, then each tenant's, those of the largest tenant first."""
+        yield from self._uncached.upcoming()
+        for tenant in sorted(self._queues, key=self._weight, reverse=True):
+            yield from self._queues[tenant].blocks.upcoming()
+
+    def take_out(self, blocks: Sequence[KVCacheBlock]) -> list[tuple[int, int]]:
+        """Remove cached blocks, which still count for their tenants. Returns (tenant, used_at) of each block."""
+        places: list[tuple[int, int]] = []
+        for block in blocks:
+            owner = self._owners.pop(block.block_id)
+            places.append((owner, self._queues[owner].used_at))
+            self._queues[owner].blocks.remove_n((block,))
+            self._remove_if_empty(owner)
+            self.held[owner] += 1
+        self.num_free_blocks -= len(blocks)
+        return places
+
+    def put_back(self, blocks: Sequence[KVCacheBlock], places: list[tuple[int, int]]) -> None:
+        for block, (owner, used_at) in zip(reversed(blocks), reversed(places), strict=True):
+            self.held[owner] -= 1
+            if not self.held[owner]:
+                del self.held[owner]
+            if block.ref_cnt:
+                continue
+            if block.block_hash is None:
+                self._uncached.prepend_n((block,))
+            else:
+                queue = self._queues.setdefault(owner, _TenantQueue(used_at=used_at))
+                queue.blocks.prepend_n((block,))
+                self._owners[block.block_id] = owner
+            self.num_free_blocks += 1
+
     def blocks(self) -> list[KVCacheBlock]:
         """Return all free blocks: first those without cached content, then each tenant's by tenant number."""
         return self._uncached.blocks() + [b for _, queue in sorted(self._queues.items()) for b in queue.blocks.blocks()]
@@ -184,6 +222,9 @@ class FairBlockPool(BlockPool):
         super().free_blocks(freed)
         self._add_held(-sum(not block.is_null for block in freed))
 
+    def owner_of(self, block: KVCacheBlock) -> int:
+        return self.free_block_queue.owner_of(block)
+
     def check(self, holders: Sequence[Sequence[KVCacheBlock]] | None = None) -> None:
         super().check(holders)
         held, counted = sum(block.ref_cnt for block in self.blocks), self.free_block_queue.held.total()
@@ -200,6 +241,51 @@ class FairBlockPool(BlockPool):
 
     def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
         self.free_block_queue.restore(free, tenants)
+
+
+class FairPages(FairBlockPool):
+    """The pages of a tier for several tenants: each page belongs to the tenant for which it was allocated.
+
+    A tenant that reads a page of another one does not take it over, as it would a block of the device.
+    """
+
+    def __init__(self, num_blocks: int, events: KVEventRecorder | None, medium: str) -> None:
+        self._owner = [0] * num_blocks
+        super().__init__(num_blocks, True, events, medium)
+
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
+        taken = super().get_new_blocks(n)
+        for page in taken:
+            self._owner[page.block_id] = self.free_block_queue.tenant
+        return taken
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        for pages in self._by_owner(blocks):
+            super().touch(pages)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        for pages in self._by_owner(ordered_blocks):
+            super().free_blocks(pages)
+
+    def owner_of(self, block: KVCacheBlock) -> int:
+        return self._owner[block.block_id]
+
+    def _by_owner(self, pages: Iterable[KVCacheBlock]) -> Iterator[list[KVCacheBlock]]:
+        """Yield the pages of each tenant, while the pool acts for it."""
+        found: dict[int, list[KVCacheBlock]] = {}
+        for page in pages:
+            found.setdefault(self._owner[page.block_id], []).append(page)
+        for tenant, owned in found.items():
+            self.act_for(tenant)
+            yield owned
+
+    def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
+        super()._restore_free(free, tenants)
+        at = len(free) - sum(count for _, _, count in tenants)
+        for tenant, _, count in tenants:
+            for page in free[at : at + count]:
+                self._owner[page.block_id] = tenant
+            at += count
 
 
 def pool_class_for(config: EngineConfig) -> type[BlockPool]:

@@ -1,12 +1,15 @@
 """The interface of the KV cache for the scheduler."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.protocol.model.kv_layout import KVLayout
+from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
+from quire.scheduler_proc.kv.holds import Holds
+from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
 _MANY_TOKENS = 2**31 - 1
 """Upper bound for a request's positions, when no group needs more blocks for more positions."""
@@ -48,6 +51,9 @@ class KVCacheManager:
 
     Attributes:
         block_size: tokens per hash: the smallest block size of the groups.
+        holds: blocks that copies and waiting requests hold.
+        tiers: the books of host memory and of the disk, in this order, if configured.
+        disk: the books of the disk, or None.
         watermark_blocks: blocks that admission should leave free for the growth of running requests.
     """
 
@@ -61,6 +67,9 @@ class KVCacheManager:
         max_step_tokens: int | None = None,
         pipeline_depth: int = 2,
         pool_class: Callable[[int, bool], BlockPool] = BlockPool,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        forgotten: int = 0,
     ) -> None:
         """
         Args:
@@ -69,11 +78,21 @@ class KVCacheManager:
                 count only the blocks that window groups hold at a time; without it, every position.
             pipeline_depth: most steps without a result at a time, including the one being scheduled.
             pool_class: makes the pool, which decides the reuse order of free blocks.
+            num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without.
+            forgotten: as in DiskTier.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
         self.pool = pool_class(num_blocks, enable_caching)
         self.coordinator = make_coordinator(layout, self.pool)
+        self.holds = Holds(self.pool)
+        self.disk: DiskTier | None = None
+        self.tiers: list[Tier] = []
+        if num_host_pages:
+            self.tiers.append(host_tier(num_host_pages, self.pool.events, by_tenant=self.pool.by_tenant))
+        if num_disk_pages:
+            self.disk = DiskTier(num_disk_pages, num_host_pages, forgotten, self.pool.events)
+            self.tiers.append(self.disk)
         self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
         self._max_in_flight = None if max_step_tokens is None else max_step_tokens * pipeline_depth
         self._max_tokens = self._longest_request()
@@ -82,6 +101,11 @@ class KVCacheManager:
     def max_tokens(self) -> int:
         """Most positions of one request when it is alone; 2**31 - 1 when the number of its blocks is bounded."""
         return self._max_tokens
+
+    @property
+    def can_split(self) -> bool:
+        """Whether a cached prefix may come from two sources: with one group, of full attention."""
+        return [group.kind for group in self.layout.groups] == ["full_attention"]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks over all groups that a request of this length holds at any time when it is alone."""
@@ -94,7 +118,22 @@ class KVCacheManager:
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.coordinator.no_blocks, 0
-        return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1, self.pool)
+
+    def find_in_all_tiers(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
+        """As ``get_computed_blocks``, with pages of other tiers for what the device does not have."""
+        pools = [tier.pages for tier in self.tiers if tier.pages.num_cached_blocks]
+        if not pools or request.skip_reading_prefix_cache:
+            return self.coordinator.no_blocks, 0
+        contents = AnyTier([self.pool, *pools])
+        return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1, contents)
+
+    def tier_of(self, block: KVCacheBlock) -> Tier | None:
+        """Return the tier of which this is a page, or None for a block of the device."""
+        for tier in self.tiers:
+            if tier.owns(block):
+                return tier
+        return None
 
     def can_fit_full_sequence(
         self,
@@ -160,7 +199,9 @@ class KVCacheManager:
         Blocks are found by hash, because a request that was preempted in the meantime has freed them, but they stay
         cached.
         """
-        self.coordinator.invalidate(request.block_hashes, num_kept_tokens)
+        self.coordinator.invalidate(request.block_hashes, num_kept_tokens, self.pool)
+        for tier in self.tiers:
+            self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
     def free(self, request: CacheRequest) -> None:
         self.pool.act_for(request.tenant)
@@ -169,18 +210,39 @@ class KVCacheManager:
     def num_held_blocks(self, request: CacheRequest) -> int:
         return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)
 
+    def num_shared_tokens(self, request: CacheRequest) -> int:
+        """Return how many tokens at the beginning of a running request are in blocks that others hold too. O(log n)."""
+        manager = next((m for m in self.coordinator.managers if m.is_prefix_closed), None)
+        if manager is None or not self.pool.enable_caching:
+            return 0
+        blocks = manager.req_to_blocks[request.handle]
+        return manager.block_size * bisect_left(blocks, True, key=lambda block: block.ref_cnt == 1)
+
     def block_ids(self, request: CacheRequest) -> list[list[int]]:
         """Return the ids of all entries per group; 0, the null block, where an entry is skipped."""
         return [[b.block_id for b in blocks] for blocks in self.coordinator.blocks(request.handle)]
 
+    def drop_device_contents(self) -> None:
+        """Drop the device's cached contents, which were lost. Raises AssertionError while a request holds blocks."""
+        assert not any(manager.req_to_blocks for manager in self.coordinator.managers), "a request holds blocks"
+        self.pool.drop_contents()
+
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached contents. Does nothing and returns False while any block is held."""
-        return self.pool.reset_prefix_cache()
+        """Drop all cached contents of all tiers. Does nothing and returns False while a request holds a block."""
+        if any(manager.req_to_blocks for manager in self.coordinator.managers):
+            return False
+        self.pool.drop_contents()
+        for tier in self.tiers:
+            tier.pages.drop_contents()
+        return True
 
     def check(self) -> None:
-        """Raise AssertionError unless every block's ref_cnt is the number of requests that hold it."""
-        self.pool.check([held for m in self.coordinator.managers for held in m.req_to_blocks.values()])
+        """Raise AssertionError unless every block's ref_cnt is the number of requests and holds that have it."""
+        held = [held for m in self.coordinator.managers for held in m.req_to_blocks.values()]
+        self.pool.check([*held, *self.holds.holders()])
         self.coordinator.check()
+        for tier in self.tiers:
+            tier.pages.check()
 
     def _longest_request(self) -> int:
         lengths = range(_MANY_TOKENS + 1)

@@ -3,12 +3,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
+
+
+class Contents(Protocol):
+    """Cached contents by key: those of a BlockPool, or of several."""
+
+    def get_cached_block(self, key: bytes) -> KVCacheBlock | None:
+        """Return a block with this content, or None."""
+        ...
+
+    def get_cached_blocks(self, keys: Iterable[bytes]) -> list[KVCacheBlock]:
+        """Return one block per key, up to the first unknown key."""
+        ...
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -83,11 +95,11 @@ class SingleTypeKVCacheManager(ABC):
         wanted = block_hashes[(first + 1) * self.granules - 1 : end * self.granules : self.granules]
         return wanted if self.group_id == 0 else map(partial(group_key, group=self.group_id), wanted)
 
-    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
-        """Invalidate these contents, except the blocks within ``num_kept_tokens``."""
+    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int, pool: BlockPool) -> None:
+        """Invalidate these contents of a pool, except the blocks within ``num_kept_tokens``."""
         end = len(block_hashes) // self.granules
         for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
-            self.pool.invalidate(key)
+            pool.invalidate(key)
 
     def num_held_blocks(self, handle: int) -> int:
         """Return the number of held blocks, without null ones where that is known at no cost."""
@@ -100,9 +112,9 @@ class SingleTypeKVCacheManager(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
     ) -> list[KVCacheBlock]:
-        """Return the cached blocks of the longest usable prefix of at most ``max_length`` tokens.
+        """Return the blocks in ``contents`` of the longest usable prefix of at most ``max_length`` tokens.
 
         The length is a multiple of ``alignment``. One entry per block of the prefix: null where later tokens do not
         read it.
@@ -153,10 +165,10 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     is_prefix_closed = True
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
     ) -> list[KVCacheBlock]:
         keys = self.keys(block_hashes, 0, max_length // self.block_size)
-        hit = self.pool.cached_block_hash_to_block.get_cached_blocks(keys)
+        hit = contents.get_cached_blocks(keys)
         surplus = len(hit) % (alignment // self.block_size)
         if surplus:
             del hit[-surplus:]

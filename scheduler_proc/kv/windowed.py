@@ -8,7 +8,7 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.single_type import SingleTypeKVCacheManager
+from quire.scheduler_proc.kv.single_type import Contents, SingleTypeKVCacheManager
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
@@ -39,13 +39,13 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return min(whole, -(-(span - 1) // self.block_size) + 1)
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int
+        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
     ) -> list[KVCacheBlock]:
         """Search from the right, looking at each block once: after a missing block only shorter prefixes remain."""
         step = alignment // self.block_size
         index = end = min(max_length // self.block_size, len(block_hashes) // self.granules) // step * step
         first = self._first_block(end)
-        blocks = self._blocks_backwards(block_hashes, end)
+        blocks = self._blocks_backwards(block_hashes, end, contents)
         found: list[KVCacheBlock] = []
         while index > first:
             index -= 1
@@ -65,12 +65,14 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """Return the first block that the token after ``end`` blocks reads."""
         return self.first_read(end * self.block_size) // self.block_size
 
-    def _blocks_backwards(self, block_hashes: Sequence[bytes], end: int) -> Iterator[KVCacheBlock | None]:
+    def _blocks_backwards(
+        self, block_hashes: Sequence[bytes], end: int, contents: Contents
+    ) -> Iterator[KVCacheBlock | None]:
         """Yield the cached block, or None, of blocks ``end - 1`` down to 0."""
         keys: Iterable[bytes] = block_hashes[end * self.granules - 1 :: -self.granules] if end else ()
         if self.group_id:
             keys = map(partial(group_key, group=self.group_id), keys)
-        return map(self.pool.get_cached_block, keys)
+        return map(contents.get_cached_block, keys)
 
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Free blocks by the acknowledged count, because steps in flight can still be rolled back."""

@@ -17,6 +17,7 @@ from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EngineState, Rejected, Statistics, Stop
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
@@ -27,6 +28,7 @@ from quire.scheduler_proc.process.pause import KeptPause
 from quire.scheduler_proc.process.step_deadline import StepDeadline
 from quire.scheduler_proc.process.step_times import StepTimes
 from quire.scheduler_proc.process.throughput import ThroughputLog
+from quire.scheduler_proc.process.tier_transfers import TierTransfers
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -72,6 +74,7 @@ class SchedulerLoop:
         self._clock = clock
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
+        self._transfers = TierTransfers(config, transport, self._journal)
         self._scheduler: Scheduler | None = None
         self._throughput = ThroughputLog(clock())
         self._num_too_large = 0
@@ -124,6 +127,7 @@ class SchedulerLoop:
         self._receive_from_workers()
         self._receive_from_front_ends()
         if self._scheduler is not None:
+            self._transfers.turn(self._scheduler, self._workers, self._clock())
             self._grammars.release(self._scheduler)
             if self._workers is not None:
                 self._grammars.send_inputs(self._scheduler, self._workers)
@@ -139,9 +143,9 @@ class SchedulerLoop:
         now = self._clock()
         if now >= self._throughput.due:
             self._throughput.report(self._scheduler, now)
-        remaining = self._deadline.remaining(now)
-        if remaining is not None:
-            timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
+        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now)):
+            if remaining is not None:
+                timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         masks_due = self._grammars.deadline
         if masks_due is not None and (due_ms := max(0, ceil((masks_due - now) * 1000))) < timeout_ms:
             self._transport.wait(due_ms)
@@ -175,9 +179,11 @@ class SchedulerLoop:
             now = self._clock()
             self._journal.before_step()
             step = scheduler.schedule(now)
+            self._transfers.send_loads(scheduler, workers, now)
             frames = None if step is None else workers.send(step)
+            self._transfers.send_stores(scheduler, workers)
             decided = self._clock()
-            self._log_decisions(scheduler)
+            self._journal.note(scheduler.decisions.take())
             self._journal.decided(now, step, frames)
             if step is None:
                 return
@@ -190,7 +196,7 @@ class SchedulerLoop:
 
     def _reply(self) -> None:
         if self._scheduler is not None:
-            self._log_decisions(self._scheduler)
+            self._journal.note(self._scheduler.decisions.take())
             if messages := self._scheduler.take_messages():
                 began = self._clock()
                 for client, message in messages:
@@ -202,15 +208,8 @@ class SchedulerLoop:
             self._journal.dump_in_thread("requested by signal")
 
     def _with_process_counters(self, statistics: Statistics) -> Statistics:
-        lost, slow = self._journal.num_lost_lines, self._deadline.num_slow
-        size = self._config.block_size
-        return self._step_times.add_to(statistics, num_trace_lines_lost=lost, num_slow_steps=slow, block_size=size)
-
-    def _log_decisions(self, scheduler: Scheduler) -> None:
-        decisions = scheduler.decisions.take()
-        self._journal.note(decisions)
-        for decision in decisions:
-            log.debug(str(decision))
+        counts = {"num_trace_lines_lost": self._journal.num_lost_lines, "num_slow_steps": self._deadline.num_slow}
+        return self._step_times.add_to(statistics, block_size=self._config.block_size, **counts)
 
     def _serve_kv_events(self) -> None:
         """Publish changes made outside steps, and answer one replay request; more wait for the next turn."""
@@ -234,6 +233,8 @@ class SchedulerLoop:
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._on_step_message(self._scheduler, workers, received)
+            case BlocksMoved() | DiskContents() as answer if self._scheduler is not None:
+                self._transfers.answered(self._scheduler, answer)
             case Hello() as hello:
                 if reason := mismatch(hello):
                     workers.send_to(rank, Refused(reason, final=True))
@@ -252,10 +253,10 @@ class SchedulerLoop:
 
     def _configure(self, workers: WorkerGroup) -> Configure:
         """Return the configuration of a new group. A replacement continues after the last step, with as many blocks."""
-        if self._scheduler is None:
-            return Configure(workers.worker_epoch, self._layout, self._config)
-        num_blocks = self._scheduler.kv.pool.num_usable_blocks + 1
-        return Configure(workers.worker_epoch, self._layout, self._config, self._scheduler.last_step, num_blocks)
+        told, scheduler = (workers.worker_epoch, self._layout, self._config), self._scheduler
+        if scheduler is None:
+            return Configure(*told)
+        return Configure(*told, scheduler.last_step, scheduler.kv.pool.num_usable_blocks + 1)
 
     def _on_step_message(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
         before = scheduler.num_generated_tokens
@@ -275,8 +276,8 @@ class SchedulerLoop:
 
     def _report_progress(self) -> None:
         self._progress_due = False
-        if self._workers is not None:
-            self._child.report(Report("progress", worker_epoch=self._workers.worker_epoch))
+        if (workers := self._workers) is not None:
+            self._child.report(Report("progress", worker_epoch=workers.worker_epoch))
 
     def _restart_with_smaller_steps(self, fault: StepTooLarge) -> None:
         """Restart running requests on the same workers with smaller steps.
@@ -301,9 +302,9 @@ class SchedulerLoop:
         self._grammars.forget_step()
         if self._scheduler is None:
             return False
-        found = self._scheduler.begin_worker_epoch(new_workers=new_workers)
+        is_found = self._scheduler.begin_worker_epoch(new_workers=new_workers)
         self._journal.worker_epoch_began(budget_halved=budget_halved, new_workers=new_workers, reason=reason)
-        return found
+        return is_found
 
     def _lose_group(self, reason: str, *, ends_itself: bool = False) -> None:
         """Abandon the worker group, which died or sent invalid messages. The supervisor ends and replaces it.
@@ -319,6 +320,7 @@ class SchedulerLoop:
             self._child.report(Report("group_failed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
         self._transport.close_group(workers)
         self._deadline.forget()
+        self._transfers.forget()
         self._num_too_large = 0
         if self._begin_worker_epoch(reason, budget_halved=False, new_workers=True):
             self._child.report(Report("suspect_confirmed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
@@ -332,24 +334,25 @@ class SchedulerLoop:
 
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
-        scheduler = self._scheduler or self._make_scheduler(min(ready.num_blocks), ready.plan.block_size)
+        scheduler = self._scheduler or self._make_scheduler(workers, min(ready.num_blocks), ready.plan.block_size)
         found = min(ready.num_blocks), ready.plan.block_size
         expected = scheduler.kv.pool.num_usable_blocks + 1, self._config.block_size
         if found != expected:
             pools = "the new workers have {} KV blocks of {} tokens, but the previous workers had {} of {}"
             raise EngineError(pools.format(*found, *expected))
+        self._transfers.begin(scheduler, workers)
         self._child.report(Report("ready", detail=ready.detail, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))
 
-    def _make_scheduler(self, num_blocks: int, block_size: int) -> Scheduler:
+    def _make_scheduler(self, workers: WorkerGroup, num_blocks: int, block_size: int) -> Scheduler:
         """Make the Scheduler. ``block_size``: one that the workers' attention kernels can read."""
         self._config = msgspec.structs.replace(self._config, block_size=block_size)
         self._layout = self._layout.with_block_size(block_size)
-        header = TraceHeader(self._config, self._layout, num_blocks)
-        hash_bytes = HASH_BYTES[self._config.prefix_caching_hash_algo]
-        recorder = None if self._kv_events is None else self._kv_events.record(self._layout, hash_bytes)
+        header = TraceHeader(self._config, self._layout, num_blocks, *self._transfers.open(workers))
+        events, hash_bytes = self._kv_events, HASH_BYTES[self._config.prefix_caching_hash_algo]
+        recorder = None if events is None else events.record(self._layout, hash_bytes)
         scheduler = self._scheduler = self._journal.begin(header, recorder)
         self._pause.restore(scheduler, self._journal)
         self._collector.start()
@@ -367,12 +370,10 @@ class SchedulerLoop:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
             case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
-                is_duplicate = (
-                    isinstance(event, AddRequest) and (client, event.request_id) in self._scheduler.table.requests
-                )
+                is_known = (client, getattr(event, "request_id", "")) in self._scheduler.table.requests
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)
-                if isinstance(event, AddRequest) and not is_duplicate:
+                if isinstance(event, AddRequest) and not is_known:
                     self._grammars.hold(self._scheduler, event, client)
                 self._pause.follow(self._scheduler)
                 self._collector.after_message()
@@ -380,7 +381,6 @@ class SchedulerLoop:
                 pass  # requests that only a loaded engine can answer
 
     def _on_client_disconnect(self, client: int) -> None:
-        """Abort the client's requests."""
         if self._scheduler is not None:
             self._scheduler.drop_client(client)
             self._journal.client_dropped(client)

@@ -1,7 +1,10 @@
 """The ZeroMQ transport of the scheduler process: its sockets and the poller that the loop sleeps on."""
 
+import fcntl
+import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
+from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import WorkerToScheduler
 from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
+from quire.scheduler_proc.process.disk_folder import DiskFolder
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
@@ -104,6 +109,21 @@ class Sockets:
         if publisher.replay_socket is not None:
             self._waiter.add(publisher.replay_socket)
         return publisher
+
+    def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
+        """Make an anonymous file per rank. A page of it takes memory when it is first written."""
+        made = []
+        for rank, size in enumerate(page_bytes):
+            descriptor = os.memfd_create(f"quire-pages-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(descriptor, num_pages * size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # a truncated page would end its reader
+            made.append(HostPages(f"/proc/{os.getpid()}/fd/{descriptor}", num_pages, size))
+        return made
+
+    def open_page_files(
+        self, config: EngineConfig, page_bytes: Sequence[int], layouts: Sequence[Sequence[bytes]]
+    ) -> DiskFolder:
+        return DiskFolder(config, page_bytes, layouts)
 
     def close(self) -> None:
         for group in list(self._channels):

@@ -1,9 +1,12 @@
 """The interfaces through which the loop exchanges messages: ZeroMQ in sockets.py, lists in the simulation."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.worker_group import WorkerGroup
@@ -17,6 +20,25 @@ class Hub(Protocol):
     def receive(self) -> PeerMessage | None: ...
 
     def forget(self, peer: bytes) -> None: ...
+
+
+class PageFiles(Protocol):
+    """The files of the disk tier, one for each rank; see ``DiskFolder``."""
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def forgotten(self) -> int: ...
+
+    def forget(self, generation: int) -> None:
+        """Write that contents up to this generation must not be found."""
+        ...
+
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Overwrite the headers of pages on all ranks."""
+        ...
 
 
 class Transport(Protocol):
@@ -40,3 +62,21 @@ class Transport(Protocol):
         ...
 
     def open_kv_events(self, config: EngineConfig) -> KVEventPublisher: ...
+
+    def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
+        """Make the memory of each rank's pages, which lasts as long as this process. Returns where each rank finds it.
+
+        Args:
+            page_bytes: bytes of a page, of each rank.
+        """
+        ...
+
+    def open_page_files(
+        self, config: EngineConfig, page_bytes: Sequence[int], layouts: Sequence[Sequence[bytes]]
+    ) -> PageFiles:
+        """Open the files of the disk tier. Raises ConfigError if they cannot be used.
+
+        Args:
+            page_bytes, layouts: those of each rank, as in Ready.
+        """
+        ...

@@ -4,9 +4,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Channel, Frames, Received, SendFailed
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 
 
@@ -14,7 +17,7 @@ class WorkerGroup:
     """Sends every message to all ranks, and releases a result when the digests of all ranks agree on its step.
 
     Owns the channels, and per rank its ready message, digests, and results of rank 0 that wait for digests. A single
-    rank sends no digests.
+    rank sends no digests. A transfer is answered when all ranks have answered it.
 
     Attributes:
         epoch: the worker epoch of this group.
@@ -30,10 +33,22 @@ class WorkerGroup:
         self._ready: dict[int, Ready] = {}
         self._held: deque[Received] = deque()
         self._digests: dict[int, dict[int, bytes]] = {}
+        self._moved: dict[int, dict[int, BlocksMoved]] = {}
+        self._contents: dict[int, DiskContents] = {}
 
     @property
     def size(self) -> int:
         return len(self._channels)
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """The bytes of a page on each rank; 0 if blocks cannot be stored in pages."""
+        return [self._ready[rank].page_bytes for rank in range(self.size)]
+
+    @property
+    def layouts(self) -> list[list[bytes]]:
+        """The names of the meaning of a block's bytes, of each rank."""
+        return [self._ready[rank].layouts for rank in range(self.size)]
 
     def send(self, message: Any) -> Frames:
         """Send to all ranks. Returns the frames for rank 0, even when sending failed."""
@@ -66,6 +81,17 @@ class WorkerGroup:
                         self._digests.setdefault(digest.step, {})[rank] = digest.value
                     case ModelRunnerOutput() if self.size > 1:
                         self._held.append(received)
+                    case BlocksMoved() as moved if self.size > 1:
+                        answers = self._moved.setdefault(moved.transfer, {})
+                        answers[rank] = moved
+                        if len(answers) == self.size:
+                            del self._moved[moved.transfer]
+                            return rank, received._replace(message=_of_all_ranks(list(answers.values())))
+                    case DiskContents() as contents if self.size > 1:
+                        self._contents[rank] = contents
+                        if len(self._contents) == self.size:
+                            of_all = common_contents([self._contents[rank] for rank in range(self.size)])
+                            return rank, received._replace(message=of_all)
                     case _:
                         return rank, received
         return self.agreed()
@@ -94,3 +120,38 @@ class WorkerGroup:
             raise EngineError(f"the ranks disagree on step {step}")
         del self._digests[step]
         return 0, self._held.popleft()
+
+
+def common_contents(answers: Sequence[DiskContents]) -> DiskContents:
+    """Return the contents that all ranks have in the same page, with the same generation; none if a rank has a reason.
+
+    A page whose store ended on some ranks only is thereby not found.
+    """
+    common, *others = [_in_columns(answer) for answer in answers]
+    if reason := next((answer.reason for answer in answers if answer.reason), ""):
+        return DiskContents(common[0][:0], common[1][:0], b"", reason=reason)
+    for columns in others:
+        _, *rows = np.intersect1d(common[0], columns[0], assume_unique=True, return_indices=True)
+        ours, theirs = [[column[at] for column in each] for each, at in zip((common, columns), rows, strict=True)]
+        equal = (ours[1] == theirs[1]) & (ours[2] == theirs[2])
+        if len(equal):
+            equal &= ours[3].shape == theirs[3].shape and (ours[3] == theirs[3]).all(axis=1)
+        common = [column[equal] for column in ours]
+    pages, generations, groups, keys = common
+    return DiskContents(pages, generations, keys.tobytes(), groups if groups.any() else None)
+
+
+def _in_columns(contents: DiskContents) -> list[Any]:
+    """Return page ids, generations, groups and keys."""
+    count = len(contents.page_ids)
+    groups = np.zeros(count, np.int32) if contents.groups is None else contents.groups
+    keys = np.frombuffer(contents.keys, np.uint8).reshape(count, len(contents.keys) // max(count, 1))
+    return [contents.page_ids, contents.generations, groups, keys]
+
+
+def _of_all_ranks(answers: Sequence[BlocksMoved]) -> BlocksMoved:
+    """Return the answer of a group: a block has failed if it failed on any rank."""
+    failed = sorted({index for answer in answers for index in answer.failed})
+    reason = next((answer.reason for answer in answers if answer.reason), "")
+    seconds, disk_seconds = (max(getattr(each, name) for each in answers) for name in ("seconds", "disk_seconds"))
+    return BlocksMoved(answers[0].transfer, failed, seconds, reason, disk_seconds)

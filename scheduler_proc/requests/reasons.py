@@ -15,6 +15,8 @@ class WaitReason(enum.StrEnum):
     WHOLE_PROMPT = "whole_prompt"
     """Without chunked prefill, the whole prompt must fit into the rest of the token budget."""
     KV_BLOCKS = "kv_blocks"
+    KV_PRESSURE = "kv_pressure"
+    """Too many blocks are used for another admission (``kv_pressure_high``)."""
     FULL_SEQUENCE = "full_sequence"
     """The pool has no room for the longest sequence that it may become (``reserve_full_sequence``)."""
     PREEMPTING = "preempting"
@@ -24,6 +26,8 @@ class WaitReason(enum.StrEnum):
     SUSPECT = "suspect"
     """Another request runs alone, because it may be the one that crashes the workers."""
     GRAMMAR = "grammar"
+    LOADING = "loading"
+    """Blocks of its prompt are copied from host memory or disk."""
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
 
@@ -31,8 +35,10 @@ class WaitReason(enum.StrEnum):
 class PreemptReason(enum.StrEnum):
     """Why a running request was preempted."""
 
+    LEAST_LOSS = "least_loss"
+    """Another request needed a block; this one has the fewest tokens to compute again."""
     YOUNGEST = "youngest"
-    """Another request needed a block; this one was admitted last."""
+    """This one was admitted last: only in replays that imitate an engine with this rule."""
     LOWEST_PRIORITY = "lowest_priority"
     OVER_SHARE = "over_share"
     """Another tenant lacked a row or blocks, and this request's tenant has the most of them."""
@@ -44,6 +50,8 @@ class PreemptReason(enum.StrEnum):
     """Another request must run alone."""
     HELD = "held"
     """Something outside of the scheduler that it needs for its next token is not ready."""
+    JOINS_LOAD = "joins_load"
+    """It has computed its part of its cached prefix, and continues behind the part that is loaded."""
     NEW_EPOCH = "new_epoch"
     """The workers lost their state."""
 
@@ -52,7 +60,12 @@ HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 
 
 class Decision(NamedTuple):
-    """One decision. ``kind``: wait, preempt or evict. ``beneficiary``: id of the request that gains by it, if any."""
+    """One decision. ``kind``: wait, preempt, evict, store or choose.
+
+    ``beneficiary``: id of the request that gains by it, if any. ``num_blocks``: blocks that are evicted, stored, or
+    loaded meanwhile. The reason of a store is the tier; that of a choice is what was chosen. ``num_tokens``: computed
+    positions of a preempted request. ``detail``: figures. Both are not in traces, because a replay gives them.
+    """
 
     step: int
     kind: str
@@ -60,9 +73,14 @@ class Decision(NamedTuple):
     reason: str
     beneficiary: str = ""
     num_blocks: int = 0
+    num_tokens: int = 0
+    detail: str = ""
 
     def __str__(self) -> str:
         """Return one line for the log; request ids are quoted, because clients may choose them."""
-        what = f"request={self.request_id!r}" if self.request_id else f"num_blocks={self.num_blocks}"
+        what = f"request={self.request_id!r}" if self.request_id else ""
+        what += f" num_blocks={self.num_blocks}" if self.num_blocks else ""
+        what += f" num_tokens={self.num_tokens}" if self.num_tokens else ""
         beneficiary = f" beneficiary={self.beneficiary!r}" if self.beneficiary else ""
-        return f"{self.kind} step={self.step} {what} reason={self.reason}{beneficiary}"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.kind} step={self.step} {what.strip()} reason={self.reason}{beneficiary}{detail}"

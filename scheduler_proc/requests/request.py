@@ -58,11 +58,12 @@ class Request:
         stop_tokens: token ids that end the request.
         max_total_tokens: limit for prompt and output tokens together.
         ignore_results_until: results of steps up to this one no longer apply to this request.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before admission.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
         num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
         draft_state: state of the draft policy for this request.
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
+        split_at: position up to which it computes while the rest of its cached prefix is loaded; 0 if nothing is.
         wait_reason: why the request waits, while it waits.
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
         joined_step: the last step before steady decode.
@@ -104,6 +105,7 @@ class Request:
         "sampling",
         "seed",
         "skip_reading_prefix_cache",
+        "split_at",
         "status",
         "stop_tokens",
         "synced_step",
@@ -162,6 +164,7 @@ class Request:
         self.introduced = False
         self.on_worker = False
         self.parked = False
+        self.split_at = 0
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
         self.tables: Sequence[list[KVCacheBlock]] = ()
@@ -272,6 +275,7 @@ class Request:
     def forget_in_flight(self) -> None:
         """Reset the counters of steps in flight, which will never be answered."""
         self._num_in_flight = self._num_output_placeholders = self.num_drafts_in_flight = 0
+        self.split_at = 0
 
     def join_steady(self, clock: StepClock) -> None:
         """Join steady decode: each step after ``clock.sent`` computes one position and samples one token.

@@ -15,6 +15,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.channel import Frames
 from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 
@@ -59,12 +60,25 @@ class TraceHeader(msgspec.Struct, frozen=True):
     config: EngineConfig
     kv_layout: KVLayout
     num_blocks: int
+    num_host_pages: int = 0
+    num_disk_pages: int = 0
+    forgotten: int = 0
+    costs: CostState = CostState()
 
     def make_scheduler(
         self, *, steady_decode: bool = True, hooks: SchedulerHooks = NO_HOOKS, kv_events: KVEventRecorder | None = None
     ) -> Scheduler:
         return Scheduler(
-            self.config, self.kv_layout, self.num_blocks, steady_decode=steady_decode, hooks=hooks, kv_events=kv_events
+            self.config,
+            self.kv_layout,
+            self.num_blocks,
+            steady_decode=steady_decode,
+            hooks=hooks,
+            kv_events=kv_events,
+            num_host_pages=self.num_host_pages,
+            num_disk_pages=self.num_disk_pages,
+            forgotten=self.forgotten,
+            costs=self.costs,
         )
 
 

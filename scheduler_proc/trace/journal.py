@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
@@ -18,6 +20,7 @@ from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.files import TraceFiles
+from quire.scheduler_proc.trace.kept_costs import KeptCosts
 from quire.scheduler_proc.trace.keyframe import idle_state
 from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
@@ -25,6 +28,7 @@ from quire.scheduler_proc.trace.translate import make_header
 from quire.scheduler_proc.trace.writer import TraceWriter
 
 log = event_logger("scheduler.trace")
+decisions_log = event_logger("scheduler")
 
 RING_BYTES = 24 * 2**20
 """About 18,000 steps of 256 requests, some minutes. Replaying more would delay a failed engine's dump too long."""
@@ -33,8 +37,8 @@ RING_BYTES = 24 * 2**20
 class Journal:
     """Records each event and each decision right after the Scheduler took it, in the same order.
 
-    Owns the event log, the trace files and the dump folder. Waits for the disk only in ``close`` and in the dump of an
-    engine that has ended.
+    Owns the event log, the trace files, the dump folder and the file of learned costs. Waits for the disk
+    only in ``close``, in the dump of an engine that has ended, and for the small file of learned costs while idle.
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, is_restart: bool = False) -> None:
@@ -50,6 +54,7 @@ class Journal:
         self._config = config
         self._clock = clock
         self._header: TraceHeader | None = None
+        self._costs: KeptCosts | None = None
         self._scheduler: Scheduler | None = None
         self._recorder: TraceRecorder | None = None
         self._writer: TraceWriter | None = None
@@ -83,6 +88,8 @@ class Journal:
 
     def begin(self, header: TraceHeader, kv_events: KVEventRecorder | None = None) -> Scheduler:
         """Make a Scheduler from ``header`` and record it. Raises ConfigError when the trace cannot be written."""
+        self._costs = KeptCosts(header)
+        header = msgspec.structs.replace(header, costs=self._costs.read())
         writer = self._start_trace(header)
         if writer is None:
             self._scheduler = header.make_scheduler(kv_events=kv_events)
@@ -154,9 +161,11 @@ class Journal:
             self._recorder.decided(now, step)
 
     def note(self, decisions: list[Decision]) -> None:
-        """Record why requests wait, were preempted, or lost cached contents."""
+        """Record and log why requests wait, were preempted, or lost cached contents."""
         if self._recorder is not None and decisions:
             self._recorder.note(decisions)
+        for decision in decisions:
+            decisions_log.debug(str(decision))
 
     def pause(self) -> None:
         """Call before the loop sleeps: encodes lines, which is the expensive part of a trace, if enough are pending."""
@@ -167,6 +176,7 @@ class Journal:
         """Call when the loop was idle: flushes lines, and records a keyframe when due, which costs O(blocks)."""
         if self._writer is not None:
             self._writer.flush()
+        self._keep_costs()
         if self._scheduler is not None and self.log.is_keyframe_due:
             state = idle_state(self._scheduler)
             if state is not None:
@@ -201,7 +211,12 @@ class Journal:
             return Path(self._config.trace).parent
         return Path(self._config.crash_dump_dir) if self._config.crash_dump_dir else None
 
+    def _keep_costs(self) -> None:
+        if self._scheduler is not None and self._costs is not None:
+            self._costs.write(self._scheduler.transfers.costs)
+
     def close(self, reason: str = "") -> None:
+        self._keep_costs()
         if self._writer is not None:
             self._writer.close(End(now=self._clock(), reason=reason))
         if self._dump_thread is not None:

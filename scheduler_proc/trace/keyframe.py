@@ -4,9 +4,45 @@ import msgspec
 import numpy as np
 
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 
 PAUSES = ("", "pause_new", "pause")
+
+
+class PagesState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The pages of a tier, as of a pool of blocks, while no transfer is in flight.
+
+    Attributes:
+        free_pages: all pages but page 0, in reuse order.
+        cached: (page, key) of each content.
+        tenants: as in IdleState.
+        is_open: see ``Tier``.
+        num_safe: see ``Transfers.restore``.
+    """
+
+    free_pages: list[int]
+    cached: list[tuple[int, bytes]] = []
+    tenants: list[tuple[int, int, int]] = []
+    is_open: bool = True
+    num_safe: int = 0
+
+
+class TiersState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tiers behind the device while no transfer is in flight.
+
+    Attributes:
+        last_transfer: number of the newest transfer.
+        forgotten: see ``DiskTier``.
+        stores_yield_at: see ``Transfers.restore``.
+        costs: what was learned.
+    """
+
+    pages: list[PagesState]
+    last_transfer: int = 0
+    forgotten: int = 0
+    stores_yield_at: int = -1
+    costs: CostState = CostState()
 
 
 class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,6 +61,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         free_blocks: all blocks but the null block, in reuse order.
         cached: (block, key) of each cached content; blocks with equal keys in lookup order.
         tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
+        tiers: the tiers behind the device; None without any.
     """
 
     step: int
@@ -37,6 +74,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     free_blocks: list[int]
     cached: list[tuple[int, bytes]] = []
     tenants: list[tuple[int, int, int]] = []
+    tiers: TiersState | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -59,6 +97,30 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         free_blocks=[block.block_id for block in pool.free_block_queue.blocks()],
         cached=pool.contents(),
         tenants=pool.left_by_tenant(),
+        tiers=_tiers_state(scheduler) if scheduler.kv.tiers else None,
+    )
+
+
+def _tiers_state(scheduler: Scheduler) -> TiersState:
+    last, num_safe, yield_at = scheduler.transfers.state
+    disk = scheduler.kv.disk
+    pages = [
+        PagesState(
+            free_pages=[page.block_id for page in tier.pages.free_block_queue.blocks()],
+            cached=tier.pages.contents(),
+            tenants=tier.pages.left_by_tenant(),
+            is_open=tier.is_open,
+            num_safe=count,
+        )
+        for tier, count in zip(scheduler.kv.tiers, num_safe, strict=True)
+    ]
+    forgotten = 0 if disk is None else disk.forgotten
+    return TiersState(
+        pages=pages,
+        last_transfer=last,
+        forgotten=forgotten,
+        stores_yield_at=yield_at,
+        costs=scheduler.transfers.costs.state,
     )
 
 
@@ -84,7 +146,21 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
     scheduler.in_flight.set_handles(np.array(state.rows, np.int32))
     scheduler.table.restore(state.removed, state.retired)
     scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
+    _restore_tiers(scheduler, TiersState(pages=[]) if state.tiers is None else state.tiers)
     scheduler.resume_after(state.step)
+
+
+def _restore_tiers(scheduler: Scheduler, state: TiersState) -> None:
+    tiers = scheduler.kv.tiers
+    if len(tiers) != len(state.pages):
+        raise ValueError(f"invalid keyframe: it has {len(state.pages)} tiers, and the header has {len(tiers)}")
+    for tier, pages in zip(tiers, state.pages, strict=True):
+        tier.pages.restore(pages.free_pages, pages.cached, pages.tenants)
+        tier.is_open = pages.is_open
+    if scheduler.kv.disk is not None:
+        scheduler.kv.disk.forgotten = state.forgotten
+    scheduler.transfers.restore(state.last_transfer, [pages.num_safe for pages in state.pages], state.stores_yield_at)
+    scheduler.transfers.costs.restore(state.costs)
 
 
 def encode_state(state: IdleState) -> bytes:
@@ -101,5 +177,12 @@ def with_short_hashes(state: IdleState, hash_bytes: int) -> IdleState:
 
     ``hash_bytes``: length of a whole hash; the rest of a key is the group.
     """
-    cached = [(block, key[:SHORT_HASH_BYTES] + key[hash_bytes:]) for block, key in state.cached]
-    return msgspec.structs.replace(state, cached=cached)
+
+    def short(contents: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        return [(block, key[:SHORT_HASH_BYTES] + key[hash_bytes:]) for block, key in contents]
+
+    tiers = state.tiers
+    if tiers is not None:
+        pages = [msgspec.structs.replace(each, cached=short(each.cached)) for each in tiers.pages]
+        tiers = msgspec.structs.replace(tiers, pages=pages)
+    return msgspec.structs.replace(state, cached=short(state.cached), tiers=tiers)

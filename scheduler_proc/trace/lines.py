@@ -6,16 +6,20 @@ clock. Block hashes are cut to ``Header.hash_bytes`` bytes and base64-encoded, l
 JSON.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 from zlib import crc32
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Abort, Control, Ended, Stop
-from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
+from quire.scheduler_proc.core.events import Fail, Hold, LoadLate, Refuse, Release
+from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.trace.keyframe import IdleState
 
@@ -39,6 +43,9 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
         began: ``wall`` of part 0, by which the other parts of the same trace are known; 0 in part 0 itself.
         restarted: the scheduler of the previous part died, and this part begins with a new one, without requests.
         prompts: whether arrivals have their token ids.
+        num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without.
+        forgotten: contents on disk up to this generation had been forgotten.
+        costs: what the scheduler knew about the costs of prefills and loads.
         complete: false for a crash dump that starts in the middle of a run. When its second line is a keyframe, it can
             be replayed from there; otherwise it can only be read.
     """
@@ -57,6 +64,10 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     complete: bool = True
     began: float = 0.0
     restarted: bool = False
+    num_host_pages: int = 0
+    num_disk_pages: int = 0
+    forgotten: int = 0
+    costs: CostState = CostState()
 
     @property
     def trace_id(self) -> float:
@@ -94,7 +105,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     prompt_token_ids: list[int] | None = None
 
 
-OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail
+OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail | BlocksMoved | DiskContents | LoadLate
 
 
 class Event(Line, frozen=True, kw_only=True, tag="event"):
@@ -146,7 +157,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """Why a request waits or was preempted, or a content was evicted; see ``scheduler_proc/requests/reasons.py``.
 
-    ``what``: ``wait``, ``preempt`` or ``evict``.
+    ``what``: ``wait``, ``preempt``, ``evict``, ``store`` or ``choose``.
     """
 
     what: str
@@ -258,8 +269,15 @@ AnyLine: TypeAlias = (
     | End
 )
 
-_encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyLine] = msgspec.json.Decoder(AnyLine)
+
+def _decode_array(kind: Any, numbers: list[int]) -> npt.NDArray[Any]:
+    """``kind``: an annotation of protocol/wire/arrays.py."""
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.array(numbers, dtype)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=np.ndarray.tolist)
+_decoder: msgspec.json.Decoder[AnyLine] = msgspec.json.Decoder(AnyLine, dec_hook=_decode_array)
 
 
 def encode_line(line: Line) -> bytes:

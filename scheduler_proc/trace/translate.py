@@ -1,6 +1,7 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
 import msgspec
+import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
@@ -8,6 +9,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
@@ -51,6 +53,10 @@ def make_header(
         config=public_config(header.config),
         kv_layout=header.kv_layout,
         num_blocks=header.num_blocks,
+        num_host_pages=header.num_host_pages,
+        num_disk_pages=header.num_disk_pages,
+        forgotten=header.forgotten,
+        costs=header.costs,
         now=now,
         wall=wall,
         hash_bytes=HASH_BYTES,
@@ -77,6 +83,8 @@ def public_config(config: EngineConfig) -> EngineConfig:
         kv_events_curve_dir="",
         trace="",
         crash_dump_dir="",
+        learned_costs_dir="",
+        ssd_cache_dir="",
     )
 
 
@@ -120,7 +128,17 @@ def event_line(now: float, client: int, event: OtherEvent, hashes: Hashes) -> Ev
             event = Refuse(event.request_id, event.code, event.param, "")
         case Fail():
             event = Fail(event.request_id, event.detail.split(":", 1)[0])
+        case BlocksMoved():
+            event = msgspec.structs.replace(event, reason="")
+        case DiskContents():
+            event = msgspec.structs.replace(event, keys=_short_keys(event), reason=event.reason and "unusable")
     return Event(now=now, client=client, event=event, hashes=hashes)
+
+
+def _short_keys(event: DiskContents) -> bytes:
+    if not (count := len(event.page_ids)):
+        return b""
+    return np.frombuffer(event.keys, np.uint8).reshape(count, -1)[:, :HASH_BYTES].tobytes()
 
 
 def client_dropped_line(now: float, client: int, hashes: Hashes) -> ClientDropped:

@@ -62,8 +62,8 @@ def test_huge_token_id_is_refused(tmp_path: Path, token_id: int) -> None:
 def test_tokenizer_that_is_slow_for_ordinary_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(tokenizer_checks, "TRIAL_SECONDS", 0.1)
-    with pytest.raises(ConfigError, match=r"tokenizer.json: the tokenizer needs more than 0.1 s or 1 GiB"):
+    monkeypatch.setattr(tokenizer_checks, "TRIAL_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match=r"tokenizer.json: the tokenizer needs more than 0.01 s or 1 GiB"):
         TextIn.load(written(tmp_path, **fields))
 
 
@@ -71,7 +71,7 @@ def test_tokenizer_that_is_slow_for_one_text_does_not_stop_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trial cannot find every trigger. After the first slow text, all are processed in threads."""
-    monkeypatch.setattr(texts, "SLOW_SECONDS", 0.02)
+    monkeypatch.setattr(texts, "SLOW_SECONDS", 0.004)
     text_in = TextIn.load(written(tmp_path, normalizer=doubled("\N{SNOWMAN}", 15)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

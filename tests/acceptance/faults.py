@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 from tqdm import tqdm
 
+from quire.launch.measure.http_client import parse_metrics
 from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
@@ -48,6 +50,7 @@ class FaultRecord:
         next_token: until the end of the longest silence. None if other streams continued all the time.
         all_tokens: until every stream had its next token.
         gone: for a supervisor, until no process or file of the server was left.
+        kept: of the contents in tiers (docs/tiers.md) at the death, the part that is there when all streams continue.
     """
 
     kind: Kind
@@ -55,6 +58,7 @@ class FaultRecord:
     next_token: float | None = None
     all_tokens: float | None = None
     gone: float | None = None
+    kept: float | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +115,8 @@ def server_flags(args: argparse.Namespace) -> list[str]:
     flags = ["--dtype", "float32", "--tensor-parallel-size", str(args.tensor_parallel_size)]
     flags += ["--api-server-count", str(args.api_server_count), "--max-num-seqs", str(2 * args.streams)]
     flags += ["--deterministic"] if args.deterministic else []
-    return flags if args.standby else [*flags, "--no-standby-workers"]
+    flags += [] if args.standby else ["--no-standby-workers"]
+    return flags + shlex.split(args.serve_args or "")
 
 
 # ---- all processes except the supervisor
@@ -168,6 +173,7 @@ async def _kill_one(
     victim = draw.choice(server.victims(ROLES[kind]))
     if kind == "frontend":
         slots.expect_cut(_client_ports(victim))
+    cached = await _cached_in_tiers(server.port)
     slots.arrivals.clear()
     record, began = FaultRecord(kind), time.monotonic()
     victim.send_signal(signal.SIGSTOP if kind == "worker-stop" else signal.SIGKILL)
@@ -183,7 +189,14 @@ async def _kill_one(
         resumed = slots.end_of_silence(began)
         record.next_token = resumed - began
     record.all_tokens = max(slots.first_arrivals(resumed)) - began
+    if cached:
+        record.kept = await _cached_in_tiers(server.port) / cached
     return record
+
+
+async def _cached_in_tiers(port: int) -> float:
+    """Return the number of blocks whose content is in a tier."""
+    return parse_metrics((await get(port, "/metrics"))[1]).get("tier_num_cached_blocks", 0.0)
 
 
 def _standbys_ready(server: FaultServer) -> bool:
@@ -273,6 +286,7 @@ def _count(outcome: Outcome, counts: AnswerCounts) -> None:
 
 def make_report(args: argparse.Namespace, outcome: Outcome) -> Report:
     names = ("kill", "count", "streams", "tensor_parallel_size", "api_server_count", "deterministic", "standby", "seed")
+    names = (*names, "serve_args")
     report = Report("faults", {name: getattr(args, name) for name in names})
     measures = {"noticed": "noticed", "next_token": "next token", "all_tokens": "all streams", "gone": "all gone"}
     rows = []
@@ -284,6 +298,8 @@ def make_report(args: argparse.Namespace, outcome: Outcome) -> Report:
                 rows.append(distribution_row(f"{kind}: {words}, ms", found))
                 report.results.setdefault(kind, {"deaths": len(records)})[f"{name}_ms"] = rounded(found, 1)
     report.tables.append(Table("from the signal", DISTRIBUTION_COLUMNS, rows))
+    if kept := [record.kept for record in outcome.records if record.kept is not None]:
+        report.results["kept_in_tiers"] = round(min(kept), 3)
     counts = [(name.replace("_", " "), [value]) for name, value in outcome.counts.items()]
     report.tables.append(Table("answers", ("",), [*counts, ("problems", [len(outcome.problems)])]))
     report.results |= outcome.counts | {"problems": len(outcome.problems)}

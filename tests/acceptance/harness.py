@@ -58,6 +58,7 @@ def _add_faults(under: Any) -> None:
         "--standby", action=standby, default=True, help="kill workers only when a standby is ready (on)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
 
 
 def _add_loads(under: Any) -> None:

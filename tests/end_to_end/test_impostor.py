@@ -45,7 +45,7 @@ def answers(server: Served) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -63,7 +63,8 @@ def test_a_new_front_end_finds_the_scheduler_again(server: Served) -> None:
     with impostor(zmq.ROUTER, file) as socket:
         (front_end,) = engine_processes("quire.launch.http")
         front_end.kill()
-        assert socket.poll(20_000)  # the new front end, or one that connected again
+        # Either it connects to the impostor, or it starts so late that the scheduler has its file back.
+        wait_until(lambda: bool(socket.poll(0)) or answers(server))
     wait_until(lambda: answers(server))
 
 

@@ -25,7 +25,8 @@ STEP_SECONDS = 0.002
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    served = Served("--simulate", "constant:2", "--num-gpu-blocks-override", "500", "--max-num-seqs", "32")
+    pool = ["--num-gpu-blocks-override", "500", "--cpu-offload-bytes", "64MiB"]
+    served = Served("--simulate", "constant:2", "--max-num-seqs", "32", *pool)
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
@@ -82,6 +83,17 @@ def test_prefix_cache_hits(server: Served) -> None:
     assert [details["cached_tokens"] for details in cached] == [0, 96]
 
 
+def test_host_memory_keeps_what_the_pool_evicts(server: Served) -> None:
+    """Ten prompts of 75 blocks, in a pool of 500."""
+    prompts = [[5 + number] * 1200 for number in range(10)]
+    for prompt in [*prompts, *prompts]:
+        usage = complete(server, prompt=prompt, max_tokens=2)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1184
+    metrics = server.metrics()
+    assert metrics["quire:tier_num_loaded_blocks_total"] > 500
+    assert metrics["quire:tier_num_failed_blocks_total"] == 0
+
+
 def test_a_disconnected_clients_request_is_aborted(server: Served) -> None:
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     before = server.metrics()["quire:generation_tokens_total"]
@@ -114,6 +126,7 @@ def test_log_probabilities(server: Served) -> None:
     [
         (["magic:3"], "roofline:CONFIG,CHIP"),
         (["constant:2", "--logits-processors", "mine:Own"], "--logits-processors"),
+        (["constant:2", "--ssd-cache-dir", "cache", "--ssd-cache-bytes", "1GiB"], "--ssd-cache-dir"),
         (["constant:2", "--kv-cache-memory-bytes", "1"], "not enough memory"),
     ],
 )

@@ -86,7 +86,7 @@ def test_loops_with_drafts_preemption_and_a_killed_worker(tmp_path: Path, drafts
     """The suffixes of the first loop are the drafts of the others. For ngram a script has too few repetitions, so its
     drafts are wrong."""
     make_script_checkpoint(tmp_path, scripts())
-    flags = ["--num-gpu-blocks-override", "64", "--max-model-len", "1024", "--max-num-seqs", "16"]
+    flags = ["--num-gpu-blocks-override", "64", "--watermark", "0", "--max-model-len", "1024", "--max-num-seqs", "16"]
     flags += ["--speculative-config", json.dumps(drafts)]
     num_chunks = 0
 

@@ -23,7 +23,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_serve_lists_sections(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "serve", "--help")
     assert "usage: quire serve [flags] [MODEL]" in text and "--config FILE.yaml" in text
-    assert "memory Memory and batch sizes (10 flags)" in text and "--max-num-seqs" not in text
+    assert "memory Memory and batch sizes (14 flags)" in text and "--max-num-seqs" not in text
 
 
 @pytest.mark.parametrize("word", ["scheduling", "scheduler", "sched", "Scheduling"])

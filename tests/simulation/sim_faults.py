@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from fake_pages import FAULTS as PAGE_FAULTS
 from fake_worker import Row
 from sim_scenario import DEADLY, FRAME_DAMAGE, WRONG_RESULTS, Fault
 from sim_violation import Violation
@@ -22,6 +23,7 @@ MOST_KILLS = 7
 """Most worker deaths that one request may cause (F4): three at most if its last token was in flight at each of these
 deaths and was committed after the third, which cleared it; then twice beside other requests and twice alone, if the
 others got tokens in between."""
+PAGE_FAULT_RATE = 0.03
 HELD_S = (0.0, 0.05, 0.7, 12.0)
 """Seconds for which a dead process may hold its memory before its death can be noticed."""
 
@@ -43,6 +45,8 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.tamper = Tamper(random.Random(f"tamper {seed}"), self.count)
         self._dying = random.Random(f"dying {seed}")
+        self.copies = random.Random(f"copies {seed}")
+        """When copies of blocks run, and which pages are damaged."""
         self.most_in_a_row = MOST_IN_A_ROW
         self.in_a_row = self.num_deadly = 0
         self.losses: dict[int, float] = {}
@@ -89,6 +93,13 @@ class Faults:
     def memory_held(self) -> float:
         """Draw the seconds for which a dying process holds its memory."""
         return self._dying.choice(HELD_S)
+
+    def page_fault(self) -> str:
+        """Return a fault for a page that is stored, or an empty string."""
+        if self.copies.random() >= PAGE_FAULT_RATE:
+            return ""
+        self.count("page")
+        return self.copies.choice(PAGE_FAULTS)
 
     def count(self, kind: str) -> None:
         """Count a fault of this kind."""

@@ -37,6 +37,7 @@ BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
 TENANT_SHARE = 0.25
 """Fraction of seeds with three tenants."""
+PAGE_BYTES = 4096
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
 
@@ -126,6 +127,7 @@ class Shape:
 def shape_of(seed: int) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
+    num_host_pages = settings.pop("num_host_pages")
     settings["max_num_queued_reqs"] = rng.choice((0, 0, 0, 8))
     settings["num_blocks"] = max(settings["num_blocks"], 10)
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
@@ -137,7 +139,11 @@ def shape_of(seed: int) -> Shape:
         standby=rng.random() < 0.5,
         step_s=rng.choice((0.02, 0.05, 0.1)),
         start_s=rng.choice((0.05, 0.2, 0.6)),
-        settings={**settings, "tensor_parallel_size": num_ranks},
+        settings={
+            **settings,
+            "tensor_parallel_size": num_ranks,
+            "cpu_offload_bytes": num_host_pages * num_ranks * PAGE_BYTES if settings["enable_prefix_caching"] else 0,
+        },
         real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 

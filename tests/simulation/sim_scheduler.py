@@ -1,6 +1,7 @@
 """A simulated scheduler process: the real loop over a simulated transport, child and hub."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim_fairness import FairnessCheck
@@ -12,6 +13,7 @@ from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
+from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler
@@ -107,6 +109,10 @@ class SimTransport:
 
     def open_kv_events(self, config: Any) -> KVEventPublisher:
         raise NotImplementedError
+
+    def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
+        names = [f"pages {self._process.incarnation} {rank}" for rank in range(len(page_bytes))]
+        return [HostPages(name, num_pages, size) for name, size in zip(names, page_bytes, strict=True)]
 
 
 class SimScheduler(SimProcess):

@@ -12,11 +12,13 @@ from scheduler_load import damaged
 from sim_grammars import EVEN_TOKENS
 from sim_model import SlotModel
 from sim_process import SimProcess
+from sim_scenario import PAGE_BYTES
 
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
 from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
@@ -156,8 +158,33 @@ class SimWorker(SimProcess):
                 self._run(message, frames)
             case SampleInputs():
                 self._sample(message)
+            case HostPages():
+                assert self.model is not None
+                self.model.host.pages = self.world.host_pages.setdefault(message.path, {})
+            case MoveBlocks():
+                self._move(message)
             case Shutdown():
                 self.die("stopped by a command")
+
+    def _move(self, move: MoveBlocks) -> None:
+        """Copy after a while, beside the steps. A store of a worker that has died may still reach its pages."""
+        model, channel, rng = self.model, self._channel, self.world.faults.copies
+        assert model is not None
+        model.host.receive(move)
+
+        def run() -> None:
+            if self._awaiting is not None and self.alive:  # the fake model writes its step when it samples
+                self.world.events.after(self.world.shape.step_s, run)
+                return
+            if not (self.alive and channel is self._channel and model is self.model):
+                if rng.random() < 0.5 or move.is_load:
+                    return
+                self.world.faults.count("late store")
+            answer = model.host.run(model.host.pending.index(move))
+            if self.alive and channel is self._channel and not (self.hung or self.frozen):
+                channel.send(answer)
+
+        self.world.events.after(rng.choice((0.0, 1.0, 3.0, 80.0)) * self.world.shape.step_s, run)
 
     def _configure(self, configure: Configure) -> None:
         if self.world.faults.take_worker_fault("die_at_start", self.rank):
@@ -188,7 +215,10 @@ class SimWorker(SimProcess):
         if self.world.shape.real_runner:
             self.runner = self.runner or self.world.make_runner(config, layout, num_blocks)
             self.runner.begin_worker_epoch(self.model, configure.last_step)
-        self._channel.send(Ready([num_blocks], MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, layout.block_size), {}))
+        self.model.host.fault = self.world.faults.page_fault
+        page_bytes = PAGE_BYTES if config.cpu_offload_bytes else 0
+        plan = MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, layout.block_size)
+        self._channel.send(Ready([num_blocks], plan, {}, page_bytes))
 
     # ---- steps
 

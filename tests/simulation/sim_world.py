@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import msgspec
+from fake_pages import Page
 from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import check_ending, check_update
@@ -76,6 +77,8 @@ class World:
         self.shape = shape = shape_of(scenario.seed)
         settings = dict(shape.settings)
         layout = settings.pop("layout")
+        self.host_pages: dict[str, dict[int, Page]] = {}
+        """Host memory by its path: it outlives workers."""
         self.num_blocks: int = settings.pop("num_blocks")
         self.config: EngineConfig = make_config(**settings)
         self.layout = layout or make_layout(self.config)
@@ -193,7 +196,10 @@ class World:
         table, pool = scheduler.table, scheduler.kv.pool
         assert not table.requests and not table.running and not table.num_waiting and not table.leaving, "not drained"
         assert not len(scheduler.in_flight) and scheduler.suspects.alone is None
-        assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
+        copied = {block.block_id for held in scheduler.kv.holds.holders() for block in held}
+        assert not scheduler.kv.holds.num_kept and pool.num_free_blocks + len(copied) == pool.num_usable_blocks, (
+            "blocks leaked"
+        )
         for manager in scheduler.kv.coordinator.managers:
             assert not manager.req_to_blocks and not manager.num_cached_block, "blocks are held without a request"
         for front in self.fronts.values():

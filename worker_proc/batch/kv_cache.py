@@ -55,4 +55,6 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # blocks are read in any order: small pages would need a page walk each
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -3,7 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.worker_proc.bench import cpu_attention, cpu_codes, cpu_layers, cpu_step, gpu_attention, gpu_kernels, gpu_step
+from quire.worker_proc.bench import (
+    cpu_attention,
+    cpu_codes,
+    cpu_layers,
+    cpu_step,
+    cpu_transfer,
+    gpu_attention,
+    gpu_kernels,
+    gpu_step,
+    gpu_transfer,
+)
 from quire.worker_proc.bench.record import Bench
 
 
@@ -28,6 +38,7 @@ SECTIONS = (
     Section("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
     Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
     Section("cpu_step", "cpu", "decode step of smollm2-135m: rows x tokens", cpu_step.cpu_step),
+    Section("cpu_transfer", "cpu", "KV blocks of smollm2-135m to host memory and back", cpu_transfer.cpu_transfer),
     Section("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
     Section("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),
     Section("decode_step", "cuda", "decode step of llama-3.1-8b: rows x tokens", gpu_step.decode_step),
@@ -35,6 +46,7 @@ SECTIONS = (
     Section("cache_write", "cuda", "cache write", gpu_kernels.cache_write),
     Section("prefill_attention", "cuda", "prefill: rows x computed of all", gpu_attention.prefill_attention),
     Section("ops", "cuda", "norms, gates", gpu_kernels.ops),
+    Section("gpu_transfer", "cuda", "KV blocks of llama-3.1-8b to the host and back", gpu_transfer.gpu_transfer),
     Section("sampling", "cuda", "sampling: rows x vocabulary", gpu_kernels.sampling),
 )
 

@@ -1,4 +1,4 @@
-"""Wakes a loop that waits for messages when the device has finished a step."""
+"""Wakes a loop that waits for messages when the device has finished a step, or another thread its work."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class StepWatcher:
         self._thread: Thread | None = None
 
     def fileno(self) -> int:
-        """Readable after a watched step has finished, until ``fired`` is called."""
+        """Readable after a watched step has finished, or a call of ``wake``, until ``fired`` is called."""
         return self._fd
 
     def watch(self, wait: Callable[[], None]) -> None:
@@ -26,8 +26,12 @@ class StepWatcher:
             self._thread.start()
         self._waits.put(wait)
 
+    def wake(self) -> None:
+        """Make the descriptor readable; for other threads."""
+        os.eventfd_write(self._fd, 1)
+
     def fired(self) -> bool:
-        """Return whether a watched step has finished since the last call."""
+        """Return whether a watched step has finished, or ``wake`` was called, since the last call."""
         try:
             return bool(os.eventfd_read(self._fd))
         except BlockingIOError:
@@ -38,4 +42,4 @@ class StepWatcher:
             wait = self._waits.get()
             with suppress(Exception):  # the loop gets an error of the device when it reads the result
                 wait()
-            os.eventfd_write(self._fd, 1)
+            self.wake()

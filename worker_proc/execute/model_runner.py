@@ -102,7 +102,8 @@ class ModelRunner:
         self._dropped: set[int] = set()
         group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
-        caches = allocate_kv_caches(layout, num_blocks, backend, device)
+        self.kv_layout, self.num_blocks = layout, num_blocks
+        self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
         self.forward = Forward(
             model,
             backend,

@@ -1,5 +1,7 @@
 """``Ops`` implemented by the native CPU library."""
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.cpu.native import Native
@@ -8,7 +10,7 @@ from quire.worker_proc.models.ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Norms and gates in one native call each, for float32 and bfloat16. torch computes the rest, and float16.
+    """Norms, gates and joined columns in native calls, for float32 and bfloat16. torch computes the rest, and float16.
 
     Each call rounds to the dtype once, while ``TorchOps`` may round between its steps. A token's bits do not depend on
     the other tokens of the batch. With torch they may: its silu and gelu use another code path for the last elements
@@ -37,6 +39,11 @@ class CpuOps(TorchOps):
         if gate_up.dtype not in DTYPES or not _adjacent(gate_up):
             return super().gate(gate_up, activation)
         return self._kernels.gate(gate_up, activation)
+
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if any(part.dtype not in DTYPES or not _adjacent(part) for part in parts):
+            return super().join_columns(parts)
+        return self._kernels.join_columns(parts)
 
 
 def _adjacent(x: torch.Tensor) -> bool:

@@ -76,6 +76,10 @@ class Ops(Protocol):
         """
         ...
 
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parts side by side: each ``[num_tokens, width]``, of one dtype."""
+        ...
+
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each token's experts: the highest scores, best first, and the lower expert id of equal scores.
 
@@ -122,6 +126,9 @@ class TorchOps:
         if activation == "silu":
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts), 1)
 
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.float()

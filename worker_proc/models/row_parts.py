@@ -6,17 +6,19 @@ import torch
 
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.module import Module
+from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.models.weight_slot import WeightSlot
 
 
 class RowParts(Module):
     """Concatenates the outputs of several linear layers, for example of quantised queries and plain values."""
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
+    def __init__(self, parts: Sequence[Linear], ops: Ops) -> None:
         self.parts = list(parts)
+        self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self.parts], 1)
+        return self._ops.join_columns([part(x) for part in self.parts])
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return {name: slot for part in self.parts for name, slot in part.weight_slots().items()}

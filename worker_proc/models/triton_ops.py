@@ -1,5 +1,7 @@
 """``Ops`` implemented by Quire's Triton kernels."""
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.common.triton_runtime import require_launchable
@@ -28,6 +30,9 @@ class TritonOps:
 
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
+
+    def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts), 1)
 
     def experts(
         self, x: torch.Tensor, experts: Experts, expert_ids: torch.Tensor, weights: torch.Tensor

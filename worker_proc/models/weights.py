@@ -95,12 +95,15 @@ class Build:
 
     def _linear(self, cuts: Sequence[Cut], bias: bool, stored_bias: bool, plain: bool = False) -> Linear | RowParts:
         formats = [None if plain else self.format_of(cut.name) for cut in cuts]
-        # With act-order, each projection has groups of its own.
-        ordered = formats[0] is not None and formats[0].act_order and len(cuts) > 1
-        if ordered or any(each != formats[0] for each in formats):
-            alone = zip(cuts, formats, strict=True)
-            return RowParts([self._fused([cut], form, bias, stored_bias) for cut, form in alone])
-        return self._fused(cuts, formats[0], bias, stored_bias)
+        parts: list[tuple[list[Cut], WeightFormat | None]] = []
+        for cut, form in zip(cuts, formats, strict=True):
+            # With act-order, each projection has groups of its own.
+            if parts and parts[-1][1] == form and not (form is not None and form.act_order):
+                parts[-1][0].append(cut)
+            else:
+                parts.append(([cut], form))
+        linears = [self._fused(each, form, bias, stored_bias) for each, form in parts]
+        return linears[0] if len(linears) == 1 else RowParts(linears, self.ops)
 
     def _fused(self, cuts: Sequence[Cut], form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
         outputs = sum(cut.num_rows for cut in cuts)

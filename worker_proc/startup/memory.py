@@ -6,9 +6,9 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
+from quire.protocol.process.host_memory import available_bytes
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan
-from quire.worker_proc.startup.host_memory import available_bytes
 
 log = event_logger("worker")
 
@@ -25,8 +25,9 @@ def plan_memory(
     """Plan memory and choose the number of KV blocks.
 
     Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
-    ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, but not more
-    than twice the need of all requests at the maximum length. The ranks on a CPU divide the memory.
+    ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, without
+    ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a CPU
+    divide the memory.
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
@@ -70,6 +71,7 @@ def plan_memory(
 
 def _cpu_pool_bytes(config: EngineConfig, layout: KVLayout, left: int, block_bytes: int) -> int:
     """Return the default size of the pool on a CPU. ``left``: bytes that this rank has for it."""
+    left -= config.cpu_offload_bytes // config.tensor_parallel_size
     blocks = sum(-(-config.max_model_len // group.block_size) for group in layout.groups)
     needed = 2 * config.max_num_seqs * blocks * block_bytes
     return min(left, max(CPU_LEAST, min(int(left * CPU_SHARE), needed)))

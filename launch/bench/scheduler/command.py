@@ -49,6 +49,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "memory": ("*_MB_*", "construct_ms"),
     "trace": ("*_us", "*_bytes", "*.lost_lines"),
     "layouts": ("*.step_us", "*.ratio"),
+    "loads": ("*_percent", "most_over_pure"),
+    "tiers": ("*_us", "*.ratio", "*us_per_*"),
 }
 
 

@@ -51,7 +51,7 @@ def measure_layouts(sizes: LayoutSizes, steady_decode: bool = True) -> dict[str,
     gc.disable()  # a collection would count for one of them
     for index in range(sizes.rounds):
         for name in sorted(rigs, reverse=bool(index % 2)):
-            samples[name] += [_unit_us(rigs[name]) for _ in range(sizes.units)]
+            samples[name] += [rigs[name].mean_step_us(UNIT) for _ in range(sizes.units)]
     gc.enable()
     gc.unfreeze()
     base = median(samples["full_attention"])
@@ -88,13 +88,3 @@ def _filled(model: ModelConfig, sizes: LayoutSizes, steady_decode: bool) -> Rig:
     for _ in range(UNIT):
         rig.step()
     return rig
-
-
-def _unit_us(rig: Rig) -> float:
-    """Return the mean time of the next ``UNIT`` steps."""
-    spent = 0
-    for _ in range(UNIT):
-        step = rig.step()
-        assert step.update_ns is not None
-        spent += step.schedule_ns + step.update_ns
-    return spent / UNIT / 1e3

@@ -1,7 +1,8 @@
 """Shared by the sections of ``quire bench scheduler``: the clock, the Scheduler with its codecs, a counting worker.
 
 A step has two timed parts: schedule it and encode it; then, after its result is decoded, apply it, take the messages
-to the front ends and encode them. The worker's side is not timed.
+to the front ends and encode them. Copies of blocks are encoded with the step, and answered before its result. The
+worker's side is not timed.
 """
 
 import gc
@@ -23,7 +24,9 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, SchedulerToFrontEnd, StepOutputs
+from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
+from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -150,6 +153,9 @@ class Rig:
     """The Scheduler with both ends of every link, stepped as in its process.
 
     Prefill may use the whole token budget (``max_prefill_share`` 1), as in the peer.
+
+    Attributes:
+        num_moved: number of blocks copied to or from host memory.
     """
 
     def __init__(
@@ -163,10 +169,11 @@ class Rig:
         hash_algo: Literal["sha256", "xxh3_128"] = "sha256",
         steady_decode: bool = True,
         model: ModelConfig | None = None,
+        num_host_pages: int = 0,
     ) -> None:
         """
         Args:
-            num_blocks: with the null block.
+            num_blocks, num_host_pages: with the null block, and with page 0.
             model: decides the KV layout; None for one group of full attention.
         """
         model = bench_model("llama-3.1-8b") if model is None else model
@@ -182,12 +189,16 @@ class Rig:
             async_scheduling=async_scheduling,
         )
         layout = kv_layout(model, BLOCK_SIZE, "bfloat16")
-        self.scheduler = Scheduler(self.config, layout, num_blocks, steady_decode=steady_decode)
+        self.scheduler = Scheduler(
+            self.config, layout, num_blocks, steady_decode=steady_decode, num_host_pages=num_host_pages
+        )
+        self.num_moved = 0
         self.worker = BatchWorker(max_num_seqs)
         self._steps: Codec[Any] = Codec(WorkerToScheduler)
         self._replies: Codec[Any] = Codec(SchedulerToFrontEnd)
         self._worker_side: Codec[Any] = Codec(SchedulerToWorker)
         self._in_flight: deque[ModelRunnerOutput] = deque()
+        self._moved: list[BlocksMoved] = []
         self._rng = np.random.default_rng(3)
         self._serial = 0
 
@@ -225,14 +236,22 @@ class Rig:
         start = now_ns()
         diff = self.scheduler.schedule() if self.scheduler.can_schedule else None
         frames = None if diff is None else self._steps.encode(FIRST_WORKER_EPOCH, 0, diff)
+        moves = [*self.scheduler.transfers.take_loads(), *self.scheduler.transfers.take_stores()]
+        sent = [self._steps.encode(FIRST_WORKER_EPOCH, 0, move) for move in moves]
         schedule_ns = now_ns() - start
         if frames is not None:
             self._in_flight.append(self._execute(frames))
-        if not self._in_flight or (diff is not None and len(self._in_flight) < self.config.pipeline_depth):
+        self._moved += [self._copy(move) for move in sent]
+        filling = diff is not None and len(self._in_flight) < self.config.pipeline_depth
+        if filling or not (self._in_flight or self._moved):
             return Step(schedule_ns, None, diff, [])
-        result = self._in_flight.popleft()
+        events: list[Consumed] = [*self._moved]
+        self._moved.clear()
+        if self._in_flight:
+            events.append(self._in_flight.popleft())
         start = now_ns()
-        self.scheduler.consume(result)
+        for event in events:
+            self.scheduler.consume(event)
         messages = self.scheduler.take_messages()
         self.scheduler.decisions.take()
         for _, message in messages:
@@ -248,6 +267,23 @@ class Rig:
         result = self._worker_side.encode(FIRST_WORKER_EPOCH, 0, self.worker.execute(step))
         decoded: ModelRunnerOutput = self._steps.decode([bytes(frame) for frame in result]).message
         return decoded
+
+    def _copy(self, frames: Frames) -> BlocksMoved:
+        """Return the worker's answer to a MoveBlocks, decoded as in the scheduler's process."""
+        move = self._worker_side.decode([bytes(frame) for frame in frames]).message
+        self.num_moved += len(move.block_ids)
+        answer = self._worker_side.encode(FIRST_WORKER_EPOCH, 0, BlocksMoved(move.transfer))
+        decoded: BlocksMoved = self._steps.decode([bytes(frame) for frame in answer]).message
+        return decoded
+
+    def mean_step_us(self, count: int) -> float:
+        """Return the mean time of the next ``count`` steps."""
+        spent = 0
+        for _ in range(count):
+            step = self.step()
+            assert step.update_ns is not None
+            spent += step.schedule_ns + step.update_ns
+        return spent / count / 1e3
 
     def fill(self, num_requests: int, prompt_len: int, max_tokens: int) -> None:
         """Add requests and step until each of them decodes."""

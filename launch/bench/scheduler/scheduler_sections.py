@@ -16,6 +16,7 @@ import psutil
 
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, measure_churn
 from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes, measure_layouts
+from quire.launch.bench.scheduler.scheduler_loads import LoadSizes, measure_loads
 from quire.launch.bench.scheduler.scheduler_rig import (
     BLOCK_SIZE,
     Rig,
@@ -27,6 +28,7 @@ from quire.launch.bench.scheduler.scheduler_rig import (
     timed,
     unfreeze,
 )
+from quire.launch.bench.scheduler.scheduler_tiers import TierSizes, measure_tiers
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes, measure_trace
 from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import QuireError
@@ -63,6 +65,8 @@ class Sizes:
     churn: ChurnSizes = field(default_factory=ChurnSizes)
     trace: TraceSizes = field(default_factory=TraceSizes)
     layouts: LayoutSizes = field(default_factory=LayoutSizes)
+    loads: LoadSizes = field(default_factory=LoadSizes)
+    tiers: TierSizes = field(default_factory=TierSizes)
 
 
 def steady(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
@@ -313,6 +317,16 @@ def layouts(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
     return measure_layouts(sizes.layouts, steady_decode)
 
 
+def loads(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Regret of the choice to load, compute or split: see ``scheduler_loads``."""
+    return measure_loads(sizes.loads)
+
+
+def tiers(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Cost of host memory: see ``scheduler_tiers``."""
+    return measure_tiers(sizes.tiers, steady_decode)
+
+
 SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "steady": steady,
     "admission": admission,
@@ -323,6 +337,8 @@ SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "memory": memory,
     "trace": trace,
     "layouts": layouts,
+    "loads": loads,
+    "tiers": tiers,
 }
 
 

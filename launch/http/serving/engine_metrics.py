@@ -51,6 +51,34 @@ HISTOGRAMS = (
     ),
     ("kv_block_reuse_gap_seconds", "Time between two hits of the same cached content.", "kv_block_reuse_gap"),
 )
+# Metrics of a tier, with its name as the label ``tier``: kind, name, HELP text, field of TierState.
+TIERS = (
+    (GaugeMetricFamily, "tier_num_pages", "Number of pages of a tier.", "num_pages"),
+    (GaugeMetricFamily, "tier_num_cached_blocks", "Number of pages with the content of a block.", "num_cached"),
+    (CounterMetricFamily, "tier_num_evicted_blocks", "Number of contents evicted from a tier.", "num_evicted"),
+    (CounterMetricFamily, "tier_num_loaded_blocks", "Number of KV blocks loaded from a tier.", "num_loaded"),
+    (CounterMetricFamily, "tier_num_stored_blocks", "Number of KV blocks stored to a tier.", "num_stored"),
+    (
+        CounterMetricFamily,
+        "tier_num_failed_blocks",
+        "Number of KV blocks that a copy lost or found damaged.",
+        "num_failed",
+    ),
+    (
+        CounterMetricFamily,
+        "tier_num_late_loads",
+        "Number of loads that were too late and computed instead.",
+        "num_late",
+    ),
+    (
+        CounterMetricFamily,
+        "tier_num_unsaved_blocks",
+        "Number of contents evicted before they were stored.",
+        "num_unsaved",
+    ),
+    (CounterMetricFamily, "tier_load_seconds", "Time that loads took on the workers.", "load_seconds"),
+    (CounterMetricFamily, "tier_store_seconds", "Time that stores took on the workers.", "store_seconds"),
+)
 # Counted by the supervisor, so that they survive the processes: name, HELP text, field of Restarts.
 RESTARTS = (
     ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
@@ -158,6 +186,12 @@ class EngineCollector(Collector):
             "reason",
             current.preemptions_by_reason,
         )
+        for kind, name, text, field_name in TIERS if current.tiers else ():
+            by_tier = {tier.name: getattr(tier, field_name) for tier in current.tiers}
+            yield names.by_label(kind, name, text, "tier", by_tier)
+        if current.tiers:
+            text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
+            yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
         for name, text, field_name in HISTOGRAMS:
             values = getattr(current, field_name)
             if values is not None:

@@ -1,5 +1,7 @@
 """A Planner that schedules steps as another engine would."""
 
+from collections.abc import Collection
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -8,21 +10,39 @@ from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
+from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
 
 _by_order = attrgetter("order")
 
 
-class _NoPreemptionByPriority(Preemption):
-    def by_priority(self, plan: StepPlan, request: Request, among: list[Request] | None = None) -> bool:
-        return False
+class ImitatingPreemption(Preemption):
+    """A Preemption that follows ``Policies``."""
+
+    def __init__(self, *parts: Any, policies: Policies) -> None:
+        super().__init__(*parts)
+        self._policies = policies
+
+    def by_priority(self, plan: StepPlan, request: Request, among: Collection[Request] | None = None) -> bool:
+        return self._policies.priority_preempts and super().by_priority(plan, request, among)
+
+    def victim(self) -> tuple[Request, PreemptReason]:
+        if self._policies.least_loss:
+            return super().victim()
+        return self.choose(self._table.running.values()), PreemptReason.YOUNGEST
+
+    def choose(self, candidates: Collection[Request]) -> Request:
+        if self._policies.least_loss:
+            return super().choose(candidates)
+        fcfs = self._table.waiting.policy == "fcfs"
+        return max(candidates, key=_by_order if fcfs else self._table.waiting.key)
 
 
 class ImitatingPlanner(Planner):
     """A Planner that follows ``Policies``."""
 
     def __init__(self, *parts: Any, policies: Policies) -> None:
-        super().__init__(*parts, preemption_class=Preemption if policies.priority_preempts else _NoPreemptionByPriority)
+        super().__init__(*parts, preemption_class=partial(ImitatingPreemption, policies=policies))
         self._policies = policies
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:

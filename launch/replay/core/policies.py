@@ -19,6 +19,8 @@ class Policies:
             later decode.
         priority_preempts: under the priority policy, a waiting request preempts a running one of lower priority. False:
             it waits for free blocks; only running requests preempt others.
+        least_loss: the victim of a preemption is the request with the fewest tokens to compute again. False: the last
+            admitted one; under the priority policy the last to arrive of the lowest priority.
         admit_whole_prompts: a request is admitted once there are blocks for all its known tokens. False: blocks for
             its first chunk are enough.
         uncached_blocks_first: free blocks without cached content are allocated before all others ("engine-u"). False:
@@ -30,6 +32,7 @@ class Policies:
 
     decodes_first: bool = True
     priority_preempts: bool = True
+    least_loss: bool = True
     admit_whole_prompts: bool = True
     uncached_blocks_first: bool = True
     takes_between_steps: bool = False
@@ -51,7 +54,13 @@ class Preset:
     settings: Mapping[str, bool | int | float] = field(default_factory=dict)
 
 
-_VLLM = Policies(decodes_first=False, priority_preempts=False, uncached_blocks_first=False, takes_between_steps=True)
+_VLLM = Policies(
+    decodes_first=False,
+    priority_preempts=False,
+    least_loss=False,
+    uncached_blocks_first=False,
+    takes_between_steps=True,
+)
 _VLLM_SETTINGS = {"max_prefill_share": 1.0, "watermark": 0.0, "reserve_full_sequence": False}
 
 PRESETS: Mapping[str, Preset] = {

@@ -16,6 +16,7 @@ from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -35,6 +36,10 @@ class ReplayScheduler(Scheduler):
         steady_decode: bool = True,
         hooks: SchedulerHooks = NO_HOOKS,
         policies: Policies = QUIRE,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        forgotten: int = 0,
+        costs: CostState | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -44,6 +49,10 @@ class ReplayScheduler(Scheduler):
             hooks=hooks,
             planner_class=partial(ImitatingPlanner, policies=policies),
             pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
+            num_host_pages=num_host_pages,
+            num_disk_pages=num_disk_pages,
+            forgotten=forgotten,
+            costs=costs,
         )
 
     # ---- events without tokens
@@ -106,6 +115,8 @@ class ReplayScheduler(Scheduler):
         if not 0 < len(batch) <= config.max_num_batched_tokens or self.pause == "pause":
             return 0
         if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
+            return 0
+        if not self.transfers.is_settled:
             return 0
         if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
             return 0

@@ -36,6 +36,11 @@ class ModelOnChips:
     def kv_bytes(self) -> int:
         return room_for_kv(self._model, self._chip.memory_bytes * UTILIZATION, self._ranks)
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between a chip and host memory, one way."""
+        return self._chip.host_bandwidth
+
 
 class Roofline(ModelOnChips):
     """Counts products and bytes of weights, KV and hidden states, and two all-reduces per layer.

@@ -46,7 +46,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
-from quire.scheduler_proc.trace.translate import decision_line
+from quire.scheduler_proc.trace.translate import decision_line, reasons_of
 
 MAX_BLOCKS = 2**26
 _IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
@@ -143,7 +143,16 @@ class _Replay:
     def __init__(self, header: Header, observer: Observer | None) -> None:
         self._header = header
         self._decision_log = DecisionLog()
-        self.scheduler = ReplayScheduler(header.config, header.kv_layout, header.num_blocks, hooks=self._decision_log)
+        self.scheduler = ReplayScheduler(
+            header.config,
+            header.kv_layout,
+            header.num_blocks,
+            hooks=self._decision_log,
+            num_host_pages=header.num_host_pages,
+            num_disk_pages=header.num_disk_pages,
+            forgotten=header.forgotten,
+            costs=header.costs,
+        )
         self._observer = observer
         if observer is not None:
             observer.begin(header, self.scheduler, self._decision_log)
@@ -178,6 +187,8 @@ class _Replay:
         except _IMPOSSIBLE as error:
             return self._located(entry, Differs("", "a valid line", repr(error)))
         self._decision_log.ended_requests.clear()
+        self.scheduler.transfers.take_loads()  # a replay sends none
+        self.scheduler.transfers.take_stores()
         return None if entry.is_intact else _altered(entry, self._step)
 
     def _located(self, entry: TraceLine, found: Differs) -> Difference:
@@ -317,7 +328,7 @@ class _Replay:
 
     def _reasons(self) -> list[Reason]:
         """Return the reasons since the last compared line."""
-        return [Reason(d.kind, d.request_id, d.reason, d.beneficiary, d.num_blocks) for d in self._decisions]
+        return reasons_of(self._decisions)
 
     def _take_decisions(self) -> list[Decision]:
         """Take the Scheduler's new decisions; they are compared with the next line that has reasons."""
@@ -365,6 +376,9 @@ class _Replay:
         compare("config", msgspec.structs.replace(line.config, max_num_batched_tokens=most), first.config)
         compare("kv_layout", line.kv_layout, first.kv_layout)
         compare("num_blocks", line.num_blocks, first.num_blocks)
+        compare("num_host_pages", line.num_host_pages, first.num_host_pages)
+        compare("num_disk_pages", line.num_disk_pages, first.num_disk_pages)
+        compare("costs", line.costs, first.costs)
 
     def _name_of(self, handle: int) -> str:
         request = self.scheduler.find(handle)

@@ -13,6 +13,8 @@ SETTINGS = (
     "max_num_batched_tokens",
     "block_size",
     "enable_prefix_caching",
+    "cpu_offload_bytes",
+    "ssd_cache_bytes",
     "async_scheduling",
     "enable_chunked_prefill",
     "long_prefill_token_threshold",
@@ -21,6 +23,8 @@ SETTINGS = (
     "max_num_queued_reqs",
     "reserve_full_sequence",
     "watermark",
+    "kv_pressure_high",
+    "kv_pressure_low",
 )
 """Engine flags that affect scheduling."""
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from quire.protocol.wire.front_end_messages import Abort, Control, Ended, EndReason, Stop
-from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
+from quire.scheduler_proc.core.events import Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
@@ -194,7 +195,7 @@ class RequestOutcomes:
             case Control(kind="abort_all"):
                 for key in list(self._live):
                     self._end(key, "aborted")
-            case Control():
+            case Control() | BlocksMoved() | DiskContents() | LoadLate():
                 pass
             case _:
                 assert_never(event)

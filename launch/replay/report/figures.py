@@ -79,6 +79,21 @@ def prefix_cache(record: RunRecord) -> PrefixCache:
     )
 
 
+def conversation_seconds(record: RunRecord) -> list[float]:
+    """Return the seconds from the first arrival to the last end of each conversation, ascending.
+
+    A conversation with a request that did not succeed is left out.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    failed = set()
+    for run in record.requests:
+        begin, end = spans.get(run.conversation, (run.arrival, run.end))
+        spans[run.conversation] = min(begin, run.arrival), max(end, run.end)
+        if run.finish in UNSUCCESSFUL:
+            failed.add(run.conversation)
+    return sorted(end - begin for name, (begin, end) in spans.items() if name and name not in failed)
+
+
 def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) -> float:
     """Return the nearest-rank percentile: the smallest value that at least ``q`` percent of all do not exceed.
 

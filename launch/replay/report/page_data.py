@@ -115,6 +115,10 @@ def _facts(record: RunRecord) -> dict[str, Any]:
         "block_size": record.block_size,
         "budget": record.max_num_batched_tokens,
         "evicted": record.num_evicted_blocks,
+        "tiers": [
+            [name, tier.get("hit_tokens"), tier["num_pages"], tier["num_loaded"], tier["num_stored"]]
+            for name, tier in record.tiers.items()
+        ],
         "virtual_s": record.virtual_s,
     }
 

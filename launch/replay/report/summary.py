@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.report.figures import (
+    conversation_seconds,
     prefix_cache,
     sorted_latencies,
     spread,
@@ -48,9 +49,12 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "prefix_cache": _prefix_cache(record),
         "preemptions": sum(run.num_preemptions for run in runs) if inside else None,
         "preemptions_by_reason": dict(record.preemptions_by_reason),
+        "recomputed_tokens": sum(run.num_recomputed_tokens for run in runs) if inside else None,
         "evicted_blocks": record.num_evicted_blocks if inside else None,
+        "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
+        "conversation_s": spread(conversation_seconds(record)),
         "throughput": _throughput(record),
         "virtual_s": record.virtual_s,
         "wall_s": record.wall_s,
@@ -75,7 +79,29 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         if latencies[name]["mean"] is not None
     ]
     made = [Table("latency", SPREAD, rows)] if rows else []
+    if found["tiers"]:
+        made.append(tier_table(found["tiers"]))
     return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
+
+
+TIER_COLUMNS = {
+    "hit tokens": "hit_tokens",
+    "loaded": "num_loaded",
+    "stored": "num_stored",
+    "evicted": "num_evicted",
+    "not saved": "num_unsaved",
+    "failed": "num_failed",
+    "late loads": "num_late",
+    "load s": "load_seconds",
+    "store s": "store_seconds",
+}
+"""Columns of the table of tiers, and the keys of ``tiers`` in the JSON. Counts without a unit are blocks."""
+
+
+def tier_table(tiers: Mapping[str, Any]) -> Table:
+    """Return a row for each tier of the prefix cache beyond the device."""
+    rows = [(name, [tier[key] for key in TIER_COLUMNS.values()]) for name, tier in tiers.items()]
+    return Table("tier", tuple(TIER_COLUMNS), rows)
 
 
 def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
@@ -124,6 +150,7 @@ def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
 def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
     cache, throughput = found["prefix_cache"], found["throughput"]
     hits = f"{cache['hit_tokens']:,} of {cache['input_tokens']:,} ({cache['hit_rate']:.2%})"
+    conversation = found["conversation_s"]
     totals = [
         ("requests", found["requests"]),
         ("rejected", found["rejected"]),
@@ -132,6 +159,8 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         ("requests with a hit", cache["requests_with_hit"]),
         ("preemptions", found["preemptions"]),
         *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
+        ("tokens recomputed after preemptions", found["recomputed_tokens"]),
+        *((f"duration of a conversation, {at}, s", conversation[at]) for at in SPREAD if conversation[at] is not None),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
         ("duration of the run, s", found["virtual_s"]),

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.wire.arrays import Int32
@@ -53,6 +55,8 @@ class RunCollector:
         self._interrupted: dict[str, RequestRun] = {}
         """Unfinished requests of a scheduler that died, until they are resubmitted to the next one."""
         self._preemptions: Counter[str] = Counter()
+        self._lost: dict[RequestRun, int] = {}
+        """Positions that preempted requests had computed."""
 
     def restarted(self, now: float, scheduler: Scheduler, decision_log: DecisionLog) -> None:
         """Continue with the scheduler that replaced the one that died at ``now``.
@@ -179,17 +183,24 @@ class RunCollector:
         """Add the counters of the scheduler, which has ended."""
         self.record.num_evicted_blocks += self._scheduler.kv.pool.num_evicted_blocks
         self._preemptions.update(self._scheduler.decisions.preemptions)
+        for state in self._scheduler.transfers.tiers():
+            counts = msgspec.structs.asdict(state)
+            tier = self.record.tiers.setdefault(counts.pop("name"), {})
+            for name, value in counts.items():
+                tier[name] = value + (0 if name in ("num_pages", "num_cached") else tier.get(name, 0))
 
     def note(self, now: float, decisions: Iterable[Decision]) -> None:
         """Record decisions that the caller has taken from the Scheduler."""
         for decision in decisions:
-            run = None if decision.kind == "evict" else self._by_name.get(decision.request_id)
+            run = None if decision.kind in ("evict", "choose") else self._by_name.get(decision.request_id)
             if run is None:
                 continue
             other = self._by_name.get(decision.beneficiary)
             beneficiary = decision.beneficiary if other is None else other.request_id
             run.moments.append(Moment(now, decision.kind, decision.reason, beneficiary))
             run.num_preemptions += decision.kind == "preempt"
+            if decision.kind == "preempt":
+                self._lost[run] = decision.num_tokens
 
     def _note_decisions(self, now: float) -> None:
         self.note(now, self._scheduler.decisions.take())
@@ -199,6 +210,7 @@ class RunCollector:
             run.scheduled, run.num_cached_tokens = now, num_hit_tokens
         else:
             run.moments.append(Moment(now, "resume", ""))
+            run.num_recomputed_tokens += max(self._lost.pop(run, 0) - num_hit_tokens, 0)
 
     def _step_state(self, num_tokens: int, num_decodes: int) -> _StepState:
         pool, table = self._scheduler.kv.pool, self._scheduler.table

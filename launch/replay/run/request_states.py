@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.launch.replay.run.run_record import RequestRun
+from quire.scheduler_proc.requests.reasons import HOLD_REASONS, WaitReason
 
 QUEUED, PREFILL, DECODE, PREEMPTED = "queued", "prefill", "decode", "preempted"
 STATES = (QUEUED, PREFILL, DECODE, PREEMPTED)
@@ -95,7 +96,8 @@ class QueueHead:
     """
 
     def __init__(self, runs: Iterable[RequestRun]) -> None:
-        waits = sorted(interval for run in runs for interval in intervals_by_reason(run) if interval[2] not in STATES)
+        passed = (*STATES, *HOLD_REASONS, WaitReason.LOADING)  # others do not wait behind a held request
+        waits = sorted(interval for run in runs for interval in intervals_by_reason(run) if interval[2] not in passed)
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._whats: list[str] = []

@@ -26,6 +26,7 @@ class RequestRun:
     Attributes:
         scheduled: time of the first admission.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_recomputed_tokens: positions computed before a preemption that were no prefix cache hits after it.
         finish: finish reason as in the OpenAI API (stop, length, abort, error), or rejected; empty if unfinished.
         finish_detail: why the request was rejected or failed.
     """
@@ -41,6 +42,7 @@ class RequestRun:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     finish: str = ""
     finish_detail: str = ""
     moments: list[Moment] = field(default_factory=list)
@@ -82,6 +84,8 @@ class RunRecord:
         wall_s: seconds that the replay itself took.
         decisions_equal: the verdict of an exact replay; None for other runs.
         first_difference: the first unequal decision of an exact replay.
+        tiers: by name, the figures of the tiers of the prefix cache beyond the device, as in TierState. Simulations add
+            ``hit_tokens``: the tokens of loads that were answered in time.
         itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.
     """
@@ -98,6 +102,7 @@ class RunRecord:
     steps: StepColumns = field(default_factory=StepColumns)
     preemptions_by_reason: dict[str, int] = field(default_factory=dict)
     num_evicted_blocks: int = 0
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     virtual_s: float = 0.0
     wall_s: float = 0.0
     decisions_equal: bool | None = None

@@ -12,6 +12,7 @@ from quire.launch.config.foreign_names import FOREIGN_NAMES
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
+from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.simulate.setting_values import parse_setting
@@ -44,6 +45,8 @@ INERT = {
     "structured_outputs_config": "a simulation does not sample",
     "generation_config": "a simulation does not sample",
     "chat_template": "a simulation has no text",
+    "ssd_cache_dir": "a simulation writes no files",
+    "kv_page_check": "pages of a simulation have no bytes",
     "kv_events_endpoint": "a simulation publishes no events",
     "kv_events_replay_endpoint": "a simulation publishes no events",
     "seed": "a simulation draws no random numbers",
@@ -53,6 +56,9 @@ INERT = {
     "crash_dump_dir": "a simulation records no trace",
 }
 """Flags without effect in a simulation, and why."""
+
+RATES = {"host_gb_per_s": "host", "disk_read_gb_per_s": "disk_read", "disk_write_gb_per_s": "disk_write"}
+"""Keys of ``--set`` for the rates of copies, and the fields of CopyRates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Setup:
     shown: dict[str, Any]
     notes: list[str]
     policies: Policies = QUIRE
+    tiers: Tiers = NO_TIERS
 
 
 def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | None) -> Setup:
@@ -72,7 +79,7 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
 
     Args:
         given: texts by ``--set`` key.
-        cost: provides the size of the pool if no setting does.
+        cost: provides the size of the pool and the rate of copies if no setting does.
 
     Raises:
         ConfigError: an unknown key, a key without effect, or a value of the wrong type or out of range.
@@ -89,17 +96,21 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
         **{key: values.pop(key) for key in _policy_fields() if key in values},
     )
     like, usable = values.pop("like", None), values.pop("num_usable_blocks", None)
-    config = make_engine_config(EngineOptions(model=name, **({"device": "cuda"} | values)), model=model)
+    rates = {key: values.pop(key) for key in RATES if key in values}
+    options = EngineOptions(model=name, **({"device": "cuda"} | values))
+    config = make_engine_config(options, model=model, simulated=True)
     layout = kv_layout(model, config.block_size, config.kv_cache_dtype)
     num_usable_blocks = _num_usable_blocks(usable, config, layout, workload, cost, notes)
+    tiers = _tiers(config, layout, _rates(rates, cost), notes)
     shown = {
         "model": name,
         **({"like": like} if like else {}),
         **_shown(config),
         "num_usable_blocks": num_usable_blocks,
+        **_shown_rates(tiers),
     }
     shown |= {key: value for key, value in dataclasses.asdict(policies).items() if value != getattr(QUIRE, key)}
-    return Setup(config, layout, num_usable_blocks, shown, notes, policies)
+    return Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers)
 
 
 def resolve_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
@@ -117,7 +128,7 @@ def _types() -> dict[str, Any]:
     types = {
         name: hint for name, hint in get_type_hints(EngineOptions, include_extras=True).items() if name not in INERT
     }
-    return types | get_type_hints(Policies) | {"like": str, "num_usable_blocks": int}
+    return types | get_type_hints(Policies) | {"like": str, "num_usable_blocks": int, **dict.fromkeys(RATES, float)}
 
 
 def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
@@ -205,6 +216,36 @@ def _num_usable_blocks(
     if not known:
         notes.append(f"num_usable_blocks is {number}, the default of {DEFAULT_KV_BYTES // 2**30} GiB")
     return min(number, MAX_USABLE_BLOCKS)
+
+
+def _rates(given: Mapping[str, float], cost: CostModel | None) -> CopyRates:
+    """Return the rates of copies: GB/s by ``--set`` key, or else those of the cost model's chip and a usual disk."""
+    for key, rate in given.items():
+        if not 0 < rate < float("inf"):
+            raise ConfigError(f"--set {key} must be above 0 (got {rate})")
+    return dataclasses.replace(copy_rates(cost), **{RATES[key]: rate * 1e9 for key, rate in given.items()})
+
+
+def _tiers(config: EngineConfig, layout: KVLayout, rates: CopyRates, notes: list[str]) -> Tiers:
+    ranks = config.tensor_parallel_size
+    size = page_bytes(layout, ranks)
+    pages = {}
+    for key in ("cpu_offload_bytes", "ssd_cache_bytes"):
+        wanted = getattr(config, key)
+        number = wanted // (size * ranks)
+        if number > MAX_USABLE_BLOCKS:
+            most = MAX_USABLE_BLOCKS * size * ranks
+            raise ConfigError(f"--set {key} must be at most {most}, {MAX_USABLE_BLOCKS} blocks (got {wanted})")
+        if wanted and not number:
+            notes.append(f"{key} is too small: a block takes {size * ranks} bytes")
+        pages[key] = number + 1 if number else 0
+    return Tiers(pages["cpu_offload_bytes"], size, rates, pages["ssd_cache_bytes"], ranks)
+
+
+def _shown_rates(tiers: Tiers) -> dict[str, float]:
+    """Return the rates of the tiers with pages, by ``--set`` key."""
+    present = {"host": tiers.num_host_pages, "disk": tiers.num_disk_pages}
+    return {key: getattr(tiers.rates, name) / 1e9 for key, name in RATES.items() if present[name.partition("_")[0]]}
 
 
 def max_blocks(calls: list[Call], block_size: int, max_num_seqs: int) -> int:

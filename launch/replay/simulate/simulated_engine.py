@@ -27,12 +27,15 @@ def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[E
     Raises:
         ConfigError: an invalid cost, or a setting that a simulation does not support.
     """
+    if options.ssd_cache_dir or options.ssd_cache_bytes:
+        raise ConfigError("--simulate cannot be combined with --ssd-cache-dir: a simulated worker writes no pages")
     given = {"speculative-config": options.speculative_config, "logits-processors": options.logits_processors}
     for name, value in given.items():
         if value:
             raise ConfigError(f"--simulate cannot be combined with --{name}: there are no logits")
     device = "cuda" if options.device == "auto" else options.device
-    config = make_engine_config(msgspec.structs.replace(options, device=device, load_format="dummy"), folder=folder)
+    options = msgspec.structs.replace(options, device=device, load_format="dummy")
+    config = make_engine_config(options, folder=folder, simulated=True)
     ranks = config.tensor_parallel_size
     model = parse_cost(cost, tensor_parallel_size=ranks, model=config.model)
     layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)

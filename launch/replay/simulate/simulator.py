@@ -8,10 +8,12 @@ from typing import NamedTuple
 from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
+from quire.launch.replay.costs.copies import NO_TIERS, Tiers
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.simulate.tier_copies import TierCopies
 from quire.launch.replay.workload.sources import NEVER, Source
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
 from quire.protocol.config import EngineConfig
@@ -50,6 +52,7 @@ class Simulator:
         record: RunRecord,
         *,
         policies: Policies = QUIRE,
+        tiers: Tiers = NO_TIERS,
         reuse_answers: bool = False,
         fast_forward: bool = True,
         progress: Callable[[float, int], None] | None = None,
@@ -57,12 +60,22 @@ class Simulator:
         """
         Args:
             policies: policies of the engine to imitate.
+            tiers: the pages behind the pool.
             reuse_answers: see ``block_names``.
             fast_forward: False: schedule each step individually, which takes longer and gives the same result.
             progress: called from time to time with the virtual time in seconds and the number of finished calls.
         """
         decision_log = DecisionLog()
-        self.scheduler = ReplayScheduler(config, layout, num_usable_blocks + 1, hooks=decision_log, policies=policies)
+        self.scheduler = ReplayScheduler(
+            config,
+            layout,
+            num_usable_blocks + 1,
+            hooks=decision_log,
+            policies=policies,
+            num_host_pages=tiers.num_host_pages,
+            num_disk_pages=tiers.num_disk_pages,
+        )
+        self._copies = TierCopies(self.scheduler, tiers)
         self._collector = RunCollector(record, self.scheduler, decision_log)
         self._cost = cost
         self._source = source
@@ -86,13 +99,19 @@ class Simulator:
             done = self._in_flight[0].end if self._in_flight else NEVER
             waits = self._receives_between_steps and bool(self._in_flight)
             now = done if waits else min(source.next_time(), done)
+            if now == NEVER and not scheduler.table.requests:
+                break  # stores in flight are not waited for
+            now = min(now, NEVER if waits else self._copies.next_time)
             if now == NEVER:
                 break
             self._now = max(self._now, now)
             if done <= self._now:
                 self._finish_step()
+            if self._copies.next_time <= self._now:
+                self._finish_copies()
             for call in source.take(self._now):
                 self._arrive(call)
+            self._copies.send_stores(self._now, self._worker_free)
             while scheduler.can_schedule and self._decide():
                 pass
             if self._may_fast_forward and (quiet := scheduler.num_quiet_steps) >= MIN_FAST_FORWARD:
@@ -100,6 +119,8 @@ class Simulator:
         stuck = scheduler.table.requests
         assert not stuck, f"{len(stuck)} requests never finished, such as {next(iter(stuck.values()))!r}"
         record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
+        for name, tier in record.tiers.items():
+            tier["hit_tokens"] = self._copies.hit_tokens[name]
         record.wall_s = time.perf_counter() - began
         return record
 
@@ -143,14 +164,17 @@ class Simulator:
 
     def _decide(self) -> bool:
         diff = self.scheduler.schedule(self._now)
+        self._copies.send_loads(self._now)
         if diff is None:
-            return False
-        shape = self._rows.apply(diff)
-        self._collector.step_decided(self._now, diff.step, shape)
-        begin = max(self._now, self._worker_free)
-        self._worker_free = begin + self._cost.seconds(shape)
-        self._in_flight.append(_StepInFlight(diff.step, begin, self._worker_free, self._rows.take_handles()))
-        return True
+            self._collector.note(self._now, self.scheduler.decisions.take())
+        else:
+            shape = self._rows.apply(diff)
+            self._collector.step_decided(self._now, diff.step, shape)
+            begin = max(self._now, self._worker_free)
+            self._worker_free = begin + self._cost.seconds(shape)
+            self._in_flight.append(_StepInFlight(diff.step, begin, self._worker_free, self._rows.take_handles()))
+        self._copies.send_stores(self._now, self._worker_free)
+        return diff is not None
 
     def _finish_step(self) -> None:
         done = self._in_flight.popleft()
@@ -158,12 +182,17 @@ class Simulator:
         for run in self._collector.step_finished(self._now, done.step, done.begin, done.end, done.handles):
             self._end(self._calls.pop(run))
 
+    def _finish_copies(self) -> None:
+        self._copies.consume(self._now)
+        for run in self._collector.changed(self._now):
+            self._end(self._calls.pop(run))
+
     def _fast_forward(self, count: int) -> None:
         """Up to ``count`` times, finish the oldest step and schedule one more, without asking the Scheduler.
 
-        Stops at the first step that ends after the next arrival.
+        Stops at the first step that ends after the next arrival or the end of a copy.
         """
-        shape, until = self._rows.steady_shape(), self._source.next_time()
+        shape, until = self._rows.steady_shape(), min(self._source.next_time(), self._copies.next_time)
         depth, first = len(self._in_flight), self._worker_free
         ends = [done.end for done in self._in_flight]
         for at in range(count):

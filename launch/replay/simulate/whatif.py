@@ -107,6 +107,7 @@ def run_workload(
         source_of(kept, concurrency, closed_loop),
         record,
         policies=setup.policies,
+        tiers=setup.tiers,
         reuse_answers=reuse_answers,
         progress=progress,
     )

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.launch.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
 from quire.protocol.config import EngineConfig
@@ -21,6 +22,7 @@ from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Heartbeat
+from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
 from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
 from quire.protocol.wire.worker_messages import (
     Fault,
@@ -79,7 +81,8 @@ class _StepInFlight:
 class SimulatedWorker:
     """Owns the channel to the scheduler, the rows, and the time at which the simulated device is free.
 
-    Steps queue as on a device: a step that arrives while another is computed begins when that one ends.
+    Steps queue as on a device: a step that arrives while another is computed begins when that one ends. Copies of KV
+    blocks run beside them.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class SimulatedWorker:
         self._pid = pid
         self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0
+        self._copies = CopyClock(NO_TIERS)
 
     def run(self) -> None:
         """Run until the scheduler sends Shutdown or another call arrives.
@@ -114,7 +118,9 @@ class SimulatedWorker:
                 "simulated worker: tokens are random", cost=self._cost.describe(), num_blocks=plan.num_blocks - 1
             )
             num_blocks = configure.num_blocks or plan.num_blocks
-            self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}))
+            # One process simulates all ranks, so its pages have the parts of all.
+            size = page_bytes(configure.kv_layout, self._num_ranks) * self._num_ranks
+            self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}, size))
             self._steps(SimulatedRunner(configure.config))
         except Superseded:
             return
@@ -135,14 +141,26 @@ class SimulatedWorker:
                     self._begin(runner, step)
                 case SampleInputs() as inputs:
                     self._take_inputs(runner, inputs)
+                case HostPages() as pages:
+                    size = pages.page_bytes // self._num_ranks
+                    self._copies = CopyClock(Tiers(pages.num_pages, size, copy_rates(self._cost)))
+                case MoveBlocks() as move:
+                    self._copies.send(move, self._clock.now(), self._free_at)
                 case Shutdown():
                     return
                 case None if timeout is not None:
-                    self._send_oldest()
+                    self._send_next()
                 case Heartbeat() | None:
                     pass
                 case other:
                     raise EngineError(f"unexpected {type(other).__name__} instead of a step")
+
+    @property
+    def _next_end(self) -> float:
+        """When the oldest step or the next copy ends; infinite if neither has an end yet."""
+        oldest = self._in_flight[0] if self._in_flight else None
+        step_end = float("inf") if oldest is None or oldest.result is None else oldest.end
+        return min(step_end, self._copies.next_end)
 
     def _poll_timeout(self) -> float | None:
         """Return how long to wait for a message, in seconds; None: without a limit.
@@ -150,9 +168,8 @@ class SimulatedWorker:
         Messages that arrived while a step was computed are received before its result is sent, because they found the
         device busy.
         """
-        if not self._in_flight or self._in_flight[0].result is None:
-            return None
-        return max(0.0, self._in_flight[0].end - self._clock.now() - POLL_SECONDS)
+        end = self._next_end
+        return None if end == float("inf") else max(0.0, end - self._clock.now() - POLL_SECONDS)
 
     def _begin(self, runner: SimulatedRunner, step: SchedulerOutput) -> None:
         if self._in_flight and self._in_flight[-1].result is None:  # a step of an earlier worker epoch
@@ -173,17 +190,19 @@ class SimulatedWorker:
         self._free_at = waiting.end = max(waiting.end, self._clock.now())
         waiting.result = runner.finish(waiting.launched, inputs, waiting.end - waiting.begin)
 
-    def _send_oldest(self) -> None:
-        """Send the oldest result if its step is computed, or sleep until then, so that messages are polled again."""
-        oldest = self._in_flight[0]
-        rest = oldest.end - self._clock.now()
-        if rest > 2 * POLL_SECONDS:
+    def _send_next(self) -> None:
+        """Send what has ended, or sleep until something ends, so that messages are polled again."""
+        now, end = self._clock.now(), self._next_end
+        if end - now > 2 * POLL_SECONDS:
             return  # the poll returned early
-        if rest > 0:
-            self._clock.sleep_until(oldest.end)
-        elif oldest.result is not None:
-            self._in_flight.popleft()
-            self._channel.send(oldest.result)
+        if end > now:
+            self._clock.sleep_until(end)
+        elif (moved := self._copies.take(now)) is not None:
+            self._channel.send(moved)
+        else:
+            result = self._in_flight.popleft().result
+            assert result is not None
+            self._channel.send(result)
 
 
 def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks: int) -> MemoryPlan:

@@ -89,7 +89,7 @@ def test_cache_set_rejects_unequal_caches() -> None:
         CacheSet.of([torch.zeros(2, 3, 4, 5)], block_dim=2)
 
 
-@pytest.mark.parametrize(("width", "word_bytes"), [(8, 8), (6, 4), (5, 2)])
+@pytest.mark.parametrize(("width", "word_bytes"), [(8, 16), (12, 8), (6, 4), (5, 2)])
 def test_words_are_the_largest_that_divide_a_block(width: int, word_bytes: int) -> None:
     caches = CacheSet.of([torch.zeros(2, 4, width, dtype=torch.float16)])
     assert caches.word_bytes == word_bytes

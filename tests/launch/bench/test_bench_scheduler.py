@@ -17,9 +17,11 @@ from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
 from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes
+from quire.launch.bench.scheduler.scheduler_loads import LoadSizes
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
+from quire.launch.bench.scheduler.scheduler_tiers import TierSizes
 from quire.launch.bench.scheduler.scheduler_trace import TraceSizes
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
@@ -44,6 +46,8 @@ TINY = Sizes(
     new_prompts=(2, 1024),
     memory_blocks=256,
     churn=ChurnSizes(usual=LOAD, large=LOAD),
+    loads=LoadSizes(gb_per_s=(1.0, 10.0), found=(256, 8192), depths=(0, 4), first=30, visits=1),
+    tiers=TierSizes(batch=16, prompt_len=32, units=1, rounds=4, load_len=256, loads=3),
     layouts=LayoutSizes(batch=16, prompt_len=32, window=20, units=1, rounds=2),
     trace=TraceSizes(batch=16, prompt_len=32, steps=32, chunks=2, names=("trace.jsonl",)),
 )
@@ -108,6 +112,16 @@ class TestSections:
         found = section("layouts")
         assert list(found) == ["full_attention", "one_window", "two_groups", "seven_groups"]
         assert found["full_attention"]["ratio"] == 1 and all(one["step_us"] > 0 for one in found.values())
+
+    def test_loads(self) -> None:
+        found = section("loads")
+        assert found["num_cells"] == 2 * 5 * 2 * 3 and set(found["choices"]) == {"load", "compute", "split"}
+        assert found["regret_percent"] < 20 and found == section("loads"), "every run gives the same figures"
+
+    def test_tiers(self) -> None:
+        found = section("tiers")
+        assert found["loaded_per_prompt"] == 15 and found["us_per_loaded_block"] > 0
+        assert found["idle"]["ratio"] > 0 and 0 < found["storing"]["stored_per_step"] <= 2
 
     def test_each_section_has_its_table(self) -> None:
         assert set(SHOWN) == set(SECTIONS)

@@ -42,14 +42,14 @@ def test_an_invalid_range_is_refused(text: str) -> None:
 
 
 def test_api_keys_set_a_default_range() -> None:
-    assert with_api_keys(config_of(), 0).priority_range is None
-    assert with_api_keys(config_of(), 2).priority_range == (0, HIGHEST)
-    assert with_api_keys(config_of(priority_range="-7:7"), 2).priority_range == (-7, 7)
-    isolated = [with_api_keys(config_of(), count).isolate_prefix_cache_by_key for count in (0, 1, 2)]
+    assert with_api_keys(config_of(), []).priority_range is None
+    assert with_api_keys(config_of(), ["a", "b"]).priority_range == (0, HIGHEST)
+    assert with_api_keys(config_of(priority_range="-7:7"), ["a", "b"]).priority_range == (-7, 7)
+    isolated = [with_api_keys(config_of(), ["key"] * count).isolate_prefix_cache_by_key for count in (0, 1, 2)]
     assert isolated == [False, False, True]
     shared = config_of(isolate_prefix_cache_by_key=False)
-    assert with_api_keys(shared, 2).isolate_prefix_cache_by_key is False
-    assert [with_api_keys(config_of(), count).num_tenants for count in (0, 1, 5)] == [0, 1, 5]
+    assert with_api_keys(shared, ["a", "b"]).isolate_prefix_cache_by_key is False
+    assert [with_api_keys(config_of(), ["key"] * count).num_tenants for count in (0, 1, 5)] == [0, 1, 5]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -25,6 +25,8 @@ OUTSIDE = [
     ("watermark", "-0.1", "from 0 to 0.5"),
     ("watermark", "0.6", "from 0 to 0.5"),
     ("watermark", "inf", "from 0 to 0.5"),
+    ("kv-pressure-high", "0", "from 0.01 to 1.0"),
+    ("kv-pressure-low", "1.1", "from 0.01 to 1.0"),
 ]
 
 
@@ -91,3 +93,11 @@ def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[st
         *("--no-enable-prefix-caching", "reuse cached KV blocks of equal prefixes (on)", "--priority-range LOW:HIGH"),
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize("words", [("--kv-pressure-high=0.9",), ("--kv-pressure-high=0.8", "--kv-pressure-low=0.9")])
+def test_the_lower_limit_of_pressure_is_not_above_the_upper_one(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, *words)
+    assert "--kv-pressure-low must be at most --kv-pressure-high" in error and "from 0.01 to 1.0" in error

@@ -20,7 +20,8 @@ from quire.launch.replay.simulate.whatif import run_workload
 from quire.launch.replay.workload.workload import Call
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.trace.lines import Arrival, End, Line, Lost, Result, StepDecision
+from quire.protocol.wire.transfer_messages import BlocksMoved
+from quire.scheduler_proc.trace.lines import Arrival, End, Event, Line, Lost, Result, StepDecision
 
 
 def small_run(**settings: Any) -> Driver:
@@ -200,6 +201,27 @@ class TestWorkload:
             for reuse in (False, True)
         ]
         assert hits == [4, driver.answers["b"].num_cached_tokens] and hits[1] == 12
+
+    def test_host_memory_is_simulated_and_recorded_copies_are_ignored(self, tmp_path: Path) -> None:
+        driver = Driver(25, num_host_pages=65, cpu_offload_bytes=64 * 4096)
+        for index in range(10):
+            driver.add(f"r{index}", list(range(index % 5, 40)), max_tokens=4)
+            driver.run()
+        lines = list(traced(driver))
+        (recorded,) = driver.scheduler.statistics().tiers
+        others = [line for line in lines if not (isinstance(line, Event) and isinstance(line.event, BlocksMoved))]
+        assert len(others) < len(lines) and recorded.num_loaded
+        (tier,) = replay_trace(write_trace(tmp_path / "trace", lines)).tiers.values()
+        assert (tier["num_pages"], tier["num_loaded"]) == (64, recorded.num_loaded) and "hit_tokens" not in tier
+        runs = []
+        for name, kept in (("with", lines), ("without", others)):
+            workload = load(write_trace(tmp_path / name, kept), LoadOptions())
+            setup = make_setup(workload, {}, ConstantCost(1.0))
+            assert setup.tiers.num_host_pages == 65
+            runs.append(run_workload(workload, setup, ConstantCost(1.0), concurrency=1).tiers["host"])
+        assert runs[0] == runs[1] and runs[0]["num_loaded"] > 0
+        slow = make_setup(workload, {"host_gb_per_s": "1e-7"}, ConstantCost(1.0))
+        assert run_workload(workload, slow, ConstantCost(1.0), concurrency=1).tiers["host"]["num_late"] > 0
 
     def test_hashes_of_any_length_become_integers(self, tmp_path: Path) -> None:
         _, lines, path = small_trace(tmp_path)

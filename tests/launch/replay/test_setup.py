@@ -86,6 +86,9 @@ def test_parses_settings_to_the_types_of_their_fields() -> None:
         ({"model": "llama-3.1-9b"}, "did you mean llama-3.1-8b?"),
         ({"like": "vlm-0.19"}, "unknown engine"),
         ({"tensor_parallel_size": "7"}, "does not divide this model"),
+        ({"cpu_offload_bytes": "1GiB", "enable_prefix_caching": "no"}, "--cpu-offload-bytes needs --enable-prefix"),
+        ({"cpu_offload_bytes": "1GiB", "host_gb_per_s": "0"}, "host_gb_per_s must be above 0 (got 0.0)"),
+        ({"cpu_offload_bytes": "1000TiB", "model": "tiny"}, "--set cpu_offload_bytes must be at most"),
     ],
 )
 def test_rejects_invalid_settings_with_a_hint(given: dict[str, str], words: str) -> None:
@@ -110,6 +113,25 @@ def test_user_settings_override_preset_then_trace_then_defaults() -> None:
     assert setup_of({"like": "vllm-0.19"} | recorded).config.max_prefill_share == 0.25
     with pytest.raises(ConfigError, match="nowhere: unknown setting 'blok_size'"):
         setup_of({"blok_size": 8})
+
+
+def test_host_memory_of_any_device_and_size() -> None:
+    """A block of 16 tokens of this shape has 2 MiB; a page has a header besides."""
+    made = setup_of(cpu_offload_bytes="600GiB")
+    assert made.tiers.page_bytes == 2**21 + 4096
+    assert made.tiers.num_host_pages == 1 + 600 * 2**30 // (2**21 + 4096)
+    assert made.shown["host_gb_per_s"] == 25 and made.config.cpu_offload_bytes == 600 * 2**30
+    split = setup_of(cpu_offload_bytes="600GiB", tensor_parallel_size="2", host_gb_per_s="50").tiers
+    assert split.page_bytes == 2**20 + 4096 and split.rates.host == 50e9
+    assert split.num_host_pages == 1 + 600 * 2**30 // (2**21 + 8192)
+    small = setup_of(cpu_offload_bytes="2MiB")
+    assert (
+        not small.tiers.num_host_pages and "cpu_offload_bytes is too small: a block takes 2101248 bytes" in small.notes
+    )
+    assert "host_gb_per_s" not in small.shown
+    disk = setup_of(ssd_cache_bytes="1TiB", disk_read_gb_per_s="3")
+    assert (disk.tiers.num_host_pages, disk.tiers.num_disk_pages) == (0, 1 + 2**40 // (2**21 + 4096))
+    assert (disk.shown["disk_read_gb_per_s"], disk.shown["disk_write_gb_per_s"]) == (3, 4)
 
 
 def test_sets_policies_singly_or_by_preset() -> None:

@@ -12,6 +12,7 @@ from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.core.policies import Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
+from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
@@ -35,6 +36,7 @@ def comparable(record: RunRecord) -> dict[str, Any]:
         {name: getattr(record, name) for name in ("itl", "virtual_s", "preemptions_by_reason", "num_evicted_blocks")}
     )
     content["requests"] = [[getattr(run, name) for name in type(run).__slots__] for run in record.requests]
+    content["tiers"] = record.tiers
     content["steps"] = {name: list(getattr(record.steps, name)) for name in type(record.steps).__slots__}
     return content
 
@@ -48,6 +50,12 @@ SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: 
 def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
     rng = random.Random(seed)
     calls, config, num_blocks = random_calls(rng, rng.randrange(1, 14)), random_config(rng), rng.randrange(8, 60)
+    tiers = NO_TIERS
+    if rng.random() < 0.5:  # more calls and small blocks, so that some blocks are loaded
+        calls, num_blocks = random_calls(rng, rng.randrange(1, 40)), rng.randrange(16, 40)
+        config = random_config(rng, block_size=rng.choice((2, 4)), enable_prefix_caching=True)
+        rates = CopyRates(rng.choice((1e3, 1e5)), host_seconds=rng.choice((1e-4, 0.3, 6.0)), disk_seconds=0.1)
+        tiers = Tiers(rng.choice((0, 5, 60)), 1000, rates, rng.choice((0, 40)))
     stretches: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,9 +68,9 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
             stretches.append(count)
 
         patch.setattr(ReplayScheduler, "fast_forward", checked)
-        fast, one = simulate(calls, config, num_blocks, SOURCES[pace](calls))
+        fast, one = simulate(calls, config, num_blocks, SOURCES[pace](calls), tiers=tiers)
         num_stretches = len(stretches)
-        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), fast_forward=False)
+        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), tiers=tiers, fast_forward=False)
     assert len(stretches) == num_stretches
     assert comparable(fast) == comparable(slow)
     assert one.scheduler.statistics() == other.scheduler.statistics()

@@ -53,6 +53,9 @@ class TestLongest:
         cost = ShapeRecorder()
         record = run(calls, cost, blocks=blocks, fast_forward=fast_forward)
         assert bool(sum(r.num_preemptions for r in record.requests)) == (blocks == 60)
+        computed = sum(record.steps.prefill_tokens) + sum(record.steps.decode_tokens)
+        needed = sum(r.num_prompt_tokens - r.num_cached_tokens + r.num_output_tokens - 1 for r in record.requests)
+        assert sum(r.num_recomputed_tokens for r in record.requests) == computed - needed
         for shape in cost.shapes:
             if shape.num_decodes:
                 mean = shape.decode_context / shape.num_decodes

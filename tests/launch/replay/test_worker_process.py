@@ -22,6 +22,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.transfer_messages import BlocksMoved, HostPages, MoveBlocks, MoveKind
 from quire.protocol.wire.worker_messages import (
     Configure,
     Fault,
@@ -147,6 +148,41 @@ class TestTimes:
 
     def test_shutdown_ends_worker_during_a_step(self) -> None:
         assert run((99.999, adding(1, 0, 50))) == []
+
+
+class TestCopies:
+    """Pages of as many bytes as are copied in a second, without the fixed part of 20 us."""
+
+    MEMORY = HostPages("", 50, 25 * 10**9)
+
+    def move(self, number: int, kind: MoveKind, count: int) -> MoveBlocks:
+        ids = np.arange(1, count + 1, dtype=np.int32)
+        return MoveBlocks(number, kind, ids, ids, ids.astype(np.int64), b"key " * count)
+
+    def test_copies_are_answered_beside_steps(self) -> None:
+        store, load = self.move(1, MoveKind.STORE, 1), self.move(2, MoveKind.LOAD, 2)
+        sent = run(
+            (0.0, self.MEMORY), (1.0, adding(1, 0, 20)), (1.001, store), (1.002, load), (5.0, SchedulerOutput(2))
+        )
+        assert [round(when, 3) for when, _ in sent] == [1.02, 2.02, 3.002, 5.001]
+        assert [type(message).__name__ for _, message in sent] == [
+            *("ModelRunnerOutput", "BlocksMoved", "BlocksMoved", "ModelRunnerOutput"),
+        ]
+        moved = [message for _, message in sent if isinstance(message, BlocksMoved)]
+        assert [(m.transfer, m.failed, round(m.seconds, 3)) for m in moved] == [(1, [], 1.0), (2, [], 2.0)]
+
+    def test_a_copy_ends_while_a_step_awaits_its_masks(self) -> None:
+        step = adding(1, 0, 4, awaits=True)
+        sent = run((0.0, self.MEMORY), (1.0, self.move(1, MoveKind.LOAD, 1)), (1.5, step), (2.5, masks(1, 0, 42)))
+        assert [(round(when, 3), type(message).__name__) for when, message in sent] == [
+            *((2.0, "BlocksMoved"), (2.5, "ModelRunnerOutput")),
+        ]
+
+    def test_a_page_has_the_parts_of_all_ranks(self) -> None:
+        script = Script([(0.0, Configure(1, make_layout(CONFIG), CONFIG)), (0.0, Shutdown())])
+        with no_calls() as calls:
+            SimulatedWorker(script, PerToken(), script, 1, calls, 2).run()
+        assert script.sent[1][1].page_bytes == 2 * 4096
 
 
 class TestHandshake:

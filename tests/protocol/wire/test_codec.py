@@ -16,9 +16,10 @@ from scheduler_driver import make_config
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.arrays import Float32, Int32
+from quire.protocol.wire.arrays import Float32, Int32, Int64
 from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, FrontEndToScheduler, SchedulerToFrontEnd
+from quire.protocol.wire.transfer_messages import MoveKind
 from quire.protocol.wire.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
@@ -38,6 +39,7 @@ int32s = st.one_of(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=70),
     st.lists(st.integers(0, 65535), min_size=60, max_size=90),
 ).map(lambda values: np.array(values, np.int32))
+int64s = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=200).map(lambda values: np.array(values, np.int64))
 float32s = st.lists(st.floats(width=32), max_size=5).map(lambda values: np.array(values, np.float32))
 LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
@@ -47,7 +49,9 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=40),
     type(None): st.none(),
     Int32: int32s,
+    Int64: int64s,
     Float32: float32s,
+    MoveKind: st.sampled_from(MoveKind),
     SamplingParams: st.builds(SamplingParams, n=st.integers(1, 128), temperature=st.floats(0, 2), stop=st.just(["x"])),
     EngineConfig: st.just(CONFIG),
     KVLayout: st.just(kv_layout(MODEL, 16, "float32")),
@@ -145,7 +149,7 @@ def test_small_arrays_are_encoded_in_the_header(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [["<i4", b"123"], ["<i4", -1], ["<i4", None], ["<i8", b""], ["<f4", b"1234"], [b"", 0]]
+    "spec", [["<i4", b"123"], ["<i4", -1], ["<i4", None], ["<i2", b""], ["<i8", bytes(8)], ["<f4", b"1234"], [b"", 0]]
 )
 def test_invalid_inline_array_is_refused(spec: Any) -> None:
     assert refused(signed(msgspec.msgpack.encode([1, 2, [42, 1, spec]]))) == "decode"
@@ -163,7 +167,7 @@ def test_decoded_arrays_cannot_be_written_to() -> None:
         array[0] = 1
 
 
-@pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros(3, np.float64), np.zeros((2, 2), np.int32)])
+@pytest.mark.parametrize("array", [np.zeros(3, np.uint64), np.zeros(3, np.float64), np.zeros((2, 2), np.int32)])
 def test_array_of_an_unsupported_type_is_not_encoded(array: Any) -> None:
     with pytest.raises((TypeError, msgspec.MsgspecError)):
         frames_of(ModelRunnerOutput(1, array))

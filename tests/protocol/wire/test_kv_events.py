@@ -18,14 +18,18 @@ from quire.protocol.wire.kv_events import (
 
 def test_batch_encoding_matches_the_documentation() -> None:
     """Decoded as plain arrays, because subscribers in other languages read these."""
-    events = [AllBlocksCleared(), BlocksStored([b"a", b"b"], 16), BlocksRemoved([b"a"], 1)]
+    events = [AllBlocksCleared(), BlocksStored([b"a", b"b"], 16), BlocksRemoved([b"a"], 1, "host")]
     encoded = msgspec.msgpack.encode(KVEventBatch(1.5, events, 7))
-    assert msgspec.msgpack.decode(encoded) == [1.5, [[52], [50, [b"a", b"b"], 16, 0], [51, [b"a"], 1]], 7]
+    assert msgspec.msgpack.decode(encoded) == [
+        1.5,
+        [[52, ""], [50, [b"a", b"b"], 16, 0, "device"], [51, [b"a"], 1, "host"]],
+        7,
+    ]
     assert msgspec.msgpack.decode(encoded, type=KVEventBatch) == KVEventBatch(1.5, events, 7)
 
 
 def test_unknown_trailing_fields_are_ignored() -> None:
-    encoded = msgspec.msgpack.encode([1.0, [[52, "more"], [51, [b"a"], 0, "more"]], 7, "more"])
+    encoded = msgspec.msgpack.encode([1.0, [[52, "", "more"], [51, [b"a"], 0, "device", "more"]], 7, "more"])
     assert msgspec.msgpack.decode(encoded, type=KVEventBatch).events == [AllBlocksCleared(), BlocksRemoved([b"a"])]
 
 

@@ -1,6 +1,7 @@
 """Tenants take turns in the queue, and share rows, blocks and prefill tokens."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiers import thinned
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.scheduler_proc.core.tenants import equal_parts
+from quire.scheduler_proc.kv.fair_pool import CHUNK
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
@@ -384,3 +386,22 @@ def test_random_runs_of_several_tenants(seed: int) -> None:
     assert drivers[0].scheduler.statistics() == drivers[1].scheduler.statistics()
     assert replay(drivers[0].header, list(drivers[0].log), check=True) is None
     assert drivers[0].replay_lines() is None
+
+
+def test_a_flood_does_not_push_others_out_of_host_memory() -> None:
+    """Tenant 1 stores 16 prompts of 10 blocks, then tenant 2 stores 40. Host memory has 128 pages, of which tenant 1
+    keeps half, except for at most one chunk; its other blocks are in the device's pool."""
+    found = {}
+    for num_tenants in (2, 0):
+        driver = Driver(61, num_host_pages=129, num_tenants=num_tenants)
+        for tenant, count in ((1, 16), (2, 40)):
+            for at in range(count):
+                driver.add(f"{tenant}-{at}", [100 * tenant + at] * 41, max_tokens=2, tenant=tenant)
+                driver.run()
+        host = driver.scheduler.kv.tiers[0].pages
+        found[num_tenants] = Counter(map(host.owner_of, host.free_block_queue.blocks()))
+        driver.add("back", [115] * 41, max_tokens=2, tenant=1)
+        driver.run()
+        assert (driver.answers["back"].num_cached_tokens > 0) == (num_tenants == 2)
+        driver.check_drained()
+    assert found[2][1] >= 64 - CHUNK and found[2][1] + found[2][2] == 128 and found[0] == {0: 128}

@@ -1,7 +1,11 @@
-"""Preemption under fcfs: the last admitted request is preempted, resumes first, and its output does not change."""
+"""Preemption under fcfs: the victim, its return to the queue, and its output, which does not change."""
 
+from typing import Any
+
+import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
+from quire.launch.replay.core.policies import Policies
 from quire.protocol.wire.front_end_messages import EndReason
 
 
@@ -105,3 +109,97 @@ def test_preemptions_are_counted_per_request_and_in_total() -> None:
     driver.until_preemption()
     assert driver.request("young").num_preemptions == 1
     assert driver.control("statistics").num_preemptions == 1
+
+
+# ---- the victim's loss
+
+
+def preempted(driver: Driver) -> tuple[str, str, int]:
+    """Return (request id, reason, computed positions) of the first preemption."""
+    driver.until_preemption()
+    (first, *_) = [d for d in driver.scheduler.decisions.take() if d.kind == "preempt"]
+    return first.request_id, first.reason, first.num_tokens
+
+
+def three(*lengths: int, **settings: Any) -> Driver:
+    """Requests a, b and c that fill the pool and then need more blocks; ``lengths`` of their prompts."""
+    num_blocks = 1 + sum(-(-length // 4) for length in lengths)
+    driver = Driver(**{"num_blocks": num_blocks, "watermark": 0.0} | settings)
+    for name, length in zip("abc", lengths, strict=True):
+        driver.add(name, [ord(name)] * length, max_tokens=20)
+    return driver
+
+
+def test_the_victim_has_the_fewest_tokens_to_compute_again() -> None:
+    assert preempted(three(8, 5, 12)) == ("b", "least_loss", 5)
+
+
+def test_the_oldest_request_is_spared() -> None:
+    assert preempted(three(3, 11, 7))[0] == "c"
+
+
+def test_the_last_admitted_of_equal_losses_is_preempted() -> None:
+    assert preempted(three(7, 7, 7))[0] == "c"
+
+
+@pytest.mark.parametrize(("shared", "victim"), [(True, "c"), (False, "b")])
+def test_tokens_that_another_request_holds_are_not_lost(shared: bool, victim: str) -> None:
+    """c reads 12 tokens that a has written: it loses fewer of its own than b, although it is longer."""
+    driver = Driver(num_blocks=9 if shared else 12, watermark=0.0)
+    driver.add("a", range(13), max_tokens=30)
+    driver.step()
+    driver.add("b", [50] * 7, max_tokens=30)
+    driver.add("c", [*range(12), 98, 99] if shared else [99, *range(1, 12), 98, 99], max_tokens=30)
+    assert preempted(driver)[0] == victim
+
+
+def test_a_request_that_frees_no_block_is_the_last_choice() -> None:
+    """b holds only blocks that c has too."""
+    driver = Driver(num_blocks=12, watermark=0.0)
+    driver.add("b", range(8), max_tokens=30)
+    driver.add("c", range(20), max_tokens=30)
+    driver.schedule()
+    preemption, (b, c) = driver.scheduler.planner.preemption, driver.scheduler.table.running.values()
+    assert driver.scheduler.kv.num_shared_tokens(b) == 8
+    assert preemption.choose([b, c]) is c and preemption.choose([b]) is b
+    driver.finish()
+
+
+def test_the_last_admitted_one_in_replays_of_other_engines() -> None:
+    victim, reason, _ = preempted(three(9, 7, 15, policies=Policies(least_loss=False)))
+    assert (victim, reason) == ("c", "youngest")
+
+
+@pytest.mark.parametrize("lengths", [(3, 11, 15, 7, 3), (3, 3, 15, 7, 11)])
+def test_the_least_loss_is_chosen_among_the_lowest_priority(lengths: tuple[int, ...]) -> None:
+    """But not the oldest one of this priority."""
+    driver = Driver(
+        num_blocks=1 + sum(-(-length // 4) for length in lengths), watermark=0.0, scheduling_policy="priority"
+    )
+    for name, length, priority in zip("abcde", lengths, (0, 1, 1, 1, 0), strict=True):
+        driver.add(name, [ord(name)] * length, max_tokens=20, priority=priority)
+    assert preempted(driver)[:2] == ("d", "lowest_priority")
+
+
+def test_the_least_loss_is_chosen_in_the_tenant_with_the_most_blocks() -> None:
+    driver = Driver(num_blocks=13, watermark=0.0)
+    for name, length, tenant in (("a", 3, 1), ("b", 15, 1), ("c", 7, 1), ("d", 19, 1), ("e", 3, 2), ("f", 3, 2)):
+        driver.add(name, [ord(name)] * length, max_tokens=20, tenant=tenant)
+    assert preempted(driver)[:2] == ("c", "over_share"), "not a, which is the tenant's oldest, and not e or f"
+
+
+def test_every_request_ends_beside_a_stream_of_longer_ones() -> None:
+    """A short request is often the victim, but longer ones that arrive later do not delay it for ever."""
+    driver = Driver(num_blocks=13, enable_prefix_caching=False, watermark=0.0)
+    driver.add("first", [1] * 15, max_tokens=30)
+    driver.add("short", [2] * 3, max_tokens=30)
+    steps, later = 0, 0
+    while driver.answers["short"].ended is None:
+        if driver.scheduler.table.num_waiting < 2:
+            driver.add(f"later{later}", [3] * 11, max_tokens=8)
+            later += 1
+        driver.step()
+        steps += 1
+        assert steps < 200
+    assert later > 1
+    driver.finish()

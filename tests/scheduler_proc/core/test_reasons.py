@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load_choices import compute_front, split
 from scheduler_driver import Driver, change
 
+from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
@@ -63,6 +65,12 @@ def kv_blocks() -> Driver:
     return driver
 
 
+def kv_pressure() -> Driver:
+    driver = pair(first=list(range(20)), num_blocks=9, watermark=0.0, kv_pressure_high=0.6, kv_pressure_low=0.6)
+    driver.schedule()
+    return driver
+
+
 def full_sequence() -> Driver:
     driver = pair(num_blocks=7, reserve_full_sequence=True)
     driver.schedule()
@@ -100,6 +108,17 @@ def paused() -> Driver:
     return driver
 
 
+def loading() -> Driver:
+    prompt = list(range(1, 41))
+    driver = Driver(25, num_host_pages=65)
+    for number, tokens in enumerate([prompt, *([100 + i] * 30 for i in range(6))]):
+        driver.add(str(number), tokens, max_tokens=4)
+        driver.run()
+    driver.add("second", prompt, max_tokens=2)
+    driver.fill()
+    return driver
+
+
 def held(reason: WaitReason) -> Callable[[], Driver]:
     def case() -> Driver:
         driver = pair()
@@ -115,11 +134,13 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.PREFILL_SHARE: prefill_share,
     WaitReason.WHOLE_PROMPT: whole_prompt,
     WaitReason.KV_BLOCKS: kv_blocks,
+    WaitReason.KV_PRESSURE: kv_pressure,
     WaitReason.FULL_SEQUENCE: full_sequence,
     WaitReason.PREEMPTING: preempting,
     WaitReason.RESULT_IN_FLIGHT: result_in_flight,
     WaitReason.PAUSED: paused,
     WaitReason.SUSPECT: lambda: suspect(),
+    WaitReason.LOADING: loading,
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 
@@ -157,8 +178,8 @@ def test_requests_behind_the_first_count_for_its_reason() -> None:
     assert waits(driver, "third") == []
 
 
-def preempt(policy: str, worse: int = 0) -> Driver:
-    driver = Driver(num_blocks=9, enable_prefix_caching=False, scheduling_policy=policy)
+def preempt(policy: str, worse: int = 0, policies: Policies = QUIRE) -> Driver:
+    driver = Driver(num_blocks=9, enable_prefix_caching=False, scheduling_policy=policy, policies=policies)
     driver.add("old", [1] * 7, max_tokens=13, priority=worse)
     driver.add("young", [2] * 7, max_tokens=13)
     while not driver.scheduler.statistics().num_preemptions:
@@ -228,14 +249,22 @@ def held() -> Driver:
     return driver
 
 
+def joins_load() -> Driver:
+    driver = split()
+    compute_front(driver)
+    return driver
+
+
 PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
-    PreemptReason.YOUNGEST: (lambda: preempt("fcfs", 5), "young", "old"),
+    PreemptReason.LEAST_LOSS: (lambda: preempt("fcfs", 5), "young", "old"),
+    PreemptReason.YOUNGEST: (lambda: preempt("fcfs", policies=Policies(least_loss=False)), "young", "old"),
     PreemptReason.LOWEST_PRIORITY: (lambda: preempt("priority", 5), "old", "young"),
     PreemptReason.ITSELF: (itself, "young", "young"),
     PreemptReason.BAD_PREFIX: (read_from_a_bad_one, "reader", ""),
     PreemptReason.NEW_EPOCH: (new_epoch, "first", ""),
     PreemptReason.SUSPECT: (suspect_after_suspect, "first", "second"),
     PreemptReason.HELD: (held, "first", ""),
+    PreemptReason.JOINS_LOAD: (joins_load, "again", ""),
     PreemptReason.OVER_SHARE: (over_share, "many2", "other"),
 }
 

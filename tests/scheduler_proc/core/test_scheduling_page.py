@@ -44,11 +44,11 @@ def test_the_worked_example() -> None:
     ]
     recorded = [(d.step, d.kind, d.request_id, str(d.reason)) for d in decisions]
     assert (3, "wait", "C", "prefill_share") in recorded
-    assert (8, "preempt", "C", "youngest") in recorded and (9, "preempt", "B", "itself") in recorded
+    assert (8, "preempt", "C", "least_loss") in recorded and (9, "preempt", "B", "itself") in recorded
     assert (10, "evict", "", "admission") in recorded
 
 
 def test_decision_is_one_line_for_any_request_id() -> None:
-    line = str(Decision(8, "preempt", "a\nquire: all is well\x1b[2J", "youngest", "b"))
-    assert line == "preempt step=8 request='a\\nquire: all is well\\x1b[2J' reason=youngest beneficiary='b'"
+    line = str(Decision(8, "preempt", "a\nquire: all is well\x1b[2J", "least_loss", "b"))
+    assert line == "preempt step=8 request='a\\nquire: all is well\\x1b[2J' reason=least_loss beneficiary='b'"
     assert str(Decision(9, "evict", "", "decode", num_blocks=3)) == "evict step=9 num_blocks=3 reason=decode"

@@ -3,7 +3,8 @@
 import pytest
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_pool import BlockHashToBlockMap, BlockPool
+from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
+from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
 def pool_of(usable: int = 6) -> BlockPool:
@@ -138,6 +139,7 @@ def test_get_cached_blocks_stops_at_the_first_unknown_key() -> None:
     assert ids(pool.get_cached_blocks([b"a", b"b", b"c"])) == [1, 2, 4]
     assert ids(pool.get_cached_blocks([b"a", b"x", b"c"])) == [1]
     assert pool.get_cached_blocks([b"x", b"a"]) == pool.get_cached_blocks([]) == []
+    assert [block and block.block_id for block in pool.find_blocks([b"a", b"x", b"c"])] == [1, None, 4]
     pool.free_blocks([blocks[1], *blocks[2:]])
     assert ids(pool.get_new_blocks(2)) == [5, 2]
     assert ids(pool.get_cached_blocks(iter([b"a", b"b", b"c"]))) == [1, 3, 4]

@@ -70,7 +70,7 @@ def test_a_step_without_events_sends_nothing(engine: Engine) -> None:
 def test_large_batches_are_sent_in_small_answers(engine: Engine, subscriber: Subscriber) -> None:
     assert engine.pool.events is not None
     for step in range(4):
-        engine.pool.events.stored([i.to_bytes(32, "big") for i in range(step * 9000, step * 9000 + 9000)])
+        engine.pool.events.stored([i.to_bytes(32, "big") for i in range(step * 9000, step * 9000 + 9000)], "device")
         engine.publisher.publish(0.0)
     kinds = [subscriber.ask_once() for _ in range(4)]
     assert kinds == [MORE, MORE, MORE, END] and len(subscriber.mirror.keys) == 36_000

@@ -201,6 +201,24 @@ def test_lookup_order_of_duplicates_is_restored() -> None:
     assert replay(driver.header, altered(records, cached=[(second, key), (first, key)])) is not None
 
 
+def test_owners_of_host_pages_are_restored() -> None:
+    """Pages are evicted from the tenant that has the most, also after the restore."""
+    driver = Driver(61, num_host_pages=129, num_tenants=2)
+    requests = [(1, at) for at in range(10)] + [(2, at) for at in range(8)]
+    for tenant, at in [*requests, *[(2, at) for at in range(8, 16)], (1, 9), (1, 2)]:
+        if (tenant, at) == (2, 8):
+            driver.settle()
+            pages = keyframe_of(driver).tiers.pages[0]
+        driver.add(f"{tenant}-{at}-{len(driver.answers)}", [100 * tenant + at] * 41, max_tokens=2, tenant=tenant)
+        driver.run()
+    (records,) = tails(driver)
+    assert replay(driver.header, records, check=True) is None
+    assert [tenant for tenant, _, _ in pages.tenants] == [1, 2]
+    tiers = decode_state(records[0].frames[0]).tiers
+    one = msgspec.structs.replace(pages, tenants=[(1, 0, sum(count for _, _, count in pages.tenants))])
+    assert noticed(driver, altered(records, tiers=msgspec.structs.replace(tiers, pages=[one])))
+
+
 def test_keyframes_need_an_idle_scheduler_without_drafts() -> None:
     driver = Driver(async_scheduling=True)
     assert idle_state(driver.scheduler) is not None

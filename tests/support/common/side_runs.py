@@ -12,6 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[2]
 GRID = sorted(path for path in (TESTS / "kernels" / "grid").rglob("*.py") if path.name != "conftest.py")
+INTERPRETED = TESTS / "worker_proc" / "interpreted"
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 # A process in Triton's interpreter cannot compile, and one that compiles cannot interpret.
@@ -28,9 +29,10 @@ PROGRAMS: dict[str, tuple[list[str | Path], dict[str, str]]] = {
     "test_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "even"], {"TRITON_INTERPRET": "1"}),
     "test_rest_of_the_grid_in_the_interpreter": ([*PYTEST, *GRID, "--cases", "odd"], {"TRITON_INTERPRET": "1"}),
     "test_decode_step_in_the_interpreter": (
-        [*PYTEST, *sorted((TESTS / "worker_proc" / "interpreted").glob("*.py"))],
+        [*PYTEST, INTERPRETED / "decode_step.py", INTERPRETED / "draw.py"],
         {"TRITON_INTERPRET": "1"},
     ),
+    "test_gpu_blocks_in_the_interpreter": ([*PYTEST, INTERPRETED / "gpu_blocks.py"], {"TRITON_INTERPRET": "1"}),
 }
 """Programs by the name of the test that checks their output."""
 

@@ -6,7 +6,7 @@ from front_end import EndlessEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
-from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState
+from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState, TierState
 
 
 class FullEngine(EndlessEngine):
@@ -27,6 +27,8 @@ class FullEngine(EndlessEngine):
             step_worker=times,
             step_update=times,
             step_reply=times,
+            load_choices={"split": 1},
+            tiers=[TierState("host", 8, 4)],
             tenants=[TenantState(3, 0, 1, 0)],
             requests=[RequestState("r-0", 3, "waiting", "kv_blocks", 0.0, 7, 0, 0, 0)],
         )

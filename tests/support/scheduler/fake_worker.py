@@ -12,6 +12,7 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+from fake_pages import FakePages
 from log_replay import appended_blocks
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
@@ -132,6 +133,7 @@ class FakeWorker:
         """Block → handle → (group, index in its table)."""
         widest = max(g.block_size for g in self.groups)
         self.slots = [[_NOTHING] * widest for _ in range(num_blocks)]
+        self.host = FakePages(lambda block: self.slots[block])
         self.forced: dict[tuple[str, int], int] = {}
         self.bad_from: dict[str, int] = {}
         self.bad_once: set[tuple[str, int]] = set()
@@ -145,7 +147,8 @@ class FakeWorker:
         self._last_handles: list[int] = []
 
     def forget_everything(self, last_step: int) -> None:
-        """Become a new process; the next step is the one after ``last_step``."""
+        """Become a new process; the next step is the one after ``last_step``. Host memory stays."""
+        self.host.pending.clear()
         self.rows.clear()
         self.holders.clear()
         self.slots = [[_NOTHING] * len(self.slots[0]) for _ in range(self.num_blocks)]

@@ -40,20 +40,30 @@ def key_of(hash_: bytes, group: int) -> bytes:
 
 
 class Mirror:
-    """The set of blocks that a consumer knows."""
+    """The contents that a consumer knows, by medium."""
 
     def __init__(self) -> None:
-        self.keys: set[bytes] = set()
+        self.media: dict[str, set[bytes]] = {}
+
+    @property
+    def keys(self) -> set[bytes]:
+        """The device's contents."""
+        return self.of("device")
+
+    def of(self, medium: str) -> set[bytes]:
+        return self.media.setdefault(medium, set())
 
     def apply(self, events: list[KVEvent]) -> None:
         for event in events:
             match event:
                 case BlocksStored():
-                    self.keys |= {key_of(h, event.group) for h in event.hashes}
+                    self.of(event.medium).update(key_of(h, event.group) for h in event.hashes)
                 case BlocksRemoved():
-                    self.keys -= {key_of(h, event.group) for h in event.hashes}
+                    self.of(event.medium).difference_update(key_of(h, event.group) for h in event.hashes)
+                case AllBlocksCleared(medium=""):
+                    self.media.clear()
                 case AllBlocksCleared():
-                    self.keys.clear()
+                    self.of(event.medium).clear()
 
 
 def keys_of(pool: BlockPool) -> set[bytes]:
@@ -168,7 +178,7 @@ class Subscriber:
                 continue
             whole = self._is_of_this_life(int.from_bytes(payload, "big")) and whole
             if kind == GONE and whole:
-                self.mirror.keys.clear()
+                self.mirror.media.clear()
                 self.next, self.num_gone = sequence, self.num_gone + 1
             elif kind != GONE:
                 assert not whole or sequence == self.next
@@ -194,6 +204,6 @@ class Subscriber:
         known, self.incarnation = self.incarnation, incarnation
         if known in (-1, incarnation):
             return True
-        self.mirror.keys.clear()
+        self.mirror.media.clear()
         self.next = 0
         return False

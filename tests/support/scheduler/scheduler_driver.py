@@ -37,14 +37,17 @@ from quire.protocol.wire.front_end_messages import (
     StepOutputs,
     Stop,
 )
+from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
+from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 
 VOCAB_SIZE = 1000
+NO_COSTS = CostState()
 
 
 def make_config(**settings: Any) -> EngineConfig:
@@ -131,12 +134,19 @@ class Driver:
         steady_decode: bool = True,
         layout: KVLayout | None = None,
         policies: Policies = QUIRE,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        before: "Driver | None" = None,
+        costs: CostState = NO_COSTS,
         **settings: Any,
     ) -> None:
-        """``num_blocks`` includes the null block. Without ``layout``: one group of full attention."""
+        """``num_blocks`` includes the null block, ``num_host_pages`` and ``num_disk_pages`` page 0. Without ``layout``:
+        one group of full attention. ``before``: the engine whose disk this one finds. ``costs``: what the scheduler
+        has learned before."""
         self.config = config = make_config(**settings)
         layout = layout or make_layout(config)
-        self.header = TraceHeader(config, layout, num_blocks)
+        forgotten = 0 if before is None or before.scheduler.kv.disk is None else before.scheduler.kv.disk.forgotten
+        self.header = TraceHeader(config, layout, num_blocks, num_host_pages, num_disk_pages, forgotten, costs)
         self.scheduler = self.header.make_scheduler(steady_decode=steady_decode)
         if policies != QUIRE:
             self.scheduler = ReplayScheduler(config, layout, num_blocks, steady_decode=steady_decode, policies=policies)
@@ -150,6 +160,12 @@ class Driver:
             caching=config.enable_prefix_caching,
             num_speculative_tokens=config.num_speculative_tokens,
         )
+        pages = self.worker.host
+        pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)
+        if before is not None:
+            old = before.worker.host
+            both = zip(pages.disk, old.disk, strict=False)
+            pages.pages = {new: old.pages[at] for new, at in both if at in old.pages}
         self.messages: list[tuple[int, Any]] = []
         self.num_steady = 0
         self._num_stale = 0
@@ -159,6 +175,7 @@ class Driver:
         self.statistics_seen: list[Statistics] = []
         self.refused: list[Rejected] = []
         self.diffs: list[SchedulerOutput] = []
+        self.moves: list[MoveBlocks] = []
         self.sizes: list[int] = []
         self.log = EventLog()
         self._events: Codec[Any] = Codec(Consumed)
@@ -241,29 +258,64 @@ class Driver:
         diff = self.scheduler.schedule()
         self.scheduler.check()
         self.num_steady += len(self.scheduler.steady_decode)
+        self._send_moves(self.scheduler.transfers.take_loads())
         if diff is None:
             self.log.tick(0.0)
-            return None
-        frames = self.down.send(diff)
-        self.log.produced(0.0, frames)
-        self.sizes.append(sum(len(f) for f in frames))
-        received = self._up.receive()
-        assert received is not None
-        self._to_run.append(received)
-        self.diffs.append(received.message)
+        else:
+            frames = self.down.send(diff)
+            self.log.produced(0.0, frames)
+            self.sizes.append(sum(len(f) for f in frames))
+        self._send_stores()
+        self._receive()
         return diff
 
+    def _receive(self) -> None:
+        """Receive on the worker's side."""
+        while (received := self._up.receive()) is not None:
+            self._to_run.append(received)
+            if isinstance(received.message, SchedulerOutput):
+                self.diffs.append(received.message)
+
+    def read_disk(self) -> None:
+        """Answer that the disk was read."""
+        self.consume(self.worker.host.disk_contents(self.header.forgotten))
+        self.scheduler.check()
+
+    def _send_stores(self) -> None:
+        if (disk := self.scheduler.kv.disk) is not None:
+            for page in disk.take_invalid():
+                self.worker.host.pages.pop(disk.first_id + page, None)
+        self._send_moves(self.scheduler.transfers.take_stores())
+
+    def _send_moves(self, moves: list[MoveBlocks]) -> None:
+        self.moves += moves
+        for move in moves:
+            self.down.send(move)
+
     def execute(self) -> bool:
-        """Let the worker run its oldest step."""
+        """Let the worker run its oldest step, and receive the copies before it."""
+        self._send_stores()
+        self._receive()
         if not self._to_run:
             return False
-        self._up.send(self.worker.execute(self._to_run.popleft().message))
-        if not self._to_run:
+        message = self._to_run.popleft().message
+        if isinstance(message, MoveBlocks):
+            self.worker.host.receive(message)
+            return self.execute() or True
+        self._up.send(self.worker.execute(message))
+        if not any(isinstance(each.message, SchedulerOutput) for each in self._to_run):
             self._compare_mirror()
         return True
 
-    def deliver(self) -> ModelRunnerOutput | None:
-        """Deliver the oldest ready result."""
+    def move(self, index: int = 0) -> bool:
+        """Let the worker run a copy that it has received."""
+        if index >= len(self.worker.host.pending):
+            return False
+        self._up.send(self.worker.host.run(index))
+        return True
+
+    def deliver(self) -> ModelRunnerOutput | BlocksMoved | None:
+        """Deliver the oldest ready result or answer."""
         received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None:
             return None
@@ -282,6 +334,10 @@ class Driver:
         Return False, without any effect, if no result is ready.
         """
         received = self._held_back.popleft() if self._held_back else self.down.receive()
+        if received is not None and isinstance(received.message, BlocksMoved):
+            self._held_back.appendleft(received)
+            self.deliver()
+            return False
         if received is None or received.message.step <= self._num_stale:
             self._held_back.extendleft([] if received is None else [received])
             return False
@@ -294,9 +350,14 @@ class Driver:
         raise AssertionError("a result that cannot be was accepted")
 
     def answer(self) -> ModelRunnerOutput | None:
-        """Let the worker run its oldest step, and deliver the oldest result."""
+        """Let the worker run its oldest step and its copies; deliver the oldest result and the answers before it."""
         self.execute()
-        return self.deliver()
+        while self.move():
+            pass
+        delivered = self.deliver()
+        while isinstance(delivered, BlocksMoved):
+            delivered = self.deliver()
+        return delivered
 
     def fill(self) -> None:
         """Send as many steps as the pipeline takes."""
@@ -305,7 +366,7 @@ class Driver:
 
     def settle(self) -> None:
         """Run and answer all steps that were sent."""
-        while self.execute() or self.deliver() is not None:
+        while self.execute() or self.move() or self.deliver() is not None:
             pass
 
     def step(self, times: int = 1) -> None:
@@ -327,7 +388,7 @@ class Driver:
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
         """Step until every request has ended and no step is in flight."""
         for _ in range(max_steps):
-            if not self.scheduler.table.requests and not self.scheduler.in_flight:
+            if self.scheduler.is_idle:
                 return self.answers
             self.step()
         raise AssertionError(f"still there: {list(self.scheduler.table.requests.values())}")
@@ -339,7 +400,9 @@ class Driver:
 
     def random_step(self, rng: random.Random) -> None:
         """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
-        action = rng.choice((self.schedule, self.execute, self.deliver))
+        pending = len(self.worker.host.pending)
+        moves = (lambda: self.move(rng.randrange(pending)),) if pending else ()
+        action = rng.choice((self.schedule, self.execute, self.deliver, *moves))
         action()
 
     # ---- inspection
@@ -370,6 +433,9 @@ class Driver:
         assert not table.requests and not table.running and not table.num_waiting
         assert not table.leaving and not len(scheduler.in_flight)
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
+        assert not len(scheduler.kv.holds), "a hold leaked"
+        for pages in (tier.pages for tier in scheduler.kv.tiers):
+            assert pages.num_free_blocks == pages.num_usable_blocks, "pages leaked"
         for manager in scheduler.kv.coordinator.managers:
             assert not manager.req_to_blocks and not manager.num_cached_block
         for request_id, answer in self.answers.items():

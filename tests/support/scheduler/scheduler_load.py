@@ -63,9 +63,11 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
     max_num_seqs = rng.choice((1, 3, 8))
     least = max_num_seqs * (1 + num_drafts)
     chunked = rng.random() < 0.8
+    num_blocks = rng.choice((6, 10, 14, 40, 60))
     return {
         "layout": layout,
-        "num_blocks": rng.choice((6, 10, 14, 40, 60)),
+        "num_blocks": num_blocks,
+        "num_host_pages": (0, 6, 60)[(num_blocks + max_num_seqs) % 3],  # without another random number
         "block_size": rng.choice((1, 2, 4, 8)),
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": max_num_seqs,
@@ -78,6 +80,8 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
         "scheduling_policy": rng.choice(("fcfs", "priority")),
         "reserve_full_sequence": rng.random() < 0.1,
         "watermark": rng.choice((0.0, 0.0, 0.1)),
+        "kv_pressure_high": (0.8, 1.0, 1.0)[(num_blocks + least) % 3],
+        "kv_pressure_low": (0.5, 1.0, 1.0)[(num_blocks + least) % 3],
         "max_num_queued_reqs": rng.choice((0, 0, 4)),
         "num_speculative_tokens": num_drafts,
         "adaptive": rng.random() < 0.7,

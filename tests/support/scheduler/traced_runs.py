@@ -104,8 +104,9 @@ def traced(driver: Driver) -> list[Line]:
         fields: dict[str, float] = {}
         if "now" in line.__struct_fields__:
             fields["now"] = 100.0 + number * STEP_SECONDS
-        if "seconds" in line.__struct_fields__ and not driver.config.num_speculative_tokens:
-            fields["seconds"] = STEP_SECONDS  # otherwise it decides the number of drafts
+        learns = driver.config.num_speculative_tokens or driver.scheduler.kv.tiers
+        if "seconds" in line.__struct_fields__ and not learns:
+            fields["seconds"] = STEP_SECONDS  # otherwise decisions depend on it
         lines.append(msgspec.structs.replace(line, **fields))
     return lines
 

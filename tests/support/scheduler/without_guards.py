@@ -88,7 +88,7 @@ def the_oldest_request_is_not_preempted() -> Patch:
     """When blocks run out, the request that was admitted first is preempted."""
 
     def victim(self: Any) -> Any:
-        return next(iter(self._table.running.values())), PreemptReason.YOUNGEST
+        return next(iter(self._table.running.values())), PreemptReason.LEAST_LOSS
 
     return mock.patch.object(Preemption, "victim", victim)
 

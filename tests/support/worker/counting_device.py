@@ -11,7 +11,7 @@ The device is as slow as possible: nothing that was launched has finished until 
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -361,6 +361,7 @@ def counting_device() -> Iterator[CountingDevice]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "mem_get_info": lambda device=None: (1 << 33, 1 << 33),

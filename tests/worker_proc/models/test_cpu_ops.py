@@ -82,6 +82,14 @@ def test_gates_are_accurate_over_their_whole_range(ops: CpuOps, activation: str)
     assert torch.equal(out.isnan()[[0, 2, 3]], torchs.isnan()[[0, 2, 3]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_columns_equal_concatenation(ops: CpuOps, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        wide = _random(rows, 40, dtype=dtype)
+        parts = [wide[:, 3:20], _random(rows, 7, dtype=dtype, seed=1), wide[:, :1]]
+        assert torch.equal(ops.join_columns(parts), torch.cat(parts, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "step",
@@ -122,6 +130,8 @@ def test_unsupported_tensors_are_rejected_or_computed_by_torch(ops: CpuOps) -> N
         kernels.add_rms_norm(_random(4, 8), _random(4, 9), _random(8), 1e-5)
     with pytest.raises(ValueError, match=r"^gate_up: "):
         kernels.gate(_random(4, 7), "silu")
+    with pytest.raises(ValueError, match=r"^parts\[1\]: "):
+        kernels.join_columns([_random(4, 7), _random(5, 7)])
     strided = _random(8, 6).T
     torch.testing.assert_close(ops.rms_norm(strided, None, 1e-5), ops.rms_norm(strided.contiguous(), None, 1e-5))
     torch.testing.assert_close(ops.gate(strided, "silu"), ops.gate(strided.contiguous(), "silu"))

@@ -12,6 +12,7 @@ from packed_models import build_packed, load_packed, logits_of, prompts, residen
 from thread_ranks import on_ranks
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
+from quire.kernels.cpu.native import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
@@ -99,6 +100,23 @@ def test_an_engine_reads_everything_from_the_file(checkpoint_factory: Factory, t
     engine.add("0", prompt, max_tokens=8, ignore_eos=True)
     tokens = _reference(plain).generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None)
     assert engine.run()["0"].tokens == tokens[0, len(prompt) :].tolist()
+
+
+@pytest.mark.skipif(load_native() is None, reason="no compiler here")
+def test_fused_layers_of_mixed_types_are_recorded(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Usual files have values and down projections in another type than queries, keys, gates and ups."""
+    source, _ = checkpoint_factory("llama", **SIZES)
+    file = tmp_path / "mixed.gguf"
+    convert_checkpoint(source, file, tmp_path / "plain", "Q4_K", "Q6_K")
+    config = make_engine_config(parse_options({}, "LLM"), folder=find_model(str(file)))
+    tokens = []
+    for eager in (True, False):
+        engine = InProcessEngine(file, max_model_len=96, model=config.model, enforce_eager=eager)
+        engine.add("0", prompts()[0].tolist(), max_tokens=8)
+        engine.add("1", prompts()[1].tolist(), max_tokens=12)
+        tokens.append({name: answer.tokens for name, answer in engine.run().items()})
+        assert (len(engine.runner.passes) > 0) is not eager
+    assert tokens[0] == tokens[1]
 
 
 def test_a_file_without_a_tokenizer_takes_token_ids(checkpoint_factory: Factory, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.process import host_memory
 from quire.protocol.wire.worker_messages import MemoryPlan
-from quire.worker_proc.startup import host_memory, memory
+from quire.worker_proc.startup import memory
 from quire.worker_proc.startup.memory import log_plan, plan_memory
 
 MIB = 2**20
@@ -64,6 +65,12 @@ def test_cpu_pool_is_half_of_what_is_left() -> None:
     assert made.num_blocks == int(left * 0.5) // BLOCK
     rank = plan(max_model_len=1_000_000, tensor_parallel_size=2)
     assert rank.num_blocks == 1024 * MIB // BLOCK, "half of its part is less than 1 GiB"
+
+
+def test_memory_of_cached_blocks_outside_the_pool_is_not_for_the_pool() -> None:
+    made = plan(max_model_len=1_000_000, cpu_offload_bytes=600 * MIB)
+    left = 3000 * MIB - 10 * MIB - made.activations - 600 * MIB
+    assert made.num_blocks == int(left * 0.5) // BLOCK
 
 
 def test_cpu_pool_is_at_most_twice_what_all_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:

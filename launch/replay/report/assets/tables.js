@@ -21,6 +21,10 @@ function cardRows({ facts, latency, equal }) {
     ["Steps", grouped(facts.steps), facts.steps, `in ${milliseconds(facts.virtual_s * 1e3)}`, 0],
     ["KV pool", `${grouped(facts.pool)} blocks`, facts.pool, `${compact(facts.evicted)} evicted`, 0],
   ];
+  for (const [name, hits, pages, loaded, stored] of facts.tiers) {
+    const copied = `${compact(loaded)} of ${compact(pages)} blocks loaded, ${compact(stored)} stored`;
+    rows.push([`Tier: ${name}`, hits === null ? "\u2013" : `${compact(hits)} tokens`, hits, copied, 1]);
+  }
   if (equal !== null) rows.push(["Exact replay", equal ? "equal" : "differs", Number(equal), "decisions", 1]);
   return rows;
 }

@@ -17,6 +17,7 @@ SHAPES = [
     # shape, dimension of the blocks
     ((2, 6, 4, 2, 8), 1),
     ((2, 6, TILE_WORDS + 3), 1),
+    ((2, 6, 8 * TILE_WORDS + 8), 1),
     ((6, 5, 1), 0),
     ((3, 6, 1), 1),
 ]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.worker_proc.startup import host_memory
-from quire.worker_proc.startup.host_memory import available_bytes, group_bytes
+from quire.protocol.process import host_memory
+from quire.protocol.process.host_memory import available_bytes, group_bytes
 
 
 def group(folder: Path, limit: str, used: int, inactive: int, *, version: int) -> None:

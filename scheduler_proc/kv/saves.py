@@ -1,0 +1,253 @@
+"""Copies of contents to the next tier, before they are evicted: which are made, and what each holds until it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks, MoveKind
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_hash import split_keys
+from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.holds import Holds
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.store_choice import StoreChoice
+from quire.scheduler_proc.kv.tiers import Tier
+
+
+class Numbers:
+    """Numbers of transfers. They grow, also over restarts of the engine if there is a disk.
+
+    Attributes:
+        last: number of the newest transfer.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+def move_blocks(
+    number: int, kind: MoveKind, blocks: list[int], pages: Sequence[tuple[Tier, KVCacheBlock]], keys: Sequence[bytes]
+) -> MoveBlocks:
+    """Return the message of a transfer. ``blocks``: ids."""
+    hashes, groups = split_keys(keys)
+    ids = np.array([page.block_id for _, page in pages], np.int32)
+    generations = np.zeros(len(ids), np.int64)
+    for tier in {id(tier): tier for tier, _ in pages}.values():
+        of_tier = np.array([each is tier for each, _ in pages])
+        generations[of_tier] = tier.generations[ids[of_tier]]
+        ids[of_tier] += tier.first_id
+    return MoveBlocks(
+        number,
+        kind,
+        np.array(blocks, np.int32),
+        ids,
+        generations,
+        hashes,
+        None if groups is None else np.array(groups, np.int32),
+    )
+
+
+class Route:
+    """The way from a pool to the tier that keeps what the pool evicts.
+
+    Attributes:
+        source: the tier of the pool, or None for the device.
+        num_open: blocks that are being copied.
+    """
+
+    def __init__(self, pool: BlockPool, holds: Holds, target: Tier, choice: StoreChoice, source: Tier | None) -> None:
+        self.pool, self.holds, self.target, self.choice, self.source = pool, holds, target, choice, source
+        self.num_open = 0
+        self.num_saved = self.num_failed = 0
+        self.seconds = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """A copy that was decided and is not complete.
+
+    Attributes:
+        blocks, pages, keys: source, target and content of each copied block.
+        hold: number of the hold of the sources.
+        after_step: the newest step when it was decided.
+        answered: if the step that wrote a content is not answered: the indices that failed.
+    """
+
+    number: int
+    route: Route
+    blocks: list[KVCacheBlock]
+    pages: list[KVCacheBlock]
+    keys: list[bytes]
+    hold: int
+    after_step: int
+    answered: frozenset[int] | None = None
+
+
+class Saves:
+    """Decides and follows copies from the device to the first tier (*stores*), and on to the disk (*demotions*).
+
+    Invariants (``check``): a source is held and its page is not findable before every rank has answered, and before the
+    step that wrote it is answered. Only contents of answered steps are copied to disk, where an engine finds them after
+    any failure.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._open: dict[int, Save] = {}
+        self._unsent: list[Save] = []
+        """Those to disk that wait for the result of the step that wrote their content."""
+        self._messages: list[MoveBlocks] = []
+        of_a_step = -(-config.max_num_batched_tokens // kv.block_size) * len(kv.coordinator.managers)
+        self.routes: list[Route] = []
+        source: Tier | None = None
+        for target in kv.tiers:
+            pool = kv.pool if source is None else source.pages
+            holds = kv.holds if source is None else Holds(pool)
+            most_held = 0.25 if source is None and target.is_slow else 0.5
+            choice = StoreChoice(pool, target, of_a_step, config.pipeline_depth, most_held)
+            self.routes.append(Route(pool, holds, target, choice, source))
+            source = target
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._open
+
+    @property
+    def delays_requests(self) -> bool:
+        """Whether copies in flight hold blocks of the device that a request may wait for."""
+        return any(route.num_open for route in self.routes if route.source is None and not route.target.is_slow)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps change nothing here until a copy is answered, or a block is allocated or freed."""
+        if self._unsent or any(save.answered is not None for save in self._open.values()):
+            return False
+        return not any(route.target.is_open and not route.choice.is_settled(route.num_open) for route in self.routes)
+
+    def take(self) -> list[MoveBlocks]:
+        """Return and clear the messages to send, after the step that was planned with them."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def plan(self, sent: int, acknowledged: int) -> list[Save]:
+        """Begin to save contents that will soon be evicted.
+
+        Args:
+            sent, acknowledged: numbers of the newest step sent and of the newest step answered.
+        """
+        planned = [save for route in self.routes if (save := self._begin(route, sent)) is not None]
+        for save in planned:
+            if save.route.source is None and save.route.target.is_slow and save.after_step > acknowledged:
+                self._unsent.append(save)
+            else:
+                self._send(save)
+        return planned
+
+    def _begin(self, route: Route, sent: int) -> Save | None:
+        target = route.target
+        if not target.is_open or not (chosen := route.choice.choose(route.num_open)):
+            return None
+        if not (pages := target.take([route.pool.owner_of(block) for block, _ in chosen])):
+            return None
+        blocks, keys = map(list, zip(*chosen[: len(pages)], strict=True))
+        number = self._numbers.next()
+        ids = [page.block_id for page in pages]
+        source = route.source
+        target.generations[ids] = number if source is None else source.generations[[b.block_id for b in blocks]]
+        save = Save(number, route, blocks, pages, keys, route.holds.hold_sources(blocks), sent)
+        route.num_open += len(pages)
+        self._open[number] = save
+        return save
+
+    def _send(self, save: Save) -> None:
+        kind, first = MoveKind.STORE, 0
+        if save.route.source is not None:
+            kind, first = MoveKind.DEMOTE, save.route.source.first_id
+        target = save.route.target
+        ids = [first + block.block_id for block in save.blocks]
+        self._messages.append(move_blocks(save.number, kind, ids, [(target, page) for page in save.pages], save.keys))
+
+    def moved(self, answer: BlocksMoved, acknowledged: int) -> bool:
+        """Apply the answer of all ranks. Returns False, without any effect, if it cannot be the answer."""
+        save, failed = self._open[answer.transfer], frozenset(answer.failed)
+        if save.answered is not None or save in self._unsent or not failed <= set(range(len(save.pages))):
+            return False
+        route = save.route
+        route.num_failed += len(failed)
+        route.num_saved += len(save.pages) - len(failed)
+        route.seconds += answer.seconds
+        if route.source is None and save.after_step > acknowledged:
+            save.answered = failed
+        else:
+            self._complete(save, failed)
+        return True
+
+    def acknowledged(self, step: int) -> None:
+        """Complete, or send, what only waited for the result of the step that wrote its content."""
+        for save in [save for save in self._open.values() if save.answered is not None and save.after_step <= step]:
+            assert save.answered is not None
+            self._complete(save, save.answered)
+        while self._unsent and self._unsent[0].after_step <= step:
+            self._send(self._unsent.pop(0))
+
+    def _complete(self, save: Save, failed: frozenset[int]) -> None:
+        """Name the pages, except those whose source has lost its key: its content was invalidated."""
+        route = save.route
+        self._remove(save)
+        good: list[int] = []
+        bad: list[KVCacheBlock] = []
+        for at, (block, key) in enumerate(zip(save.blocks, save.keys, strict=True)):
+            if at not in failed and block.block_hash == key:
+                good.append(at)
+            else:
+                bad.append(save.pages[at])
+        route.target.publish([save.pages[at] for at in good], [save.keys[at] for at in good])
+        route.target.discard(bad)
+        route.holds.end(save.hold)
+        route.choice.stored(len(good))
+
+    def _remove(self, save: Save) -> None:
+        del self._open[save.number]
+        save.route.num_open -= len(save.pages)
+
+    def begin_epoch(self, *, new_workers: bool) -> None:
+        """End what no message will end: all with new workers, otherwise what waits for the result of a step."""
+        for save in list(self._open.values()):
+            if new_workers or save.answered is not None or save in self._unsent:
+                self._remove(save)
+                save.route.target.discard(save.pages)
+                save.route.holds.end(save.hold)
+        self._unsent = []
+        if new_workers:
+            self._messages = []
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        for route in self.routes:
+            saves = [save for save in self._open.values() if save.route is route]
+            num_open = sum(len(save.pages) for save in saves)
+            assert num_open == route.num_open, f"{num_open} blocks are saved, {route.num_open} counted"
+            assert route.target.is_open or not saves, "contents are saved to pages that cannot be used"
+            if route.source is not None:
+                assert len(route.holds) == len(saves), "a hold of pages without its transfer"
+        for save in self._open.values():
+            for block, page in zip(save.blocks, save.pages, strict=True):
+                assert block.ref_cnt > 0, f"{block!r} is copied but not held"
+                assert page.block_hash is None, f"{page!r} is named before it is written"
+
+    def holders(self, tier: Tier) -> list[list[KVCacheBlock]]:
+        """Return what copies hold of the pages of a tier."""
+        held = [save.pages for save in self._open.values() if save.route.target is tier]
+        return held + [blocks for route in self.routes if route.source is tier for blocks in route.holds.holders()]
+
+    def num_holds(self) -> int:
+        """Return the number of holds of the device's blocks."""
+        return sum(save.route.source is None for save in self._open.values())

@@ -1,0 +1,140 @@
+"""Copies of blocks between the Scheduler and the workers: where their pages are, messages, and deadlines."""
+
+import math
+
+from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.process.log import event_logger
+from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.kv_events import HASH_BYTES
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
+from quire.scheduler_proc.core.events import Consumed, LoadLate
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.process.transport import PageFiles, Transport
+from quire.scheduler_proc.process.worker_group import WorkerGroup
+from quire.scheduler_proc.trace.journal import Journal
+
+log = event_logger("scheduler")
+
+
+class TierTransfers:
+    """Sends the Scheduler's transfers, and passes it their answers and which loads are late.
+
+    Owns where the pages of all tiers are. Without ``--cpu-offload-bytes`` and ``--ssd-cache-bytes`` it has nothing to
+    do. Writes to the disk itself only to forget contents, and waits for it then.
+    """
+
+    def __init__(self, config: EngineConfig, transport: Transport, journal: Journal) -> None:
+        self._config = config
+        self._transport = transport
+        self._journal = journal
+        self._memory: list[HostPages] = []
+        """The memory of each rank."""
+        self._files: PageFiles | None = None
+        self._disk_is_read = False
+        """Whether workers have answered what the disk contains."""
+        self._events: Codec[Consumed] = Codec(Consumed)
+        self._deadlines: dict[int, float] = {}
+        """Load to the time at which it is late."""
+
+    def open(self, workers: WorkerGroup) -> tuple[int, int, int]:
+        """Open the disk. Returns the pages in host memory and on disk, and what is forgotten, as in TraceHeader.
+
+        Raises:
+            ConfigError: the disk cannot be used. An engine that has served before continues without it.
+        """
+        wanted, page_bytes = self._config.cpu_offload_bytes, sum(workers.page_bytes)
+        num_pages = 1 + wanted // page_bytes if wanted >= page_bytes > 0 else 0
+        if wanted and not num_pages:
+            log.warning("no host memory: it has no room for a block", bytes=wanted, block=page_bytes)
+        if self._config.ssd_cache_bytes and page_bytes:
+            try:
+                self._files = self._transport.open_page_files(self._config, workers.page_bytes, workers.layouts)
+            except ConfigError as error:
+                if workers.worker_epoch == FIRST_WORKER_EPOCH:
+                    raise
+                log.error("the disk cache is not used", reason=error)
+        if self._files is None:
+            return num_pages, 0, 0
+        return num_pages, self._files.num_pages, self._files.forgotten
+
+    def begin(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
+        """Send where the pages are to workers that are ready. Host memory is made for the first of them.
+
+        Raises:
+            EngineError: their pages have another size than those of the workers before them.
+        """
+        tiers, disk = scheduler.kv.tiers, scheduler.kv.disk
+        has_host = bool(tiers) and tiers[0] is not disk
+        if has_host and not self._memory:
+            self._memory = self._transport.make_host_memory(tiers[0].pages.num_blocks, workers.page_bytes)
+        found, expected = workers.page_bytes, [memory.page_bytes for memory in self._memory]
+        if has_host and found != expected:
+            raise EngineError(f"the new workers have host pages of {found} bytes, but the previous ones of {expected}")
+        for rank, memory in enumerate(self._memory):
+            workers.send_to(rank, memory)
+        if (files := self._files) is None or disk is None:
+            return
+        key_bytes = HASH_BYTES[self._config.prefix_caching_hash_algo]
+        for rank, (path, size) in enumerate(zip(files.paths, workers.page_bytes, strict=True)):
+            rest = size, not self._disk_is_read, key_bytes, files.forgotten
+            workers.send_to(rank, DiskPages(str(path), disk.first_id, files.num_pages, *rest))
+
+    def send_loads(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
+        """Send loads, which need not wait for the step that was just decided."""
+        for load in scheduler.transfers.take_loads():
+            self._deadlines[load.transfer] = now + scheduler.transfers.load_limit(load.transfer)
+            workers.send(load)
+
+    def send_stores(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
+        """Send stores and demotions, after the step that was decided before them."""
+        disk, files = scheduler.kv.disk, self._files
+        if files is not None and disk is not None and (invalid := disk.take_invalid()):
+            files.wipe(invalid)  # before these pages are filled again
+        for store in scheduler.transfers.take_stores():
+            workers.send(store)
+
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents) -> None:
+        """Pass an answer to the Scheduler.
+
+        Raises:
+            EngineError: its durations are impossible.
+        """
+        if isinstance(answer, BlocksMoved):
+            if not 0.0 <= answer.disk_seconds <= answer.seconds < math.inf:
+                durations = f"{answer.seconds} s, of which {answer.disk_seconds} s on disk"
+                raise EngineError(f"transfer {answer.transfer} took {durations}: the worker is faulty")
+            self._deadlines.pop(answer.transfer, None)
+        else:
+            self._disk_is_read = True
+            if answer.reason:
+                log.error("the disk cache is not used", reason=answer.reason)
+            else:
+                log.info("the disk cache was read", blocks=len(answer.page_ids))
+        self._consume(scheduler, answer)
+
+    def remaining(self, now: float) -> float | None:
+        """Return the seconds until a load is late, or None without loads."""
+        return None if not self._deadlines else max(min(self._deadlines.values()) - now, 0.0)
+
+    def turn(self, scheduler: Scheduler, workers: WorkerGroup | None, now: float) -> None:
+        """Send the stores that results and answers have led to, and report late loads to the Scheduler.
+
+        A reset of the prefix cache is written to the disk here, before its reply is sent.
+        """
+        disk, files = scheduler.kv.disk, self._files
+        if files is not None and disk is not None and disk.forgotten > files.forgotten:
+            files.forget(disk.forgotten)
+        if workers is not None:
+            self.send_stores(scheduler, workers)
+        for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[number]
+            self._consume(scheduler, LoadLate(number))
+
+    def forget(self) -> None:
+        """Expect no more answers: the workers are lost."""
+        self._deadlines.clear()
+
+    def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate) -> None:
+        scheduler.consume(event)
+        self._journal.consumed(0, self._events.encode(0, 0, event), event)

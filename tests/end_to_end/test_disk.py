@@ -1,0 +1,130 @@
+"""Real processes with a disk behind the prefix cache, which the next engine finds again."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from engine_processes import engine_processes, processes_of
+from own_costs import OwnCosts
+from served import Served
+
+from quire import LLM, SamplingParams
+from quire.protocol.errors import QuireError
+
+pytestmark = pytest.mark.full
+
+RNG = random.Random(7)
+PROMPTS = [[RNG.randrange(3, 90) for _ in range(64)] for _ in range(14)]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 60}
+
+
+def answers(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+    """Return the tokens of the prompts, generated one by one, and the number of cached tokens of all."""
+    outputs = []
+    for prompt in prompts:
+        outputs += llm.generate([list(prompt)], GREEDY, use_tqdm=False)
+        _wait_for_stores(llm)
+    return [list(output.outputs[0].token_ids) for output in outputs], sum(o.num_cached_tokens for o in outputs)
+
+
+def complete(server: Served, prompt: Sequence[int]) -> str:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    text: str = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    return text
+
+
+def _wait_for_stores(llm: LLM) -> None:
+    """Ask until the number of stored blocks stays the same: what is evicted during a store is not stored."""
+    before, same = -1, 0
+    while same < 20:
+        stored = llm.statistics()["disk_num_stored"]
+        before, same = stored, same + 1 if stored == before else 0
+
+
+@pytest.fixture
+def start(
+    checkpoint_factory: Callable[..., tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., LLM]:
+    folder, _ = checkpoint_factory("llama")
+    costs = OwnCosts(tmp_path / "home", monkeypatch)
+
+    def start(**settings: Any) -> LLM:
+        given = {"ssd_cache_dir": str(tmp_path / "cache"), "ssd_cache_bytes": 2**24} | settings
+        costs.forget()
+        llm = LLM(folder, **SETTINGS, **given)
+        for _ in range(10_000):
+            if llm.statistics()["disk_num_pages"]:
+                break
+        return llm
+
+    return start
+
+
+@pytest.mark.parametrize(("ranks", "host_bytes"), [(1, 2**18), (2, 2**18), (1, 0)])
+def test_the_next_engine_finds_prefixes(start: Callable[..., LLM], ranks: int, host_bytes: int) -> None:
+    """The pool has room for six of the 14 prompts, and host memory for some blocks."""
+    settings = {"tensor_parallel_size": ranks, "cpu_offload_bytes": host_bytes}
+    with start(**settings) as llm:
+        first, num_cached = answers(llm, PROMPTS)
+        assert num_cached == 0
+        again, _ = answers(llm, PROMPTS)
+        for process in engine_processes("quire.scheduler_proc"):
+            process.kill()
+        third, _ = answers(llm, PROMPTS)
+        assert llm.statistics()["disk_num_failed"] == 0
+    with start(**settings) as llm:
+        num_found = llm.statistics()["disk_num_cached"]
+        fourth, num_cached = answers(llm, PROMPTS)
+        assert num_found > 8 and num_cached and llm.statistics()["disk_num_loaded"]
+        assert first == again == third == fourth
+        assert llm.reset_prefix_cache()
+    with start(**settings) as llm:
+        assert answers(llm, PROMPTS) == (first, 0), "they were forgotten"
+
+
+def test_a_killed_server_leaves_what_the_next_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of the server get SIGKILL at once, while it writes."""
+    costs = OwnCosts(tmp_path / "home", monkeypatch)
+    flags = ["--num-gpu-blocks-override", "200", "--cpu-offload-bytes", "4MiB"]
+    flags += ["--ssd-cache-dir", str(tmp_path / "cache"), "--ssd-cache-bytes", "64MiB"]
+    prompts = [[RNG.randrange(10, 200) for _ in range(500)] for _ in range(16)]
+
+    killed = Served(*flags)
+    first = [complete(killed, prompt) for prompt in prompts]
+    processes = processes_of(killed.process.pid, "quire.")
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, 30)
+    killed.stop()
+    costs.forget()
+    following = Served(*flags)
+    try:
+        assert [complete(following, prompt) for prompt in prompts] == first
+        counts = httpx.get(f"{following.url}/metrics").text
+        loaded, failed = (
+            float(re.findall(rf'tier_num_{name}_blocks_total.*tier="disk".* (\S+)', counts)[0])
+            for name in ("loaded", "failed")
+        )
+        assert loaded > 0 == failed
+    finally:
+        following.stop()
+
+
+def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match=r"--ssd-cache-bytes must be at least \d+, two pages"):
+        start(ssd_cache_bytes=5000)
+    (tmp_path / "cache").rmdir() if (tmp_path / "cache").exists() else None
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(QuireError, match=r"cache.* cannot be used: .*choose another folder"):
+        start()
+
+
+def test_a_folder_has_one_engine(start: Callable[..., LLM]) -> None:
+    with start(), pytest.raises(QuireError, match=r"another engine uses .*: stop it, or choose another folder"):
+        start()

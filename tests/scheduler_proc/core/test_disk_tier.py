@@ -1,0 +1,303 @@
+"""The disk behind the prefix cache: demotions, restarts, and contents that must not be found again."""
+
+import random
+
+import numpy as np
+import pytest
+from fake_pages import random_faults
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.wire.front_end_messages import TierState
+from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveKind
+from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.requests.reasons import WaitReason
+
+PROMPT = list(range(1, 41))
+
+
+def driver(num_host_pages: int = 25, num_blocks: int = 49, num_disk_pages: int = 400, **settings: object) -> Driver:
+    engine = Driver(num_blocks, num_host_pages=num_host_pages, num_disk_pages=num_disk_pages, **settings)
+    engine.read_disk()
+    return engine
+
+
+def fill_with_others(engine: Driver, count: int = 16) -> None:
+    """Run requests that evict what was cached before."""
+    for i in range(len(engine.answers), len(engine.answers) + count):
+        engine.add(f"other {i}", [100 + i] * 30, max_tokens=4)
+        engine.run()
+
+
+def evicted_to_disk(num_host_pages: int = 25, **settings: object) -> Driver:
+    """Return an idle engine whose disk has PROMPT, and whose device has not."""
+    engine = driver(num_host_pages, **settings)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    assert disk_of(engine).num_stored >= 8
+    return engine
+
+
+def disk_of(engine: Driver) -> TierState:
+    return engine.scheduler.statistics().tiers[-1]
+
+
+def again(engine: Driver, *, is_cached: bool = True) -> None:
+    """Add a request with PROMPT, and check its answer and where its prefix comes from."""
+    before = disk_of(engine).num_loaded
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.finish()
+    engine.settle()
+    engine.check_drained()
+    assert engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+    assert (disk_of(engine).num_loaded > before) == is_cached
+    assert (engine.answers["again"].num_cached_tokens == 36) == is_cached
+    assert engine.replay_lines() is None
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 25])
+def test_an_evicted_prefix_is_loaded_from_disk(num_host_pages: int) -> None:
+    engine = evicted_to_disk(num_host_pages)
+    kinds = {MoveKind.DEMOTE, MoveKind.STORE} if num_host_pages else {MoveKind.STORE}
+    assert {move.kind for move in engine.moves} == kinds
+    again(engine)
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 25])
+def test_the_next_engine_finds_the_disk(num_host_pages: int) -> None:
+    before = evicted_to_disk(num_host_pages)
+    engine = Driver(49, num_host_pages=5, num_disk_pages=400, before=before)
+    engine.add("unread", PROMPT, max_tokens=1)
+    engine.finish()
+    assert disk_of(engine).num_pages == 0 and engine.answers["unread"].num_cached_tokens == 0
+    fill_with_others(engine, 6)
+    newest = max(page.generation for page in before.worker.host.pages.values())
+    engine.read_disk()
+    again(engine)
+    fill_with_others(engine)
+    assert max(page.generation for page in engine.worker.host.pages.values()) > newest
+
+
+def test_a_load_mixes_tiers() -> None:
+    mixed, prompt = 0, list(range(1, 100))
+    for count in range(2, 12):
+        engine = driver()
+        engine.add("first", prompt, max_tokens=4)
+        engine.run()
+        fill_with_others(engine, count)
+        engine.add("again", prompt, max_tokens=4)
+        engine.finish()
+        assert engine.answers["again"].tokens == expected_tokens(prompt, 4)
+        mixed += any(min(move.page_ids) < 25 < max(move.page_ids) for move in engine.moves if move.is_load)
+    assert mixed
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 25])
+def test_a_reset_lasts(num_host_pages: int) -> None:
+    """Forgotten contents are found neither by this engine nor by the next, which reads their headers."""
+    engine = evicted_to_disk(num_host_pages)
+    assert engine.control("reset_prefix_cache").done
+    assert disk_of(engine).num_cached == 0
+    after = Driver(49, num_host_pages=num_host_pages, num_disk_pages=400, before=engine)
+    after.read_disk()
+    assert disk_of(after).num_cached == 0
+    again(engine, is_cached=False)
+
+
+def test_a_reset_before_the_disk_was_read_lasts() -> None:
+    before = evicted_to_disk()
+    engine = Driver(49, num_disk_pages=400, before=before)
+    assert engine.control("reset_prefix_cache").done
+    engine.read_disk()
+    assert disk_of(engine).num_cached == 0
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    after = Driver(49, num_disk_pages=400, before=engine)
+    after.read_disk()
+    assert 0 < disk_of(after).num_cached <= disk_of(engine).num_cached
+    again(after)
+
+
+def test_a_reset_forgets_demotions_in_flight() -> None:
+    engine = driver()
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    for number in range(500):
+        if any(move.kind is MoveKind.DEMOTE for move in engine.worker.host.pending):
+            break
+        if engine.scheduler.is_idle:
+            engine.add(f"other {number}", [100 + number] * 30, max_tokens=4)
+        engine.fill()
+        if not engine.execute():
+            engine.move()
+        engine.deliver()
+    else:
+        raise AssertionError("nothing was demoted")
+    engine.abort(*[request.request_id for request in engine.scheduler.table.requests.values()])
+    while engine.scheduler.in_flight:
+        engine.execute()
+        engine.deliver()
+    assert engine.control("reset_prefix_cache").done
+    engine.settle()
+    engine.finish()
+    assert disk_of(engine).num_cached == 0
+    after = Driver(49, num_disk_pages=400, before=engine)
+    after.read_disk()
+    assert disk_of(after).num_cached == 0
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 9])
+def test_contents_of_bad_requests_are_overwritten(num_host_pages: int) -> None:
+    """They were stored when the request was preempted, and must not be found again by the next engine."""
+    engine = driver(num_host_pages, 18, max_model_len=64)
+    engine.worker.bad_from["bad"] = 12
+    engine.add("other", [300] * 20, max_tokens=20)
+    engine.add("bad", PROMPT, max_tokens=20)
+    for number in range(3):
+        engine.add(f"last {number}", [400 + number] * 20, max_tokens=20)
+    engine.finish()
+    engine.settle()
+    found = {page.key for at, page in engine.worker.host.pages.items() if at in engine.worker.host.disk}
+    assert engine.scheduler.kv.disk is not None
+    assert found == {key for _, key in engine.scheduler.kv.disk.pages.contents()}
+    assert disk_of(engine).num_stored > len(found)
+
+
+def test_only_results_lead_to_disk() -> None:
+    """A content whose step was not answered may be wrong, and the disk is read after any failure."""
+    engine = driver(0, 25, max_num_batched_tokens=16, async_scheduling=True)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    engine.add("second", [100] * 60, max_tokens=4)
+    for _ in range(100):
+        if len(engine.scheduler.transfers):
+            break
+        engine.schedule() or engine.answer()
+    planned = engine.scheduler.last_step
+    assert not [move for move in engine.moves if not move.is_load], "the step was not answered"
+    while not engine.moves:
+        engine.execute()
+        engine.deliver()
+    assert engine.scheduler.steady_decode.clock.acknowledged >= planned
+    engine.finish()
+
+
+@pytest.mark.parametrize("new_workers", [True, False])
+def test_stores_that_were_not_sent_end_with_an_epoch(new_workers: bool) -> None:
+    engine = driver(0, 25, max_num_batched_tokens=16, async_scheduling=True)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    engine.add("second", [100] * 60, max_tokens=4)
+    for _ in range(100):
+        if len(engine.scheduler.transfers):
+            break
+        engine.schedule() or engine.answer()
+    engine.restart_worker() if new_workers else engine.begin_worker_epoch()
+    assert not len(engine.scheduler.transfers) and not engine.moves
+    engine.finish()
+    engine.check_drained()
+
+
+def test_while_a_load_is_late_no_other_begins() -> None:
+    """A disk that does not answer must not hold all blocks."""
+    engine = evicted_to_disk(0)
+    engine.add("late", PROMPT, max_tokens=4)
+    engine.fill()
+    engine.execute()
+    assert engine.request("late").wait_reason is WaitReason.LOADING
+    load = next(move for move in engine.worker.host.pending if move.is_load)
+    engine.consume(LoadLate(load.transfer))
+    assert disk_of(engine).num_late == 1
+    engine.add("second", [100] * 30, max_tokens=4)
+    engine.fill()
+    assert engine.request("second").wait_reason is not WaitReason.LOADING
+    engine.settle()
+    engine.finish()
+    engine.restart_worker()
+    again(engine)
+
+
+def test_an_unusable_disk_is_not_used() -> None:
+    engine = Driver(49, num_host_pages=9, num_disk_pages=50)
+    engine.consume(DiskContents(np.zeros(0, np.int32), np.zeros(0, np.int64), b"", reason="cannot be read"))
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    assert disk_of(engine).num_pages == disk_of(engine).num_stored == 0
+    assert engine.replay_lines() is None
+
+
+@pytest.mark.parametrize(
+    ("pages", "generations", "keys"),
+    [
+        ([0], [1], b"k" * 32),
+        ([400], [1], b"k" * 32),
+        ([3, 3], [1, 2], b"k" * 64),
+        ([3], [1, 2], b"k" * 32),
+        ([3, 4], [1, 2], b"k" * 33),
+    ],
+)
+def test_contents_that_cannot_be_are_refused(pages: list[int], generations: list[int], keys: bytes) -> None:
+    engine = Driver(49, num_disk_pages=400)
+    contents = DiskContents(np.array(pages, np.int32), np.array(generations, np.int64), keys)
+    before = engine.scheduler.statistics().num_stray_messages
+    engine.consume(contents)
+    assert engine.scheduler.statistics().num_stray_messages == before + 1
+    engine.read_disk()
+    assert disk_of(engine).num_pages == 399
+    engine.read_disk()
+    assert engine.scheduler.statistics().num_stray_messages == before + 2, "the disk was read twice"
+
+
+def test_the_oldest_contents_of_a_disk_are_reused_first() -> None:
+    """Equal contents on two pages are one."""
+    engine = Driver(49, num_disk_pages=8)
+    keys = [bytes([number]) * 32 for number in range(5)]
+    generations = [50, 20, 40, 30, 60]
+    contents = DiskContents(np.arange(1, 6, dtype=np.int32), np.array(generations), b"".join([*keys[:4], keys[1]]))
+    engine.consume(contents)
+    pages = engine.scheduler.kv.tiers[0].pages
+    assert [page.block_id for page in pages.free_block_queue.blocks()] == [2, 6, 7, 4, 3, 1, 5]
+    assert engine.replay_lines() is None
+
+
+def test_answers_that_fit_no_demotion_are_counted() -> None:
+    engine = evicted_to_disk()
+    before = engine.scheduler.statistics().num_stray_messages
+    engine.consume(BlocksMoved(engine.moves[-1].transfer))
+    assert engine.scheduler.statistics().num_stray_messages == before + 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_restarts(seed: int) -> None:
+    """Engines that follow each other on one disk, some with faults in the pages; each answer is right."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 900) for _ in range(rng.randrange(4, 50))] for _ in range(4)]
+    engine = None
+    for life in range(4):
+        settings = {"num_host_pages": rng.choice([0, 5, 40]), "num_disk_pages": rng.choice([5, 40, 200])}
+        engine = Driver(rng.choice([34, 60]), **settings, async_scheduling=rng.random() < 0.5, before=engine)
+        engine.worker.host.fault = random_faults(rng, 0.1 * (life % 2))
+        asked: dict[str, list[int]] = {}
+        for number in range(150):
+            dice = rng.random()
+            if dice < 0.15 and len(engine.scheduler.table.requests) < 8:
+                asked[str(number)] = rng.choice(prompts) + [rng.randrange(1, 900) for _ in range(rng.randrange(1, 8))]
+                engine.add(str(number), asked[str(number)], max_tokens=rng.randrange(1, 20))
+            elif dice < 0.17:
+                engine.read_disk()
+            elif dice < 0.18:
+                engine.control("reset_prefix_cache")
+            elif dice < 0.19:
+                engine.restart_worker()
+            else:
+                engine.random_step(rng)
+        if life == 2:
+            continue  # it is killed
+        engine.finish()
+        engine.settle()
+        for request_id, prompt in asked.items():
+            answer = engine.answers[request_id]
+            assert answer.rejected is not None or answer.tokens == expected_tokens(prompt, len(answer.tokens))
+        assert engine.replay_lines() is None

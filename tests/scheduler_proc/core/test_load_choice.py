@@ -1,0 +1,170 @@
+"""Load, compute or both: what a request does with the part of its prefix that host memory has."""
+
+from itertools import product
+
+import msgspec
+import pytest
+from load_choices import FOUND, FRONT, PROMPT, compute_front, engine_with_prefix, learned, split
+from scheduler_driver import Driver, expected_tokens
+from tiers import thinned
+
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.wire.transfer_messages import BlocksMoved
+from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
+from quire.scheduler_proc.costs.costs import FULL_PAGES, PROBE_INTERVAL, CostState
+from quire.scheduler_proc.requests.reasons import WaitReason
+
+WINDOW = KVLayout([KVGroup("sliding_window", 4, [0, 1], 30)], num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+def choices(engine: Driver) -> dict[str, int]:
+    return {kind: count for kind, count in engine.scheduler.statistics().load_choices.items() if count}
+
+
+def complete(engine: Driver, request_id: str = "again") -> None:
+    engine.finish()
+    engine.settle()
+    engine.check_drained()
+    assert engine.answers[request_id].tokens == expected_tokens(PROMPT, 4)
+    assert engine.replay_lines() is None
+
+
+@pytest.mark.parametrize(("per_page", "kind"), [(1e-5, "load"), (4e-3, "split"), (1.0, "compute")])
+def test_the_faster_way_is_chosen(per_page: float, kind: str) -> None:
+    engine = engine_with_prefix(per_page)
+    engine.add("again", PROMPT, max_tokens=4)
+    complete(engine)
+    assert choices(engine) == {kind: 1}
+    cached = engine.answers["again"].num_cached_tokens
+    assert cached == {"load": FOUND, "split": FOUND - FRONT, "compute": 0}[kind], "the rest was computed"
+    decided = [d for d in engine.scheduler.decisions.take() if d.kind == "choose" or d.reason == WaitReason.LOADING]
+    expected = {
+        "load": ["100 tokens from host"],
+        "split": ["loading would take 0.1 s, computing 0.1 s"],
+        "compute": ["loading would take 25 s, computing 0.1 s"],
+    }
+    assert [d.detail for d in decided] == expected[kind]
+
+
+def test_nothing_is_split_if_the_blocks_of_a_prefix_depend_on_each_other() -> None:
+    engine = engine_with_prefix(4e-3, layout=WINDOW)
+    engine.add("again", PROMPT, max_tokens=4)
+    complete(engine)
+    assert "split" not in choices(engine)
+
+
+def load_limit(engine: Driver) -> float:
+    """Return the limit of the load that was decided."""
+    engine.execute()
+    (load,) = [move for move in engine.worker.host.pending if move.is_load]
+    return engine.scheduler.transfers.load_limit(load.transfer)
+
+
+def test_a_load_is_late_when_computing_would_have_ended() -> None:
+    engine = engine_with_prefix(1e-5, costs=learned(1e-5, per_token=0.005))
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.fill()
+    assert load_limit(engine) == pytest.approx(0.5)
+    complete(engine)
+    unknown = engine_with_prefix(0.0, costs=CostState())
+    unknown.add("again", PROMPT, max_tokens=4)
+    unknown.fill()
+    assert load_limit(unknown) == LOAD_LIMIT_S
+    complete(unknown)
+
+
+def test_a_slow_tier_is_probed_and_no_request_waits_for_it() -> None:
+    slow = msgspec.structs.replace(learned(1.0), num_avoided=PROBE_INTERVAL - 1)
+    engine = engine_with_prefix(1.0, costs=slow)
+    engine.worker.host.seconds = lambda pages: 1e-5 * pages
+    engine.worker.step_seconds = lambda tokens, _: 0.001 * tokens
+    engine.add("again", PROMPT, max_tokens=4)
+    for _ in range(20):  # its copy does not run
+        engine.schedule()
+        engine.execute()
+        engine.deliver()
+    complete(engine)
+    assert choices(engine) == {"compute": 1} and engine.answers["again"].num_cached_tokens == 0
+    state = engine.scheduler.transfers.costs.state
+    assert state.num_avoided == PROBE_INTERVAL and state.loads["host"] != slow.loads["host"]
+    assert engine.scheduler.statistics().tiers[0].num_loaded == FULL_PAGES
+
+
+# ---- a split
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_split_request_waits_for_its_load_and_no_longer(async_scheduling: bool) -> None:
+    engine = split(async_scheduling=async_scheduling)
+    compute_front(engine)
+    for _ in range(4):
+        engine.execute()
+        engine.deliver()
+    assert engine.request("again").wait_reason is WaitReason.LOADING
+    engine.add("behind", [7, 8, 9], max_tokens=2)
+    for _ in range(6):
+        engine.schedule()
+        engine.execute()
+        engine.deliver()
+    assert engine.answers["behind"].ended is not None, "no other request waits behind it"
+    assert engine.request("again").wait_reason is WaitReason.LOADING
+    complete(engine)
+    assert engine.answers["again"].num_cached_tokens == FOUND - FRONT
+
+
+def test_a_split_request_continues_behind_a_load_that_was_faster() -> None:
+    engine = split()
+    engine.execute()
+    engine.move()
+    while engine.deliver() is not None:
+        pass
+    assert engine.request("again").split_at == FRONT
+    complete(engine)
+    assert engine.answers["again"].num_cached_tokens == FOUND - FRONT
+
+
+ENDS = ["abort", "late", "failed", "new_epoch", "new_workers", "hold", "victim"]
+
+
+@pytest.mark.parametrize(
+    ("end", "when", "async_scheduling"),
+    thinned(product(ENDS, ["sent", "received", "front", "answered"], [False, True]), keep=14),
+)
+def test_what_ends_a_split_leaves_nothing_behind(end: str, when: str, async_scheduling: bool) -> None:
+    engine = split(async_scheduling=async_scheduling)
+    if when == "received":
+        engine.execute()
+    elif when == "front":
+        compute_front(engine)
+    elif when == "answered":
+        engine.execute()
+        if end == "failed":
+            engine.worker.host.pages.clear()
+        engine.move()
+        while not isinstance(engine.deliver(), BlocksMoved):
+            pass
+    match end:
+        case "abort":
+            engine.abort("again")
+            engine.finish()
+            engine.settle()
+            engine.check_drained()
+            assert engine.replay_lines() is None
+            return
+        case "late":
+            for number in range(engine.scheduler.transfers.state[0] + 1):
+                engine.consume(LoadLate(number))
+        case "failed":
+            engine.worker.host.pages.clear()
+        case "new_epoch":
+            engine.begin_worker_epoch()
+        case "new_workers":
+            engine.restart_worker()
+        case "hold":
+            engine.hold("again")
+            engine.settle()
+            engine.release("again")
+        case "victim":
+            engine.add("large", [900] * 90, max_tokens=30, priority=-1)
+    complete(engine)

@@ -1,0 +1,286 @@
+"""Host memory: what is stored and loaded, what holds blocks meanwhile, and faults of copies."""
+
+import random
+
+import pytest
+from fake_pages import random_faults
+from scheduler_driver import Driver, expected_tokens
+
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.transfer_messages import BlocksMoved
+from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.requests.reasons import WaitReason
+
+WINDOWS = KVLayout(
+    [KVGroup("full_attention", 4, [0]), KVGroup("sliding_window", 4, [1], 10), KVGroup("sliding_window", 4, [2], 10)],
+    num_kv_heads=1,
+    head_dim=4,
+    dtype="float32",
+)
+PROMPT = list(range(1, 41))
+
+
+def driver(num_blocks: int = 25, num_host_pages: int = 65, **settings: object) -> Driver:
+    return Driver(num_blocks, num_host_pages=num_host_pages, **settings)
+
+
+def fill_with_others(engine: Driver, count: int = 6) -> None:
+    """Run requests that evict what was cached before."""
+    for i in range(count):
+        engine.add(f"other {i}", [100 + i] * 30, max_tokens=4)
+        engine.run()
+
+
+def loaded(engine: Driver) -> int:
+    return engine.scheduler.statistics().tiers[0].num_loaded
+
+
+def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
+    engine = driver()
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    state = engine.scheduler.statistics().tiers[0]
+    assert state.num_stored > 0 and state.num_loaded == 0
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.run()
+    assert loaded(engine) >= 5
+    assert engine.answers["again"].num_cached_tokens == 36
+    assert engine.answers["again"].tokens == engine.answers["first"].tokens == expected_tokens(PROMPT, 4)
+    engine.check_drained()
+    assert engine.replay_lines() is None
+
+
+def test_a_load_needs_no_more_blocks_than_its_computation() -> None:
+    """14 blocks are free: enough for the prompt, but not for the prompt and the watermark of 7."""
+    engine = driver(watermark=0.3, max_num_batched_tokens=16)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    engine.add("running", [90] * 37, max_tokens=3)
+    while engine.scheduler.statistics().num_free_blocks > 14:
+        engine.step()
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.run()
+    assert loaded(engine) == 9
+    engine.check_drained()
+
+
+def test_a_request_that_loads_does_not_delay_others() -> None:
+    engine = driver(40)
+    engine.add("first", PROMPT, max_tokens=2)
+    engine.run()
+    fill_with_others(engine, 8)
+    engine.add("again", PROMPT, max_tokens=2)
+    engine.add("behind", [7, 8, 9], max_tokens=3)
+    engine.fill()
+    assert engine.request("again").wait_reason is WaitReason.LOADING
+    for _ in range(10):  # its copy does not run
+        engine.fill()
+        engine.execute()
+        engine.deliver()
+    assert engine.answers["behind"].reason is EndReason.LENGTH
+    assert engine.request("again").wait_reason is WaitReason.LOADING
+    engine.finish()
+
+
+def test_faults_in_pages_are_detected_and_computed_instead() -> None:
+    for seed in range(5):
+        engine = driver()
+        engine.worker.host.fault = random_faults(random.Random(seed), 0.4)
+        engine.add("first", PROMPT, max_tokens=4)
+        engine.run()
+        fill_with_others(engine)
+        engine.add("again", PROMPT, max_tokens=4)
+        engine.run()
+        assert engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+        engine.check_drained()
+
+
+@pytest.mark.parametrize("when", ["sent", "received", "run", "answered"])
+def test_aborts_during_a_load_leave_nothing_behind(when: str) -> None:
+    engine = driver()
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.fill()
+    assert engine.request("again").wait_reason is WaitReason.LOADING
+    if when in ("received", "run", "answered"):
+        engine.execute()
+    if when in ("run", "answered"):
+        assert engine.move()
+    if when == "answered":
+        assert isinstance(engine.deliver(), BlocksMoved)
+    engine.abort("again")
+    engine.finish()
+    engine.settle()
+    engine.check_drained()
+    assert engine.replay_lines() is None
+
+
+@pytest.mark.parametrize("new_workers", [True, False])
+@pytest.mark.parametrize("when", ["sent", "received", "run"])
+def test_host_memory_outlives_workers(new_workers: bool, when: str) -> None:
+    engine = driver()
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.fill()
+    if when != "sent":
+        engine.execute()
+    if when == "run":
+        engine.move()
+    engine.restart_worker() if new_workers else engine.begin_worker_epoch()
+    assert engine.request("again").wait_reason is WaitReason.QUEUED
+    engine.finish()
+    assert engine.answers["again"].num_cached_tokens == 36, "it was loaded again"
+    assert engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+    assert engine.replay_lines() is None
+
+
+def test_a_late_load_is_computed_and_not_repeated() -> None:
+    engine = driver(40)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine, 8)
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.fill()
+    engine.execute()
+    engine.consume(LoadLate(engine.worker.host.pending[0].transfer))
+    for _ in range(20):  # its copy does not run
+        engine.fill()
+        engine.execute()
+        engine.deliver()
+    assert engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+    assert engine.scheduler.statistics().tiers[0].num_late == 1
+    engine.consume(LoadLate(10**6))
+    engine.settle()
+    engine.check_drained()
+
+
+def test_answers_that_fit_no_transfer_are_counted() -> None:
+    engine = driver()
+    before = engine.scheduler.statistics().num_stray_messages
+    engine.consume(BlocksMoved(77))
+    engine.consume(BlocksMoved(0, failed=[5]))
+    assert engine.scheduler.statistics().num_stray_messages == before + 2
+
+
+def test_a_reset_reaches_host_memory() -> None:
+    engine = driver()
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine)
+    assert engine.scheduler.statistics().tiers[0].num_cached > 0
+    assert engine.control("reset_prefix_cache").done
+    assert engine.scheduler.statistics().tiers[0].num_cached == 0
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.finish()
+    assert engine.answers["again"].num_cached_tokens == 0
+
+
+def test_bad_logits_reach_host_memory() -> None:
+    """A request whose logits are not finite may have written wrong keys and values, which were stored meanwhile."""
+    engine = driver(17, max_model_len=64)
+    engine.worker.bad_from["bad"] = 12
+    engine.add("bad", PROMPT, max_tokens=20)
+    engine.add("other", [300] * 20, max_tokens=20)
+    engine.finish()
+    keys = {page.key for page in engine.worker.host.pages.values()}
+    assert engine.scheduler.kv.tiers
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.finish()
+    assert keys is not None and engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_runs(seed: int) -> None:
+    run_at_random(seed, 300)
+
+
+def run_at_random(seed: int, actions: int) -> Driver:
+    """Run random requests with shared prefixes, aborts, deaths, late and failed copies; check each answer."""
+    rng = random.Random(seed)
+    tenants = rng.choice([1, 1, 3])
+    layout = WINDOWS if rng.random() < 0.4 else None
+    engine = Driver(
+        rng.choice([20, 34, 60]) * (3 if layout else 1),
+        layout=layout,
+        num_host_pages=rng.choice([0, 5, 40, 200]),
+        num_disk_pages=rng.choice([0, 5, 60, 300]),
+        async_scheduling=rng.random() < 0.5,
+        num_tenants=tenants,
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        max_num_batched_tokens=rng.choice([16, 64]),
+        watermark=rng.choice([0.0, 0.1]),
+    )
+    engine.worker.host.fault = random_faults(rng, rng.choice([0.0, 0.1]))
+    per_page, noise = rng.choice([1e-4, 4e-3, 4e-3, 1e-1]), [1.0] * 12 + [-1.0, 0.0, 50.0]
+    engine.worker.step_seconds = lambda tokens, _: max(rng.choice(noise), 0.0) * tokens * 1e-3
+    engine.worker.host.seconds = lambda pages: rng.choice(noise) * pages * per_page
+    longest = rng.choice([50, 90])
+    prefixes = [[rng.randrange(1, 900) for _ in range(rng.randrange(4, longest))] for _ in range(4)]
+    prompts: dict[str, list[int]] = {}
+    for number in range(actions):
+        dice = rng.random()
+        live = [r.request_id for r in engine.scheduler.table.requests.values()]
+        if dice < 0.12 and len(live) < 8:
+            prompt = rng.choice(prefixes) + [rng.randrange(1, 900) for _ in range(rng.randrange(1, 8))]
+            prompts[str(number)] = prompt
+            engine.add(
+                str(number),
+                prompt,
+                max_tokens=rng.randrange(1, 20),
+                tenant=rng.randrange(tenants),
+                priority=rng.randrange(3),
+            )
+        elif dice < 0.14 and live:
+            engine.abort(rng.choice(live))
+        elif dice < 0.15:
+            engine.restart_worker()
+        elif dice < 0.16 and engine.worker.host.pending:
+            engine.consume(LoadLate(rng.choice(engine.worker.host.pending).transfer))
+        elif dice < 0.165:
+            engine.control("reset_prefix_cache")
+        elif dice < 0.175 and engine.scheduler.kv.disk is not None:
+            engine.read_disk()
+        else:
+            engine.random_step(rng)
+    engine.worker.host.fault = lambda: ""
+    engine.finish()
+    engine.settle()
+    engine.check_drained()
+    for request_id, prompt in prompts.items():
+        answer = engine.answers[request_id]
+        if answer.rejected is None:
+            assert answer.tokens == expected_tokens(prompt, len(answer.tokens))
+    assert engine.replay_lines() is None
+    return engine
+
+
+@pytest.mark.parametrize("ends", ["result", "epoch"])
+def test_a_store_is_named_only_after_the_result_of_its_step(ends: str) -> None:
+    """A worker's copy may be answered before the step that wrote the blocks, and that step may fail."""
+    engine = driver(max_num_batched_tokens=16)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    engine.add("second", [100] * 60, max_tokens=4)
+    while not len(engine.scheduler.transfers):
+        engine.schedule() or engine.answer()
+    assert len(engine.scheduler.in_flight)
+    engine.consume(BlocksMoved(1))
+    assert engine.scheduler.statistics().tiers[0].num_cached == 0
+    if ends == "epoch":
+        engine.begin_worker_epoch()
+        assert not len(engine.scheduler.kv.holds), "what no result will follow is released"
+        assert engine.scheduler.statistics().tiers[0].num_cached == 0
+    else:
+        engine.execute()
+        engine.deliver()
+        assert engine.scheduler.statistics().tiers[0].num_cached > 0
+    engine.abort("second")
+    engine.finish()
+    engine.check_drained()

@@ -1,0 +1,251 @@
+"""The folder of the disk tier: what it refuses, and what it keeps."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from scheduler_driver import make_config
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.transfer_messages import DiskContents
+from quire.scheduler_proc.process.disk_folder import MAGIC, SECTOR, DiskFolder
+from quire.scheduler_proc.process.fingerprint import SETTINGS, fingerprint
+from quire.scheduler_proc.process.worker_group import common_contents
+
+PAGE = 2 * SECTOR
+LAYOUTS = [[b"a" * 16], [b"b" * 16]]
+
+
+def config_at(path: Path, num_pages: int = 10, **settings: Any) -> EngineConfig:
+    return make_config(ssd_cache_dir=str(path), ssd_cache_bytes=num_pages * 2 * PAGE, **settings)
+
+
+@contextmanager
+def opened(path: Path, num_pages: int = 10, **settings: Any) -> Iterator[DiskFolder]:
+    folder = DiskFolder(config_at(path, num_pages, **settings), [PAGE, PAGE], LAYOUTS)
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def test_files_are_allocated_and_private(tmp_path: Path) -> None:
+    with opened(tmp_path / "new" / "folder") as folder:
+        assert folder.num_pages == 10 and folder.forgotten == 0
+        assert [path.name for path in folder.paths] == ["rank-0-of-2.pages", "rank-1-of-2.pages"]
+        for path in folder.paths:
+            info = path.stat()
+            assert info.st_size == info.st_blocks * 512 == 10 * PAGE and stat.S_IMODE(info.st_mode) == 0o600
+        assert stat.S_IMODE(folder.paths[0].parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("num_pages", "kept"), [(10, 9), (4, 3), (30, 9)])
+def test_contents_that_fit_are_kept(tmp_path: Path, num_pages: int, kept: int) -> None:
+    with opened(tmp_path) as folder:
+        data = b"".join(bytes([page]) * PAGE for page in range(1, 10))
+        for path in folder.paths:
+            with path.open("r+b") as file:
+                file.seek(PAGE)
+                file.write(data)
+        folder.forget(7)
+    with opened(tmp_path, num_pages) as folder:
+        assert folder.num_pages == num_pages and folder.forgotten == 7
+        for path in folder.paths:
+            assert path.read_bytes()[PAGE:] == data[: kept * PAGE] + bytes((num_pages - 1 - kept) * PAGE)
+        folder.wipe([2, 3])
+        found = folder.paths[1].read_bytes()
+        assert found[2 * PAGE :][:SECTOR] == found[3 * PAGE :][:SECTOR] == bytes(SECTOR)
+        assert found[3 * PAGE + SECTOR : 4 * PAGE] == data[2 * PAGE + SECTOR : 3 * PAGE]
+
+
+@pytest.mark.parametrize("cut", [len(MAGIC), len(MAGIC) + 20, len(MAGIC) + 100])
+def test_a_torn_description_drops_the_contents(tmp_path: Path, cut: int) -> None:
+    """What has been forgotten is not known any more."""
+    with opened(tmp_path) as folder:
+        folder.forget(5)
+        path = folder.paths[0]
+        whole = path.read_bytes()
+        path.write_bytes(whole[:cut] + b"\0" * (len(whole) - cut - 8) + b"content!")
+    with opened(tmp_path) as folder:
+        assert folder.paths[0].read_bytes()[PAGE:] == bytes(9 * PAGE)
+        assert folder.forgotten == 5, "the other rank's file has it"
+    with opened(tmp_path) as folder:
+        assert folder.forgotten == 5
+
+
+def test_a_reset_that_reached_one_rank_only_holds(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        before = folder.paths[1].read_bytes()
+        folder.forget(5)
+        folder.paths[1].write_bytes(before)
+    with opened(tmp_path) as folder:
+        assert folder.forgotten == 5
+
+
+def test_a_creation_that_was_interrupted_is_repeated(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        path = folder.paths[0]
+        path.rename(path.with_suffix(".new"))
+    with opened(tmp_path) as folder:
+        assert path.stat().st_size == 10 * PAGE and not path.with_suffix(".new").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"some other file" * 1000, bytes(PAGE)])
+def test_files_of_others_are_refused(tmp_path: Path, content: bytes) -> None:
+    with opened(tmp_path) as folder:
+        path = folder.paths[0]
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"rank-0-of-2.pages is not a file of Quire: remove it"), opened(tmp_path):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_a_renamed_folder_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        one = folder.paths[0].parent
+    with opened(tmp_path, dtype="bfloat16") as folder:
+        other = folder.paths[0].parent
+        folder.paths[0].unlink()
+    (one / "rank-0-of-2.pages").rename(other / "rank-0-of-2.pages")
+    with pytest.raises(ConfigError, match="another model or configuration, so its folder was renamed"):
+        DiskFolder(config_at(tmp_path, dtype="bfloat16"), [PAGE, PAGE], LAYOUTS)
+
+
+def test_a_second_engine_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(ConfigError, match="another engine uses"), opened(tmp_path):
+        pass
+    with opened(tmp_path):
+        pass
+
+
+def test_fewer_than_two_pages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--ssd-cache-bytes must be at least {4 * PAGE}"), opened(tmp_path, 1):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_without_room_is_refused(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int, offset: int, length: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ConfigError, match=f"cannot be used: {os.strerror(code)}: choose .* room for {20 * PAGE} bytes"):
+        DiskFolder(config_at(tmp_path), [PAGE, PAGE], LAYOUTS)
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/.* cannot be used: Not a directory: choose another folder"):
+        DiskFolder(config_at(tmp_path / "file"), [PAGE, PAGE], LAYOUTS)
+
+
+@pytest.mark.parametrize("action", ["forget", "wipe"])
+def test_what_cannot_be_forgotten_is_removed(tmp_path: Path, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(tmp_path) as folder:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", fail)
+            folder.forget(5) if action == "forget" else folder.wipe([1])
+        assert not any(path.exists() for path in folder.paths)
+
+
+# ---- the fingerprint
+
+
+OTHERS = """
+    async_scheduling chat_template closed_objects cpu_offload_bytes crash_dump_dir enable_chunked_prefill
+    enable_prefix_caching enforce_eager fair_admission gpu_memory_utilization kv_cache_memory_bytes
+    kv_events_curve_dir kv_events_endpoint kv_events_replay_endpoint kv_page_check kv_pressure_high kv_pressure_low
+    learned_costs_dir logits_processors
+    logits_processors_exclude logprobs_mode long_prefill_token_threshold max_model_len max_num_batched_tokens
+    max_num_queued_reqs max_num_seqs max_prefill_share model_path num_blocks_override num_speculative_tokens
+    priority_range reserve_full_sequence sampling_defaults scheduling_policy seed speculative ssd_cache_bytes
+    ssd_cache_dir structured_outputs_backend thinking_end_token_ids thinking_start_token_ids trace
+    trace_max_bytes trace_prompts watermark
+"""
+"""Settings that change neither weights, nor keys and values, nor what a block hash covers."""
+
+
+def test_each_setting_is_in_the_fingerprint_or_does_not_matter() -> None:
+    assert sorted(SETTINGS) == sorted(set(EngineConfig.__struct_fields__) - set(OTHERS.split()))
+
+
+def checkpoint(path: Path) -> Path:
+    path.mkdir()
+    for name, size in (("config.json", 10), ("model.safetensors", 300_000), ("notes.txt", 5)):
+        (path / name).write_bytes(b"x" * size)
+        os.utime(path / name, (1, 1))
+    return path
+
+
+def test_the_fingerprint_names_settings_and_files(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    config = make_config(model_path=str(folder))
+    first = fingerprint(config, LAYOUTS)
+    changed = [{"dtype": "float16"}, {"load_format": "dummy"}, {"block_size": 8}, {"version": "other"}]
+    changed += [{"model": msgspec.structs.replace(config.model, num_layers=3)}]
+    found = [fingerprint(msgspec.structs.replace(config, **change), LAYOUTS) for change in changed]
+    found += [fingerprint(config, [[b"c" * 16]])]
+    (folder / "notes.txt").write_text("changed")
+    assert fingerprint(msgspec.structs.replace(config, max_num_seqs=3, seed=5), LAYOUTS) == first
+    weights = folder / "model.safetensors"
+    for at in (0, 299_999):
+        data = bytearray(weights.read_bytes())
+        data[at] ^= 1
+        weights.write_bytes(data)
+        os.utime(weights, (1, 1))
+        found.append(fingerprint(config, LAYOUTS))
+    os.utime(weights, (2, 2))
+    found.append(fingerprint(config, LAYOUTS))
+    weights.rename(folder / "renamed.safetensors")
+    found.append(fingerprint(config, LAYOUTS))
+    assert len({first, *found}) == 1 + len(found)
+    dummy = msgspec.structs.replace(config, load_format="dummy")
+    assert fingerprint(dummy, []) != fingerprint(msgspec.structs.replace(dummy, seed=1), [])
+    assert fingerprint(make_config(model_path=str(weights.with_name("renamed.safetensors"))), []) != first
+    with pytest.raises(ConfigError, match=r"the checkpoint .* cannot be read"):
+        fingerprint(make_config(model_path=str(folder / "missing")), [])
+
+
+# ---- the contents of all ranks
+
+
+def contents(*rows: tuple[int, int, int, int], reason: str = "") -> DiskContents:
+    """``rows``: page, generation, group, first byte of the key."""
+    pages, generations, groups, keys = zip(*rows, strict=True) if rows else ((), (), (), ())
+    named = b"".join(bytes([key]) * 16 for key in keys)
+    return DiskContents(
+        np.array(pages, np.int32), np.array(generations, np.int64), named, np.array(groups, np.int32), reason
+    )
+
+
+def rows_of(found: DiskContents) -> list[tuple[int, int, int, int]]:
+    groups = [0] * len(found.page_ids) if found.groups is None else found.groups.tolist()
+    return list(zip(found.page_ids.tolist(), found.generations.tolist(), groups, found.keys[::16], strict=True))
+
+
+def test_a_page_counts_only_if_all_ranks_agree() -> None:
+    one = contents((1, 5, 0, 7), (2, 6, 1, 8), (3, 7, 0, 9), (4, 8, 0, 10), (5, 9, 0, 11), (9, 1, 0, 3))
+    two = contents((9, 1, 0, 3), (2, 6, 1, 8), (3, 70, 0, 9), (4, 8, 1, 10), (5, 9, 0, 12), (6, 1, 0, 1))
+    assert rows_of(common_contents([one, two])) == [(2, 6, 1, 8), (9, 1, 0, 3)]
+    assert rows_of(common_contents([one, two, contents((9, 1, 0, 3))])) == [(9, 1, 0, 3)]
+    for nothing in (contents(), contents((2, 1, 0, 8))):
+        assert rows_of(common_contents([one, nothing])) == rows_of(common_contents([nothing, two])) == []
+
+
+def test_a_reason_of_any_rank_is_that_of_all() -> None:
+    found = common_contents([contents((1, 5, 0, 7)), contents(reason="no such file")])
+    assert (rows_of(found), found.reason) == ([], "no such file")

@@ -1,0 +1,27 @@
+"""Makes the mover of a loaded model's KV blocks."""
+
+from collections.abc import Callable
+
+from quire.kernels.cpu.native import load_native
+from quire.protocol.config import EngineConfig
+from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.parallel.group import TensorParallel
+from quire.worker_proc.transfers.gpu import GpuBlocks
+from quire.worker_proc.transfers.mover import BlockMover
+from quire.worker_proc.transfers.pages import block_groups
+from quire.worker_proc.transfers.staged import StagedMover
+
+Mover = BlockMover | StagedMover
+
+
+def make_mover(runner: ModelRunner, group: TensorParallel, config: EngineConfig, wake: Callable[[], None]) -> Mover:
+    """Return the mover of a worker. ``wake``: as in ``BlockMover``."""
+    specs = [layer.attention.spec for layer in runner.forward.model.layers]
+    scales = [[None if s is None else s.tolist() for s in (spec.k_scale, spec.v_scale)] for spec in specs]
+    meaning = [runner.forward.backend.name, group.rank, group.size, scales]
+    pool = (runner.kv_layout, runner.kv_caches, runner.num_blocks, meaning)
+    native, check_tags = load_native(), config.kv_page_check == "all"
+    if config.device == "cpu":
+        return BlockMover(native, block_groups(*pool), runner.num_blocks, wake, check_tags=check_tags)
+    with_disk = bool(config.ssd_cache_bytes)
+    return StagedMover(native, GpuBlocks(*pool), wake, check_tags=check_tags, with_disk=with_disk)

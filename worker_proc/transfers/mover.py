@@ -1,0 +1,182 @@
+"""Copies KV blocks to host memory and to disk, and back, beside the steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+
+import numpy as np
+
+from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.page_moves import MAX_KEY_BYTES, BlockGroup, Moves, PageMoves
+from quire.protocol.wire.transfer_messages import (
+    BlocksMoved,
+    DiskContents,
+    DiskPages,
+    HostPages,
+    MoveBlocks,
+    MoveKind,
+)
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.transfers.disk import DiskTier, OpenFailed
+from quire.worker_proc.transfers.host import HostTier
+from quire.worker_proc.transfers.pages import MapFailed, page_bytes_of
+from quire.worker_proc.transfers.parts import Part, Pending
+
+
+class BlockMover:
+    """Owns the tiers of a rank, and the answers to MoveBlocks, whose pages it divides among the tiers.
+
+    On a CPU a store waits for no step: the loop takes a MoveBlocks from its channel after all earlier steps have run,
+    because ``ModelRunner.launch`` returns when the forward pass has written its keys and values. So a transfer may run
+    beside later steps, which neither write the blocks of a store nor use those of a load.
+    """
+
+    def __init__(
+        self,
+        native: Native | None,
+        groups: Sequence[BlockGroup],
+        num_blocks: int,
+        wake: Callable[[], None],
+        *,
+        check_tags: bool = True,
+    ) -> None:
+        """
+        Args:
+            num_blocks: size of the pool, the null block included.
+            wake: called in a thread whenever ``take_answers`` has more to return.
+            check_tags: whether the tags of pages of host memory are compared.
+        """
+        self.page_bytes = page_bytes_of(groups)
+        self.layouts = [group.layout for group in groups]
+        self._native = native
+        self._copies = PageMoves(native, groups, check_tags=check_tags)
+        self._num_groups, self._num_blocks, self._wake = len(groups), num_blocks, wake
+        self._host: HostTier | str = "there is no host memory"
+        self._disk: DiskTier | str = "there is no disk"
+        self._host_ids, self._disk_ids = range(0), range(0)
+        self._lock = Lock()
+        self._answers: list[BlocksMoved | DiskContents] = []
+
+    def begin_worker_epoch(self) -> None:
+        """Drop all transfers and the tiers of the previous scheduler; waits for the pages that are being copied."""
+        for tier in (self._disk, self._host):  # demotions read host memory
+            if not isinstance(tier, str):
+                tier.close()
+        self._host, self._disk = "there is no host memory", "there is no disk"
+        self._host_ids, self._disk_ids = range(0), range(0)
+        self._answers = []
+
+    close = begin_worker_epoch
+
+    def map(self, message: HostPages) -> None:
+        """Map the host memory. If that fails, all transfers to and from it fail, but steps do not.
+
+        Raises:
+            StepRefused: the memory is already mapped, or its pages are of another size.
+        """
+        if self._host_ids or self._disk_ids:
+            raise StepRefused("HostPages arrived a second time, or after DiskPages")
+        self._check_size(message)
+        self._host_ids = range(1, message.num_pages)
+        try:
+            self._host = HostTier(message, self._copies)
+        except MapFailed as error:
+            self._host = str(error)
+
+    def open(self, message: DiskPages) -> None:
+        """Open the file of pages on disk. If that fails, all transfers to and from it fail, but steps do not.
+
+        Raises:
+            StepRefused: the file is already open, its pages are of another size, or ids or keys out of range.
+        """
+        if self._disk_ids:
+            raise StepRefused("DiskPages arrived a second time")
+        self._check_size(message)
+        if message.first_page < self._host_ids.stop or not 0 < message.key_bytes <= MAX_KEY_BYTES:
+            raise StepRefused(f"DiskPages from page {message.first_page} on with keys of {message.key_bytes} bytes")
+        self._disk_ids = range(message.first_page + 1, message.first_page + message.num_pages)
+        try:
+            self._disk = DiskTier(message, self._native, self._copies, self._host)
+        except OpenFailed as error:
+            self._disk = str(error)
+            if message.read_contents:
+                none = np.zeros(0, np.int32)
+                self._answer(DiskContents(none, none.astype(np.int64), b"", reason=self._disk))
+        else:
+            if message.read_contents:
+                self._disk.read_contents(message.first_page, self._answer)
+
+    def submit(self, message: MoveBlocks) -> None:
+        """Queue a transfer.
+
+        Raises:
+            StepRefused: it arrived before the tiers that it needs, or its arrays have different lengths or ids out of
+                range.
+        """
+        moves, kind = self.check(message, self._num_blocks), message.kind
+        on_disk = moves.pages >= self._disk_ids.start if self._disk_ids else np.zeros(len(moves.pages), bool)
+        pending = Pending(message.transfer, 2 - bool(on_disk.all() or not on_disk.any()), self._answer)
+        tiers = ((self._host, 0, ~on_disk), (self._disk, self._disk_ids.start - 1, on_disk))
+        for tier, first, which in tiers:
+            if not which.any():
+                continue
+            indices, taken = np.flatnonzero(which).tolist(), moves.take(which)
+            own = replace(taken, pages=taken.pages - np.int32(first))
+            part = Part(kind, own, taken.pages, indices, pending.ended, on_disk=tier is self._disk)
+            if isinstance(tier, str):
+                part.fail(range(len(indices)), tier)
+                pending.ended(part)
+            else:
+                tier.submit(part)
+
+    def take_answers(self) -> list[BlocksMoved | DiskContents]:
+        """Return the answers to the messages whose work has ended since the last call."""
+        if not self._answers:  # without the lock, which steps would otherwise take every time
+            return []
+        with self._lock:
+            answers, self._answers = self._answers, []
+        return answers
+
+    def _answer(self, message: BlocksMoved | DiskContents) -> None:
+        with self._lock:
+            self._answers.append(message)
+        self._wake()
+
+    def _check_size(self, message: HostPages | DiskPages) -> None:
+        if message.page_bytes != self.page_bytes or message.num_pages < 2:
+            raise StepRefused(
+                f"{type(message).__name__} with {message.num_pages} pages of {message.page_bytes} bytes: a page of "
+                f"this worker has {self.page_bytes}, and at least 2 are needed"
+            )
+
+    def check(self, message: MoveBlocks, num_blocks: int) -> Moves:
+        """Return the moves of a message for a pool of ``num_blocks``.
+
+        Raises:
+            StepRefused: as ``submit``.
+        """
+        name = f"MoveBlocks {message.transfer}"
+        if not self._host_ids and not self._disk_ids:
+            raise StepRefused(f"{name} arrived before HostPages and DiskPages")
+        count = len(message.block_ids)
+        groups = np.zeros(count, np.int32) if message.groups is None else message.groups
+        arrays = (message.block_ids, message.page_ids, message.generations, groups)
+        if any(len(array) != count for array in arrays) or not count:
+            raise StepRefused(f"{name} has arrays of {', '.join(str(len(array)) for array in arrays)} numbers")
+        if not 0 < len(message.keys) <= MAX_KEY_BYTES * count or len(message.keys) % count:
+            raise StepRefused(f"{name} has {len(message.keys)} bytes of keys for {count} blocks")
+        demotes = message.kind is MoveKind.DEMOTE
+        sources = [self._host_ids] if demotes else [range(1, num_blocks)]
+        pages = [self._disk_ids] if demotes else [self._host_ids, self._disk_ids]
+        for what, ids, allowed in (
+            ("blocks", message.block_ids, sources),
+            ("pages", message.page_ids, pages),
+            ("groups", groups, [range(self._num_groups)]),
+        ):
+            inside = [(ids >= part.start) & (ids < part.stop) for part in allowed]
+            if not np.logical_or.reduce(inside).all():
+                ranges = " and ".join(f"{part.start} to {part.stop - 1}" for part in allowed if part)
+                raise StepRefused(f"{name} has {what} {ids.min()} to {ids.max()}: allowed are {ranges or 'none'}")
+            if what == "pages" and not message.is_load and not any(part.all() for part in inside):
+                raise StepRefused(f"{name} stores to pages of several tiers")
+        return Moves(message.block_ids, message.page_ids, message.generations, groups, message.keys)
