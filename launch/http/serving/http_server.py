@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -13,6 +14,9 @@ from starlette.types import ASGIApp
 from quire.launch.http.serving.connections import Connections
 from quire.launch.http.serving.outbox import Outbox
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
+from quire.protocol.process.log import event_logger
+
+log = event_logger("http")
 
 # A browser must not guess that a response is a page or a script.
 RESPONSE_HEADERS = [("x-content-type-options", "nosniff")]
@@ -52,6 +56,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on ``sockets``. uvicorn's own has no limit on the time of a TLS handshake."""
+        asyncio.get_running_loop().set_exception_handler(_log_error)
         self.servers = [await self._listen(each) for each in sockets or ()]
         self.started = True
 
@@ -74,3 +79,11 @@ class HttpServer(uvicorn.Server):
             ssl_handshake_timeout=None if tls is None else limits.handshake_s,
             ssl_shutdown_timeout=None if tls is None else limits.linger_s,
         )
+
+
+def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the loop. When it lacks memory to read from a connection, it has closed that one only."""
+    if isinstance(context.get("exception"), MemoryError) and "transport" in context:
+        log.error("closed a connection: there is no memory to read from it")
+    else:
+        loop.default_exception_handler(context)
