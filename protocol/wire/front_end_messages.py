@@ -165,6 +165,7 @@ class TierState(msgspec.Struct, array_like=True, frozen=True):
         num_late: loads that were not answered in time; their requests computed instead.
         num_unsaved: contents that the device, or the tier before this one, evicted before they were stored.
         load_seconds, store_seconds: time that the copies took, of the slowest rank.
+        is_stopped: whether nothing is stored for a while, because the last copies to the tier have failed.
     """
 
     name: str
@@ -178,6 +179,7 @@ class TierState(msgspec.Struct, array_like=True, frozen=True):
     num_unsaved: int = 0
     load_seconds: float = 0.0
     store_seconds: float = 0.0
+    is_stopped: bool = False
 
 
 class Statistics(Message, frozen=True, tag=22):

@@ -4,10 +4,14 @@ The pages of all tiers have one sequence of ids, so that an id names a page of a
 no content.
 """
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 from quire.protocol.wire.arrays import Int32, Int64
 from quire.protocol.wire.link_messages import Message
+
+CONTENTS_PER_MESSAGE = 4096
+"""Most contents in a DiskContents: a disk may have millions, and each message is an event and a line of the trace."""
 
 
 class HostPages(Message, frozen=True, tag=34):
@@ -104,13 +108,14 @@ class BlocksMoved(Message, frozen=True, tag=46):
 
 
 class DiskContents(Message, frozen=True, tag=48):
-    """The contents of the pages on disk, as their headers name them; sent by every rank.
+    """A part of the contents of the pages on disk, as their headers name them; sent by every rank.
 
     Pages of other layouts are left out. The bytes are not read: a page that is torn fails when it is loaded.
 
     Attributes:
         page_ids, generations, keys, groups: as in MoveBlocks.
         reason: why the file cannot be used, in one line, or empty.
+        is_last: whether no part follows.
     """
 
     page_ids: Int32
@@ -118,3 +123,15 @@ class DiskContents(Message, frozen=True, tag=48):
     keys: bytes
     groups: Int32 | None = None
     reason: str = ""
+    is_last: bool = True
+
+    def parts(self, most: int = CONTENTS_PER_MESSAGE) -> Iterator["DiskContents"]:
+        """Yield the same contents in messages of at most ``most``."""
+        count = len(self.page_ids)
+        size = len(self.keys) // max(count, 1)
+        for start in range(0, max(count, 1), most):
+            part = slice(start, start + most)
+            keys = self.keys[start * size : (start + most) * size]
+            groups = None if self.groups is None else self.groups[part]
+            is_last = start + most >= count
+            yield DiskContents(self.page_ids[part], self.generations[part], keys, groups, self.reason, is_last)

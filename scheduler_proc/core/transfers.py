@@ -108,23 +108,23 @@ class Transfers:
         return self._saves.is_settled
 
     @property
-    def state(self) -> tuple[int, list[int], int]:
+    def state(self) -> tuple[int, list[tuple[int, int, int]], int]:
         """What affects later decisions while no transfer is in flight: the arguments of ``restore``."""
-        return self._numbers.last, [route.choice.num_safe for route in self._saves.routes], self._stores_yield_at
+        return self._numbers.last, [route.state for route in self._saves.routes], self._stores_yield_at
 
-    def restore(self, last: int, num_safe: list[int], stores_yield_at: int) -> None:
+    def restore(self, last: int, routes: list[tuple[int, int, int]], stores_yield_at: int) -> None:
         """Continue after transfer ``last``.
 
         Args:
-            num_safe: as in ``StoreChoice``, by tier.
+            routes: by tier, the arguments of ``Route.restore``.
             stores_yield_at: no store begins up to this step.
 
         Raises:
             ValueError: there are other tiers.
         """
         self._numbers.last, self._stores_yield_at = last, stores_yield_at
-        for route, count in zip(self._saves.routes, num_safe, strict=True):
-            route.choice.restore(count)
+        for route, state in zip(self._saves.routes, routes, strict=True):
+            route.restore(*state)
 
     def take_loads(self) -> list[MoveBlocks]:
         """Return and clear the loads to send, before the step that was planned with them."""
@@ -258,7 +258,7 @@ class Transfers:
         self._saves.acknowledged(self._clock.acknowledged)
 
     def open_disk(self, contents: DiskContents) -> None:
-        """Begin to use the disk, unless ``contents`` has the reason why it cannot be used."""
+        """Find this part of the disk's contents, unless it has the reason why the disk cannot be used."""
         if contents.reason:
             return
         if self._kv.disk is None or not self._kv.disk.open(contents):
@@ -331,6 +331,7 @@ class Transfers:
                 num_unsaved=route.choice.num_unsaved,
                 load_seconds=counts.seconds,
                 store_seconds=route.seconds,
+                is_stopped=route.is_stopped,
             )
             for route, counts in zip(self._saves.routes, self._counts.values(), strict=True)
         ]

@@ -15,6 +15,13 @@ from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.store_choice import StoreChoice
 from quire.scheduler_proc.kv.tiers import Tier
 
+MAX_FAILURES = 3
+"""Copies to a tier that fail as a whole, one after the other, after which nothing is copied there for a while."""
+RETRY_STEPS = 10_000
+"""Steps after the last failure until one copy is tried again."""
+RETRY_BLOCKS = 16
+"""Most blocks of that copy."""
+
 
 class Numbers:
     """Numbers of transfers. They grow, also over restarts of the engine if there is a disk.
@@ -59,13 +66,38 @@ class Route:
     Attributes:
         source: the tier of the pool, or None for the device.
         num_open: blocks that are being copied.
+        num_failures: whole copies that have failed since the last one that did not.
+        retry_at: if these are too many, the step from which on a copy is tried again.
     """
 
     def __init__(self, pool: BlockPool, holds: Holds, target: Tier, choice: StoreChoice, source: Tier | None) -> None:
         self.pool, self.holds, self.target, self.choice, self.source = pool, holds, target, choice, source
-        self.num_open = 0
+        self.num_open = self.num_failures = self.retry_at = 0
         self.num_saved = self.num_failed = 0
         self.seconds = 0.0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is copied, because all of the last copies have failed."""
+        return self.num_failures >= MAX_FAILURES
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What affects later decisions while no copy is in flight: the arguments of ``restore``."""
+        return self.choice.num_safe, self.num_failures, self.retry_at
+
+    def restore(self, num_safe: int, num_failures: int, retry_at: int) -> None:
+        self.choice.restore(num_safe)
+        self.num_failures, self.retry_at = num_failures, retry_at
+
+    def answered(self, num_failed: int, count: int, seconds: float, step: int) -> None:
+        """Count the end of a copy of ``count`` blocks, at ``step``."""
+        self.num_failed += num_failed
+        self.num_saved += count - num_failed
+        self.seconds += seconds
+        self.num_failures = self.num_failures + 1 if num_failed == count else 0
+        if self.is_stopped:
+            self.retry_at = step + RETRY_STEPS
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +185,12 @@ class Saves:
 
     def _begin(self, route: Route, sent: int) -> Save | None:
         target = route.target
-        if not target.is_open or not (chosen := route.choice.choose(route.num_open)):
+        if not target.is_open or (route.is_stopped and sent < route.retry_at):
             return None
+        if not (chosen := route.choice.choose(route.num_open)):
+            return None
+        if route.is_stopped:
+            chosen, route.retry_at = chosen[:RETRY_BLOCKS], sent + RETRY_STEPS
         if not (pages := target.take([route.pool.owner_of(block) for block, _ in chosen])):
             return None
         blocks, keys = map(list, zip(*chosen[: len(pages)], strict=True))
@@ -181,9 +217,7 @@ class Saves:
         if save.answered is not None or save in self._unsent or not failed <= set(range(len(save.pages))):
             return False
         route = save.route
-        route.num_failed += len(failed)
-        route.num_saved += len(save.pages) - len(failed)
-        route.seconds += answer.seconds
+        route.answered(len(failed), len(save.pages), answer.seconds, acknowledged)
         if route.source is None and save.after_step > acknowledged:
             save.answered = failed
         else:

@@ -24,7 +24,7 @@ class Tier:
     Attributes:
         first_id: id of the first page in messages, in which the pages of all tiers have one sequence of ids.
         generations: by page, the number of the transfer that first stored its content; part of what a worker checks.
-        is_open: whether contents can be found and stored here.
+        is_open: whether contents can be stored here.
         is_slow: whether copies to these pages may take so long that no request waits for them.
     """
 
@@ -92,11 +92,18 @@ class _DiskPool(BlockPool):
         self.invalid += [page.block_id for page in pages]
         return pages
 
+    def hold(self, pages: Sequence[KVCacheBlock]) -> None:
+        """Hold free pages without content."""
+        self.num_changes += 1
+        self.free_block_queue.remove_n(pages)
+        for page in pages:
+            page.ref_cnt = 1
+
 
 class DiskTier(Tier):
     """Pages on disk, whose contents outlive the engine.
 
-    It is open as soon as the contents of the file are known.
+    It is open as soon as all contents of the file are known.
 
     Attributes:
         forgotten: contents up to this generation must not be found, now and by later engines.
@@ -121,8 +128,9 @@ class DiskTier(Tier):
         return invalid
 
     def open(self, contents: DiskContents) -> bool:
-        """Name the contents of the file. They are evicted in the order in which they were stored.
+        """Name a part of the contents of the file, which can then be found; with the last part, open.
 
+        Parts that begin with the oldest contents let contents be evicted in the order in which they were stored.
         Returns False, without any effect, if it is open already or these cannot be its contents.
         """
         count, num_pages = len(contents.page_ids), self.pages.num_blocks
@@ -131,18 +139,20 @@ class DiskTier(Tier):
         fits = len(contents.generations) == len(groups) == count and len(contents.keys) % max(count, 1) == 0
         if self.is_open or not fits or len(np.unique(ids)) < count or not ((ids > 0) & (ids < num_pages)).all():
             return False
+        named = [self.pages.blocks[page] for page in ids.tolist()]
+        if any(page.block_hash is not None for page in named):
+            return False
         size = len(contents.keys) // max(count, 1)
-        newest: dict[bytes, int] = {}
-        for at in np.argsort(contents.generations, kind="stable").tolist():
-            if contents.generations[at] > self.forgotten:
-                key = group_key(contents.keys[at * size : (at + 1) * size], int(groups[at]))
-                newest.pop(key, None)
-                newest[key] = int(ids[at])
+        found = [
+            at
+            for at in np.argsort(contents.generations, kind="stable").tolist()
+            if contents.generations[at] > self.forgotten
+        ]
         self.generations[ids] = contents.generations
-        full = list(newest.values())
-        free = [*sorted(set(range(1, num_pages)) - set(full)), *full]
-        self.pages.restore(free, [(page, key) for key, page in newest.items()])
-        self.is_open = True
+        pages = [named[at] for at in found]
+        self._pool.hold(pages)
+        self.publish(pages, [group_key(contents.keys[at * size : (at + 1) * size], int(groups[at])) for at in found])
+        self.is_open = contents.is_last
         return True
 
 

@@ -1,6 +1,7 @@
 """Copies of blocks between the Scheduler and the workers: where their pages are, messages, and deadlines."""
 
 import math
+from collections import deque
 
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
@@ -33,6 +34,8 @@ class TierTransfers:
         self._files: PageFiles | None = None
         self._disk_is_read = False
         """Whether workers have answered what the disk contains."""
+        self._contents: deque[DiskContents] = deque()
+        """Contents of the disk that the Scheduler does not know yet: a part in each turn, so that no turn is long."""
         self._events: Codec[Consumed] = Codec(Consumed)
         self._deadlines: dict[int, float] = {}
         """Load to the time at which it is late."""
@@ -105,20 +108,28 @@ class TierTransfers:
                 durations = f"{answer.seconds} s, of which {answer.disk_seconds} s on disk"
                 raise EngineError(f"transfer {answer.transfer} took {durations}: the worker is faulty")
             self._deadlines.pop(answer.transfer, None)
+            before = _stopped(scheduler)
+            self._consume(scheduler, answer)
+            for tier in _stopped(scheduler) - before:
+                log.error("the last stores to a tier have failed; now it is only read", tier=tier, reason=answer.reason)
+            for tier in before - _stopped(scheduler):
+                log.info("a store to the tier has succeeded; it is used again", tier=tier)
+            return
+        self._disk_is_read = True
+        self._contents.extend(answer.parts())
+        if answer.reason:
+            log.error("the disk cache is not used", reason=answer.reason)
         else:
-            self._disk_is_read = True
-            if answer.reason:
-                log.error("the disk cache is not used", reason=answer.reason)
-            else:
-                log.info("the disk cache was read", blocks=len(answer.page_ids))
-        self._consume(scheduler, answer)
+            log.info("the disk cache was read", blocks=len(answer.page_ids))
 
     def remaining(self, now: float) -> float | None:
-        """Return the seconds until a load is late, or None without loads."""
+        """Return the seconds until a load is late, 0 with contents to pass, or None if neither is expected."""
+        if self._contents:
+            return 0.0
         return None if not self._deadlines else max(min(self._deadlines.values()) - now, 0.0)
 
     def turn(self, scheduler: Scheduler, workers: WorkerGroup | None, now: float) -> None:
-        """Send the stores that results and answers have led to, and report late loads to the Scheduler.
+        """Send the stores that results and answers have led to; report late loads and found contents to the Scheduler.
 
         A reset of the prefix cache is written to the disk here, before its reply is sent.
         """
@@ -130,6 +141,8 @@ class TierTransfers:
         for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[number]
             self._consume(scheduler, LoadLate(number))
+        if self._contents:
+            self._consume(scheduler, self._contents.popleft())
 
     def forget(self) -> None:
         """Expect no more answers: the workers are lost."""
@@ -138,3 +151,8 @@ class TierTransfers:
     def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)
+
+
+def _stopped(scheduler: Scheduler) -> set[str]:
+    """Return the tiers to which nothing is copied."""
+    return {tier.name for tier in scheduler.transfers.tiers() if tier.is_stopped}

@@ -34,7 +34,8 @@ class WorkerGroup:
         self._held: deque[Received] = deque()
         self._digests: dict[int, dict[int, bytes]] = {}
         self._moved: dict[int, dict[int, BlocksMoved]] = {}
-        self._contents: dict[int, DiskContents] = {}
+        self._contents: list[list[DiskContents]] = [[] for _ in channels]
+        """The parts received from each rank."""
 
     @property
     def size(self) -> int:
@@ -87,11 +88,11 @@ class WorkerGroup:
                         if len(answers) == self.size:
                             del self._moved[moved.transfer]
                             return rank, received._replace(message=_of_all_ranks(list(answers.values())))
-                    case DiskContents() as contents if self.size > 1:
-                        self._contents[rank] = contents
-                        if len(self._contents) == self.size:
-                            of_all = common_contents([self._contents[rank] for rank in range(self.size)])
-                            return rank, received._replace(message=of_all)
+                    case DiskContents() as contents:
+                        self._contents[rank].append(contents)
+                        if all(parts and parts[-1].is_last for parts in self._contents):
+                            found, self._contents = self._contents, [[] for _ in self._channels]
+                            return rank, received._replace(message=common_contents(found))
                     case _:
                         return rank, received
         return self.agreed()
@@ -122,13 +123,19 @@ class WorkerGroup:
         return 0, self._held.popleft()
 
 
-def common_contents(answers: Sequence[DiskContents]) -> DiskContents:
+def common_contents(answers: Sequence[Sequence[DiskContents]]) -> DiskContents:
     """Return the contents that all ranks have in the same page, with the same generation; none if a rank has a reason.
 
-    A page whose store ended on some ranks only is thereby not found.
+    A page whose store ended on some ranks only is thereby not found. The oldest contents come first.
+
+    Args:
+        answers: all parts of each rank.
+
+    Raises:
+        EngineError: arrays do not fit each other.
     """
-    common, *others = [_in_columns(answer) for answer in answers]
-    if reason := next((answer.reason for answer in answers if answer.reason), ""):
+    common, *others = [_in_columns(parts) for parts in answers]
+    if reason := next((part.reason for parts in answers for part in parts if part.reason), ""):
         return DiskContents(common[0][:0], common[1][:0], b"", reason=reason)
     for columns in others:
         _, *rows = np.intersect1d(common[0], columns[0], assume_unique=True, return_indices=True)
@@ -137,16 +144,19 @@ def common_contents(answers: Sequence[DiskContents]) -> DiskContents:
         if len(equal):
             equal &= ours[3].shape == theirs[3].shape and (ours[3] == theirs[3]).all(axis=1)
         common = [column[equal] for column in ours]
-    pages, generations, groups, keys = common
+    oldest_first = np.argsort(common[1], kind="stable")
+    pages, generations, groups, keys = [column[oldest_first] for column in common]
     return DiskContents(pages, generations, keys.tobytes(), groups if groups.any() else None)
 
 
-def _in_columns(contents: DiskContents) -> list[Any]:
+def _in_columns(parts: Sequence[DiskContents]) -> list[Any]:
     """Return page ids, generations, groups and keys."""
-    count = len(contents.page_ids)
-    groups = np.zeros(count, np.int32) if contents.groups is None else contents.groups
-    keys = np.frombuffer(contents.keys, np.uint8).reshape(count, len(contents.keys) // max(count, 1))
-    return [contents.page_ids, contents.generations, groups, keys]
+    ids, generations = (np.concatenate([getattr(part, name) for part in parts]) for name in ("page_ids", "generations"))
+    groups = np.concatenate([np.zeros(len(p.page_ids), np.int32) if p.groups is None else p.groups for p in parts])
+    keys, count = np.frombuffer(b"".join(part.keys for part in parts), np.uint8), len(ids)
+    if not len(generations) == len(groups) == count or len(keys) % max(count, 1):
+        raise EngineError(f"{count} contents on disk with {len(generations)} generations and {len(keys)} bytes of keys")
+    return [ids, generations, groups, keys.reshape(count, len(keys) // max(count, 1))]
 
 
 def _of_all_ranks(answers: Sequence[BlocksMoved]) -> BlocksMoved:

@@ -18,7 +18,7 @@ class PagesState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cached: (page, key) of each content.
         tenants: as in IdleState.
         is_open: see ``Tier``.
-        num_safe: see ``Transfers.restore``.
+        num_safe, num_failures, retry_at: see ``Route``.
     """
 
     free_pages: list[int]
@@ -26,6 +26,8 @@ class PagesState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenants: list[tuple[int, int, int]] = []
     is_open: bool = True
     num_safe: int = 0
+    num_failures: int = 0
+    retry_at: int = 0
 
 
 class TiersState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,7 +104,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
 
 
 def _tiers_state(scheduler: Scheduler) -> TiersState:
-    last, num_safe, yield_at = scheduler.transfers.state
+    last, routes, yield_at = scheduler.transfers.state
     disk = scheduler.kv.disk
     pages = [
         PagesState(
@@ -110,9 +112,11 @@ def _tiers_state(scheduler: Scheduler) -> TiersState:
             cached=tier.pages.contents(),
             tenants=tier.pages.left_by_tenant(),
             is_open=tier.is_open,
-            num_safe=count,
+            num_safe=num_safe,
+            num_failures=num_failures,
+            retry_at=retry_at,
         )
-        for tier, count in zip(scheduler.kv.tiers, num_safe, strict=True)
+        for tier, (num_safe, num_failures, retry_at) in zip(scheduler.kv.tiers, routes, strict=True)
     ]
     forgotten = 0 if disk is None else disk.forgotten
     return TiersState(
@@ -159,7 +163,8 @@ def _restore_tiers(scheduler: Scheduler, state: TiersState) -> None:
         tier.is_open = pages.is_open
     if scheduler.kv.disk is not None:
         scheduler.kv.disk.forgotten = state.forgotten
-    scheduler.transfers.restore(state.last_transfer, [pages.num_safe for pages in state.pages], state.stores_yield_at)
+    routes = [(pages.num_safe, pages.num_failures, pages.retry_at) for pages in state.pages]
+    scheduler.transfers.restore(state.last_transfer, routes, state.stores_yield_at)
     scheduler.transfers.costs.restore(state.costs)
 
 

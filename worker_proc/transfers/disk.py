@@ -113,6 +113,7 @@ class DiskTier:
         self._fd, direct = open_pages(message.path, message.num_pages * message.page_bytes)
         log.info("opened the pages on disk", path=message.path, pages=message.num_pages, direct=direct)
         self._file = PageFile(native, copies, self._fd, message.page_bytes)
+        self._path = message.path
         self._page_bytes, self._host = message.page_bytes, host
         self._stop = np.zeros(1, np.int64)
         """Ends the writes that are running: a load waits."""
@@ -223,7 +224,8 @@ class DiskTier:
                 self._changed.notify(WRITERS)
         for position in np.flatnonzero(job.work.outcomes).tolist():
             outcome, error = job.work.outcomes[position], int(job.work.errors[position])
-            part.fail_page(position, os.strerror(error) if outcome == FILE_ERROR else OUTCOMES[outcome])
+            failure = f"{os.strerror(error)} (errno {error}) in {self._path}"
+            part.fail_page(position, failure if outcome == FILE_ERROR else OUTCOMES[outcome])
         part.ended(part)
 
     # ---- the threads that read headers
@@ -244,4 +246,5 @@ class DiskTier:
         groups, ids = scan.groups[pages], (first_page + pages).astype(np.int32)
         keys = scan.keys[pages].tobytes()
         contents = (ids, scan.generations[pages], keys, groups if groups.any() else None)
-        found(DiskContents(*contents, self._scan_error))
+        for part in DiskContents(*contents, self._scan_error).parts():
+            found(part)

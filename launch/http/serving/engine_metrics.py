@@ -55,6 +55,7 @@ HISTOGRAMS = (
 TIERS = (
     (GaugeMetricFamily, "tier_num_pages", "Number of pages of a tier.", "num_pages"),
     (GaugeMetricFamily, "tier_num_cached_blocks", "Number of pages with the content of a block.", "num_cached"),
+    (GaugeMetricFamily, "tier_stopped", "Whether a tier's last stores failed, so that none begin.", "is_stopped"),
     (CounterMetricFamily, "tier_num_evicted_blocks", "Number of contents evicted from a tier.", "num_evicted"),
     (CounterMetricFamily, "tier_num_loaded_blocks", "Number of KV blocks loaded from a tier.", "num_loaded"),
     (CounterMetricFamily, "tier_num_stored_blocks", "Number of KV blocks stored to a tier.", "num_stored"),

@@ -1,15 +1,20 @@
 """The disk behind the prefix cache: demotions, restarts, and contents that must not be found again."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from fake_pages import random_faults
+from keyframed_runs import keyframe_of
+from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.wire.front_end_messages import TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveKind
 from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.kv import saves
+from quire.scheduler_proc.process.worker_group import common_contents
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 PROMPT = list(range(1, 41))
@@ -228,6 +233,42 @@ def test_an_unusable_disk_is_not_used() -> None:
     assert engine.replay_lines() is None
 
 
+def test_stores_to_a_broken_disk_stop_and_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is still found, also from a keyframe on."""
+    monkeypatch.setattr(saves, "RETRY_STEPS", 300)
+    engine = evicted_to_disk(0)
+    num_stored, before = disk_of(engine).num_stored, len(engine.moves)
+    engine.worker.host.fault = lambda: "refused"
+    until(engine, lambda: disk_of(engine).is_stopped)
+    failed, first = engine.moves[before:], engine.scheduler.last_step
+    assert len(failed) >= saves.MAX_FAILURES and not any(move.is_load for move in failed)
+    engine.settle()
+    keyframe_of(engine)
+    at = len(engine.log) - 1
+    again(engine)
+    before = len(engine.moves)
+    until(engine, lambda: len(engine.moves) > before)
+    assert 290 < engine.scheduler.last_step - first < 400
+    (retried,) = engine.moves[before:]
+    assert len(retried.page_ids) <= saves.RETRY_BLOCKS and disk_of(engine).num_stored == num_stored
+    engine.worker.host.fault = lambda: ""
+    until(engine, lambda: not disk_of(engine).is_stopped)
+    until(engine, lambda: disk_of(engine).num_stored > num_stored + 2 * saves.RETRY_BLOCKS)
+    engine.finish()
+    assert engine.replay_lines() is None
+    for records in (list(engine.log), list(engine.log)[at:]):
+        assert replay(engine.header, records, check=True) is None
+
+
+def until(engine: Driver, ended: Callable[[], bool]) -> None:
+    """Run requests with new prompts until something is so."""
+    for _ in range(300):
+        if ended():
+            return
+        fill_with_others(engine, 1)
+    raise AssertionError("it never was")
+
+
 @pytest.mark.parametrize(
     ("pages", "generations", "keys"),
     [
@@ -236,29 +277,35 @@ def test_an_unusable_disk_is_not_used() -> None:
         ([3, 3], [1, 2], b"k" * 64),
         ([3], [1, 2], b"k" * 32),
         ([3, 4], [1, 2], b"k" * 33),
+        ([9], [1], b"k" * 32),
     ],
 )
 def test_contents_that_cannot_be_are_refused(pages: list[int], generations: list[int], keys: bytes) -> None:
     engine = Driver(49, num_disk_pages=400)
     contents = DiskContents(np.array(pages, np.int32), np.array(generations, np.int64), keys)
     before = engine.scheduler.statistics().num_stray_messages
+    engine.consume(DiskContents(np.array([9], np.int32), np.array([1], np.int64), b"n" * 32, is_last=False))
     engine.consume(contents)
     assert engine.scheduler.statistics().num_stray_messages == before + 1
     engine.read_disk()
-    assert disk_of(engine).num_pages == 399
+    assert disk_of(engine).num_pages == 399 and disk_of(engine).num_cached == 1
     engine.read_disk()
     assert engine.scheduler.statistics().num_stray_messages == before + 2, "the disk was read twice"
 
 
 def test_the_oldest_contents_of_a_disk_are_reused_first() -> None:
-    """Equal contents on two pages are one."""
+    """Also if they are named in parts, and if two pages have equal contents."""
     engine = Driver(49, num_disk_pages=8)
     keys = [bytes([number]) * 32 for number in range(5)]
     generations = [50, 20, 40, 30, 60]
     contents = DiskContents(np.arange(1, 6, dtype=np.int32), np.array(generations), b"".join([*keys[:4], keys[1]]))
-    engine.consume(contents)
+    for part in common_contents([[contents]]).parts(2):
+        assert disk_of(engine).num_pages == 0
+        engine.consume(part)
+        engine.scheduler.check()
     pages = engine.scheduler.kv.tiers[0].pages
-    assert [page.block_id for page in pages.free_block_queue.blocks()] == [2, 6, 7, 4, 3, 1, 5]
+    assert [page.block_id for page in pages.free_block_queue.blocks()] == [6, 7, 2, 4, 3, 1, 5]
+    assert disk_of(engine).num_pages == 7 and disk_of(engine).num_cached == 5
     assert engine.replay_lines() is None
 
 

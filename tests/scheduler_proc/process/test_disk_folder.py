@@ -240,12 +240,15 @@ def rows_of(found: DiskContents) -> list[tuple[int, int, int, int]]:
 def test_a_page_counts_only_if_all_ranks_agree() -> None:
     one = contents((1, 5, 0, 7), (2, 6, 1, 8), (3, 7, 0, 9), (4, 8, 0, 10), (5, 9, 0, 11), (9, 1, 0, 3))
     two = contents((9, 1, 0, 3), (2, 6, 1, 8), (3, 70, 0, 9), (4, 8, 1, 10), (5, 9, 0, 12), (6, 1, 0, 1))
-    assert rows_of(common_contents([one, two])) == [(2, 6, 1, 8), (9, 1, 0, 3)]
-    assert rows_of(common_contents([one, two, contents((9, 1, 0, 3))])) == [(9, 1, 0, 3)]
+    assert rows_of(common_contents([[one], [two]])) == [(9, 1, 0, 3), (2, 6, 1, 8)]
+    parts = [list(each.parts(2)) for each in (one, two)]
+    assert [len(each) for each in parts] == [3, 3] and [part.is_last for part in parts[0]] == [False, False, True]
+    assert rows_of(common_contents(parts)) == [(9, 1, 0, 3), (2, 6, 1, 8)]
+    assert rows_of(common_contents([*parts, [contents((9, 1, 0, 3))]])) == [(9, 1, 0, 3)]
     for nothing in (contents(), contents((2, 1, 0, 8))):
-        assert rows_of(common_contents([one, nothing])) == rows_of(common_contents([nothing, two])) == []
+        assert rows_of(common_contents([[one], [nothing]])) == rows_of(common_contents([[nothing], [two]])) == []
 
 
 def test_a_reason_of_any_rank_is_that_of_all() -> None:
-    found = common_contents([contents((1, 5, 0, 7)), contents(reason="no such file")])
+    found = common_contents([[contents((1, 5, 0, 7))], [contents(reason="no such file")]])
     assert (rows_of(found), found.reason) == ([], "no such file")

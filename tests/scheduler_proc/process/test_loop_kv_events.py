@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from kv_event_ends import WAIT_MS, Mirror
@@ -12,7 +13,8 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config, make_request
 
 from quire.protocol.wire.front_end_messages import Control, Statistics, StepOutputs
-from quire.protocol.wire.kv_events import TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
+from quire.protocol.wire.kv_events import END, TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
+from quire.protocol.wire.transfer_messages import CONTENTS_PER_MESSAGE, DiskContents, DiskPages
 
 pytestmark = pytest.mark.full
 
@@ -21,6 +23,18 @@ pytestmark = pytest.mark.full
 def context() -> Iterator["zmq.Context[Any]"]:
     with zmq.Context() as context:
         yield context
+
+
+def batches_from(dealer: Any, sequence: int) -> tuple[list[list[KVEvent]], bytes]:
+    """Return the kept batches from this number on, as far as an answer has them, and how it ends."""
+    dealer.send(sequence.to_bytes(8, "big"))
+    found: list[list[KVEvent]] = []
+    while True:
+        assert dealer.poll(WAIT_MS)
+        kind, _, payload = dealer.recv_multipart()
+        if kind != TOPIC:
+            return found, kind
+        found.append(msgspec.msgpack.decode(payload, type=KVEventBatch).events)
 
 
 def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[Any]", tmp_path: Path) -> None:
@@ -32,14 +46,7 @@ def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[An
     dealer.connect(replay)
 
     def kept() -> list[KVEvent]:
-        dealer.send(bytes(8))
-        found: list[KVEvent] = []
-        while True:
-            assert dealer.poll(WAIT_MS)
-            kind, _, payload = dealer.recv_multipart()
-            if kind != TOPIC:
-                return found
-            found += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        return [event for batch in batches_from(dealer, 0)[0] for event in batch]
 
     loop.client.send(make_request("a", list(range(10)), max_tokens=8, temperature=0.0))
     loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
@@ -54,3 +61,37 @@ def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[An
     assert mirror.keys == set()
     dealer.close()
     loop.stop()
+
+
+def test_the_contents_of_a_disk_are_named_in_parts(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    """In events, in the event log, and so in traces: none has more than CONTENTS_PER_MESSAGE; the oldest come first."""
+    count, replay = 2 * CONTENTS_PER_MESSAGE + 5, f"ipc://{tmp_path}/replay"
+    cache = {"ssd_cache_dir": str(tmp_path / "cache"), "ssd_cache_bytes": (count + 1) * 4096}
+    config = make_config(kv_events_endpoint=f"ipc://{tmp_path}/events", kv_events_replay_endpoint=replay, **cache)
+    loop = LoopUnderTest(context, tmp_path, config)
+    loop.handshake()
+    while not isinstance(message := loop._next(loop.worker), DiskPages):
+        pass
+    keys = [page.to_bytes(32, "big") for page in range(1, count + 1)]
+    ids, generations = np.arange(1, count + 1, dtype=np.int32), np.arange(count, 0, -1)
+    for part in DiskContents(message.first_page + ids, generations, b"".join(keys)).parts():
+        loop.worker.send(part)
+    statistics: list[Statistics] = []
+    while not statistics or not statistics[-1].tiers[0].num_pages:
+        loop.client.send(Control("statistics"))
+        loop.until(lambda message: isinstance(message, Statistics) and not statistics.append(message))
+    assert statistics[-1].tiers[0].num_cached == count
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(replay)
+    batches: list[list[KVEvent]] = []
+    kind = b""
+    while kind != END:
+        found, kind = batches_from(dealer, len(batches))
+        batches += found
+    stored = [event.hashes for batch in batches for event in batch if isinstance(event, BlocksStored)]
+    assert [len(hashes) for hashes in stored] == [CONTENTS_PER_MESSAGE, CONTENTS_PER_MESSAGE, 5]
+    assert [key for hashes in stored for key in hashes] == keys[::-1]
+    assert max(len(batch) for batch in batches) <= 2
+    dealer.close()
+    loop.stop()
+    assert max(len(frame) for record in loop.log for frame in record.frames) < 50 * CONTENTS_PER_MESSAGE

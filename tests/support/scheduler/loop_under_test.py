@@ -106,7 +106,8 @@ class LoopUnderTest:
             pass
         self.configure = configure
         self.fake.step, self.fake.first_of_epoch = configure.last_step, configure.last_step + 1
-        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}))
+        tiers = {"page_bytes": 4096, "layouts": [b"layout"]} if self.config.ssd_cache_bytes else {}
+        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}, **tiers))
 
     def _take_reports(self) -> list[Report]:
         try:

@@ -42,6 +42,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutp
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.costs.costs import CostState
+from quire.scheduler_proc.process.worker_group import common_contents
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
@@ -277,9 +278,10 @@ class Driver:
                 self.diffs.append(received.message)
 
     def read_disk(self) -> None:
-        """Answer that the disk was read."""
-        self.consume(self.worker.host.disk_contents(self.header.forgotten))
-        self.scheduler.check()
+        """Answer what the disk contains, in small parts."""
+        for part in common_contents([[self.worker.host.disk_contents(self.header.forgotten)]]).parts(5):
+            self.consume(part)
+            self.scheduler.check()
 
     def _send_stores(self) -> None:
         if (disk := self.scheduler.kv.disk) is not None:
