@@ -18,7 +18,7 @@ from quire.scheduler_proc.kv.tiers import Tier
 MAX_FAILURES = 3
 """Copies to a tier that fail as a whole, one after the other, after which nothing is copied there for a while."""
 RETRY_STEPS = 10_000
-"""Steps after the last failure until one copy is tried again."""
+"""Steps after the last failure before the next copy."""
 RETRY_BLOCKS = 16
 """Most blocks of that copy."""
 
@@ -67,7 +67,7 @@ class Route:
         source: the tier of the pool, or None for the device.
         num_open: blocks that are being copied.
         num_failures: whole copies that have failed since the last one that did not.
-        retry_at: if these are too many, the step from which on a copy is tried again.
+        retry_at: if these are too many, the step before which no copy begins.
     """
 
     def __init__(self, pool: BlockPool, holds: Holds, target: Tier, choice: StoreChoice, source: Tier | None) -> None:

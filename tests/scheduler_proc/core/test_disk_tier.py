@@ -233,8 +233,8 @@ def test_an_unusable_disk_is_not_used() -> None:
     assert engine.replay_lines() is None
 
 
-def test_stores_to_a_broken_disk_stop_and_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is still found, also from a keyframe on."""
+def test_stores_to_a_broken_disk_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents of the disk are still found, and a later store is a probe; a keyframe has all of it."""
     monkeypatch.setattr(saves, "RETRY_STEPS", 300)
     engine = evicted_to_disk(0)
     num_stored, before = disk_of(engine).num_stored, len(engine.moves)
