@@ -109,8 +109,7 @@ class WorkerLoop:
             runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
             if config.cpu_offload_bytes or config.ssd_cache_bytes:
                 self._mover = make_mover(runner, group, config, self._watcher.wake)
-                page_bytes, layouts = self._mover.page_bytes, self._mover.layouts
-                ready = msgspec.structs.replace(ready, page_bytes=page_bytes, layouts=layouts)
+                ready = msgspec.structs.replace(ready, page_bytes=self._mover.page_bytes)
             self._loaded = _Loaded(configure, runner, ready, group)
         elif self._loaded.configure.config != configure.config:
             previous, new = self._loaded.configure.config, configure.config

@@ -128,14 +128,12 @@ class Ready(Message, frozen=True, tag=40):
     Attributes:
         num_blocks: size of the pool per group, the null block included.
         page_bytes: bytes of a page of this rank, which holds one block; 0 if it cannot store blocks in pages.
-        layouts: 16 bytes per KV group that name the meaning of a block's bytes.
     """
 
     num_blocks: list[int]
     plan: MemoryPlan
     timings: dict[str, float]
     page_bytes: int = 0
-    layouts: list[bytes] = []
 
     @property
     def detail(self) -> dict[str, float]:

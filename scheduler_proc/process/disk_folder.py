@@ -1,10 +1,14 @@
 """The folder of the disk tier: one file of pages per rank, which outlives the engine."""
 
+import errno
 import fcntl
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from zlib import crc32
 
 import msgspec
@@ -20,6 +24,9 @@ MAGIC = b"Quire KV pages\n"
 FORMAT = 1
 SECTOR = 4096
 """Bytes of the description in page 0, and of the part of a page that has its header."""
+
+START_S, ANSWER_S = 10.0, 2.0
+"""Time limits for the disk at the start, and later, while requests wait."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -40,103 +47,163 @@ class DiskFolder:
 
     A file is created under another name and renamed when it has its description, so that each file with a final name
     begins with MAGIC. If only the rest of a description cannot be read, the file is created again, without contents.
+    Each access to the disk runs in a thread and is given up after some seconds, because a disk may never answer.
 
     Attributes:
         paths: the file of each rank.
-        num_pages: pages of each file, page 0 included.
+        num_pages: pages of each file, page 0 included; 0 before ``open``.
         forgotten: see Description; the same in all files.
     """
 
-    def __init__(self, config: EngineConfig, page_bytes: Sequence[int], layouts: Sequence[Sequence[bytes]]) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        """Lock the folder, and check that the files can be used.
+
+        Raises:
+            ConfigError: they cannot; the message says why and what to do.
+        """
+        self._size = config.ssd_cache_bytes
+        self._fingerprint = fingerprint(config)
+        model = re.sub(r"[^\w.-]", "_", Path(config.model_path).name) or config.model.architecture
+        self._folder = Path(config.ssd_cache_dir) / f"{model}-{self._fingerprint[:16]}"
+        ranks = range(config.tensor_parallel_size)
+        self.paths = [self._folder / f"rank-{rank}-of-{len(ranks)}.pages" for rank in ranks]
+        self.num_pages = self.forgotten = 0
+        self._page_bytes: list[int] = []
+        self._files: list[int] = []
+        self._lock: list[int] = []
+        self._at_start(self._check)
+
+    def open(self, page_bytes: Sequence[int]) -> None:
         """Open the files, and create or resize them if needed.
 
         Args:
-            page_bytes, layouts: those of each rank, as in Ready.
+            page_bytes: that of each rank, as in Ready.
 
         Raises:
-            ConfigError: the files cannot be used; the message says why and what to do.
+            ConfigError: as in the constructor.
         """
-        self._fingerprint = fingerprint(config, layouts)
         self._page_bytes = list(page_bytes)
-        self.num_pages = config.ssd_cache_bytes // sum(page_bytes)
+        self.num_pages = self._size // sum(page_bytes)
         if self.num_pages < 2:
             raise ConfigError(
-                f"--ssd-cache-bytes must be at least {2 * sum(page_bytes)}, two pages of all ranks (got "
-                f"{config.ssd_cache_bytes})"
+                f"--ssd-cache-bytes must be at least {2 * sum(page_bytes)}, two pages of all ranks (got {self._size})"
             )
-        model = re.sub(r"[^\w.-]", "_", Path(config.model_path).name) or config.model.architecture
-        self._folder = Path(config.ssd_cache_dir) / f"{model}-{self._fingerprint[:16]}"
-        ranks = range(len(page_bytes))
-        self.paths = [self._folder / f"rank-{rank}-of-{len(page_bytes)}.pages" for rank in ranks]
-        self._files: list[int] = []
-        self._lock = self._make_folder()
-        try:
-            found = [self._open(path, size) for path, size in zip(self.paths, page_bytes, strict=True)]
-            self.forgotten = max(found)
-            if min(found) < self.forgotten:
-                self.forget(self.forgotten)
-        except BaseException:
-            self.close()
-            raise
+        self._at_start(self._open_all)
         size = self.num_pages * sum(page_bytes)
         log.info("opened the disk cache", folder=self._folder, pages=self.num_pages, bytes=size)
 
     def forget(self, generation: int) -> None:
         """Write that contents up to this generation must not be found. Returns when it is on the disk."""
         self.forgotten = generation
-        try:
-            for file, size in zip(self._files, self._page_bytes, strict=True):
-                self._describe(file, size, generation)
-        except OSError as error:
-            self._remove(error)
+        self._overwrite(partial(self._describe_all, self._files, generation))
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Overwrite the headers of these pages of all ranks, whose contents must not be found."""
-        try:
-            for file, size in zip(self._files, self._page_bytes, strict=True):
-                for page in pages:
-                    os.pwrite(file, bytes(SECTOR), page * size)
-                os.fdatasync(file)
-        except OSError as error:
-            self._remove(error)
+        self._overwrite(partial(self._wipe, self._files, pages))
 
     def close(self) -> None:
-        for file in [*self._files, self._lock]:
+        for file in [*self._files, *self._lock]:
             os.close(file)
-        self._files = []
+        self._files, self._lock = [], []
 
-    def _make_folder(self) -> int:
-        """Create and lock the folder. Returns the descriptor of the lock."""
+    # ---- accesses that are given up when the disk does not answer
+
+    def _at_start(self, access: Callable[[], None]) -> None:
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._wait_for(access, START_S)
         except OSError as error:
-            raise self._unusable(self._folder, error) from None
+            self.close()
+            raise ConfigError(
+                f"--ssd-cache-dir: {error.filename or self._folder} cannot be used: {error.strerror}: choose another "
+                f"folder, or make it writable with room for {self._size} bytes"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _overwrite(self, access: Callable[[], None]) -> None:
+        """Write to the files, or remove them, because contents that must not be found again are left in them."""
+        if not self._files:
+            return
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
+            self._wait_for(access, ANSWER_S)
+        except OSError as error:
+            log.error(
+                "the disk cache cannot be written; removing its files", folder=self._folder, reason=error.strerror
+            )
+            self._files = []
+            try:
+                self._wait_for(self._remove, ANSWER_S)
+            except OSError as failure:
+                reason = failure.strerror
+                log.error("remove this folder, its contents must not be used", folder=self._folder, reason=reason)
+
+    def _wait_for(self, access: Callable[[], None], seconds: float) -> None:
+        """Run ``access`` in a thread. Raises OSError, also if the disk does not answer: then files stay open for it."""
+        ended: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                access()
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+
+        Thread(target=run, name="disk folder", daemon=True).start()
+        try:
+            ended.result(seconds)
+        except TimeoutError:
+            self._files, self._lock = [], []
+            raise OSError(errno.ETIMEDOUT, f"the disk does not answer within {seconds:g} s") from None
+
+    # ---- the accesses
+
+    def _check(self) -> None:
+        """Lock the folder, and check its files and its room."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = [os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)]
+        try:
+            fcntl.flock(self._lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise ConfigError(
                 f"--ssd-cache-dir: another engine uses {self._folder}: stop it, or choose another folder"
             ) from None
-        return lock
+        disk = os.statvfs(self._folder)
+        room = disk.f_bavail * disk.f_frsize
+        for path in self.paths:
+            if path.exists():
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    found = self._read(path, file)
+                    room += os.fstat(file).st_blocks * 512 + (0 if found is None else found.page_bytes)
+                finally:
+                    os.close(file)
+        if room < self._size:
+            raise ConfigError(
+                f"--ssd-cache-bytes must be at most {room}, the room in {self._folder} (got {self._size})"
+            )
+
+    def _open_all(self) -> None:
+        found = [self._open(path, size) for path, size in zip(self.paths, self._page_bytes, strict=True)]
+        self.forgotten = max(found)
+        if min(found) < self.forgotten:
+            self._describe_all(self._files, self.forgotten)
 
     def _open(self, path: Path, page_bytes: int) -> int:
         """Open and resize a file, or create it. Returns up to which generation its contents are forgotten."""
-        try:
-            if not path.exists():
-                self._create(path, page_bytes)
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            self._files.append(file)
-            forgotten = self._read(path, file, page_bytes)
-            if forgotten is None:
-                log.warning("the description of a disk cache is damaged; its contents are dropped", path=path)
-                os.ftruncate(file, 0)
-            _resize(file, self.num_pages * page_bytes)
-            if forgotten is None:
-                self._describe(file, page_bytes, forgotten := 0)
-        except OSError as error:
-            raise self._unusable(path, error) from None
+        if not path.exists():
+            self._create(path, page_bytes)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._files.append(file)
+        found = self._read(path, file)
+        forgotten = 0 if found is None else found.forgotten
+        is_kept = found is not None and found.page_bytes == page_bytes
+        if not is_kept:
+            log.warning("a disk cache is damaged or has pages of another size; its contents are dropped", path=path)
+            os.ftruncate(file, 0)
+        _resize(file, self.num_pages * page_bytes)
+        if not is_kept:
+            self._describe(file, page_bytes, forgotten)
         return forgotten
 
     def _create(self, path: Path, page_bytes: int) -> None:
@@ -152,8 +219,8 @@ class DiskFolder:
         finally:
             os.close(file)
 
-    def _read(self, path: Path, file: int, page_bytes: int) -> int | None:
-        """Return the forgotten generation, or None if it cannot be read. Raises ConfigError for files of others."""
+    def _read(self, path: Path, file: int) -> Description | None:
+        """Return the description, or None if it is damaged. Raises ConfigError for files of others."""
         begin, _, rest = os.pread(file, SECTOR, 0).partition(MAGIC)
         if begin or not rest:
             raise ConfigError(f"--ssd-cache-dir: {path} is not a file of Quire: remove it, or choose another folder")
@@ -164,33 +231,31 @@ class DiskFolder:
             found = msgspec.json.decode(body, type=Description)
         except ValueError:
             return None
-        expected = Description(FORMAT, self._fingerprint, page_bytes, found.forgotten)
-        if found != expected:
+        if (found.format, found.fingerprint) != (FORMAT, self._fingerprint):
             raise ConfigError(
                 f"--ssd-cache-dir: {path} belongs to another model or configuration, so its folder was renamed: rename "
                 f"it back, or remove it"
             )
-        return found.forgotten
+        return found
+
+    def _describe_all(self, files: Sequence[int], forgotten: int) -> None:
+        for file, size in zip(files, self._page_bytes, strict=True):
+            self._describe(file, size, forgotten)
 
     def _describe(self, file: int, page_bytes: int, forgotten: int) -> None:
         body = msgspec.json.encode(Description(FORMAT, self._fingerprint, page_bytes, forgotten))
         os.pwrite(file, (MAGIC + body + b"\n%08x\n" % crc32(body)).ljust(SECTOR, b"\0"), 0)
         os.fsync(file)
 
-    def _remove(self, error: OSError) -> None:
-        """Remove the files, because contents that must not be found again could not be overwritten."""
-        log.error("the disk cache cannot be written; its files are removed", folder=self._folder, reason=error.strerror)
-        for path in self.paths:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as failure:
-                log.error("remove this file, which has contents that must not be used", path=path, reason=failure)
+    def _wipe(self, files: Sequence[int], pages: Sequence[int]) -> None:
+        for file, size in zip(files, self._page_bytes, strict=True):
+            for page in pages:
+                os.pwrite(file, bytes(SECTOR), page * size)
+            os.fdatasync(file)
 
-    def _unusable(self, path: Path, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"--ssd-cache-dir: {path} cannot be used: {error.strerror}: choose another folder, or make it writable "
-            f"with room for {self.num_pages * sum(self._page_bytes)} bytes"
-        )
+    def _remove(self) -> None:
+        for path in self.paths:
+            path.unlink(missing_ok=True)
 
 
 def _resize(file: int, size: int) -> None:

@@ -74,7 +74,7 @@ class SchedulerLoop:
         self._clock = clock
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
-        self._transfers = TierTransfers(config, transport, self._journal)
+        self._transfers = TierTransfers(config, transport, self._journal, worker_epoch)
         self._scheduler: Scheduler | None = None
         self._throughput = ThroughputLog(clock())
         self._num_too_large = 0

@@ -120,10 +120,8 @@ class Sockets:
             made.append(HostPages(f"/proc/{os.getpid()}/fd/{descriptor}", num_pages, size))
         return made
 
-    def open_page_files(
-        self, config: EngineConfig, page_bytes: Sequence[int], layouts: Sequence[Sequence[bytes]]
-    ) -> DiskFolder:
-        return DiskFolder(config, page_bytes, layouts)
+    def find_page_files(self, config: EngineConfig) -> DiskFolder:
+        return DiskFolder(config)
 
     def close(self) -> None:
         for group in list(self._channels):

@@ -25,13 +25,23 @@ class TierTransfers:
     do. Writes to the disk itself only to forget contents, and waits for it then.
     """
 
-    def __init__(self, config: EngineConfig, transport: Transport, journal: Journal) -> None:
+    def __init__(self, config: EngineConfig, transport: Transport, journal: Journal, worker_epoch: int) -> None:
+        """
+        Args:
+            worker_epoch: after the first one, this scheduler replaces another. The workers are there, and need not wait
+                for the disk before they join.
+
+        Raises:
+            ConfigError: the disk cannot be used.
+        """
         self._config = config
         self._transport = transport
         self._journal = journal
         self._memory: list[HostPages] = []
         """The memory of each rank."""
         self._files: PageFiles | None = None
+        if config.ssd_cache_bytes and worker_epoch == FIRST_WORKER_EPOCH:
+            self._files = transport.find_page_files(config)
         self._disk_is_read = False
         """Whether workers have answered what the disk contains."""
         self._contents: deque[DiskContents] = deque()
@@ -50,16 +60,19 @@ class TierTransfers:
         num_pages = 1 + wanted // page_bytes if wanted >= page_bytes > 0 else 0
         if wanted and not num_pages:
             log.warning("no host memory: it has no room for a block", bytes=wanted, block=page_bytes)
-        if self._config.ssd_cache_bytes and page_bytes:
-            try:
-                self._files = self._transport.open_page_files(self._config, workers.page_bytes, workers.layouts)
-            except ConfigError as error:
-                if workers.worker_epoch == FIRST_WORKER_EPOCH:
-                    raise
-                log.error("the disk cache is not used", reason=error)
-        if self._files is None:
+        if not self._config.ssd_cache_bytes or not page_bytes:
             return num_pages, 0, 0
-        return num_pages, self._files.num_pages, self._files.forgotten
+        try:
+            files = self._files or self._transport.find_page_files(self._config)
+            files.open(workers.page_bytes)
+        except ConfigError as error:
+            if workers.worker_epoch == FIRST_WORKER_EPOCH:
+                raise
+            log.error("the disk cache is not used", reason=error)
+            self._files = None
+            return num_pages, 0, 0
+        self._files = files
+        return num_pages, files.num_pages, files.forgotten
 
     def begin(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
         """Send where the pages are to workers that are ready. Host memory is made for the first of them.

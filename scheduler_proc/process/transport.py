@@ -32,6 +32,10 @@ class PageFiles(Protocol):
     @property
     def forgotten(self) -> int: ...
 
+    def open(self, page_bytes: Sequence[int]) -> None:
+        """Open the files for pages of this size on each rank. Raises ConfigError if they cannot be used."""
+        ...
+
     def forget(self, generation: int) -> None:
         """Write that contents up to this generation must not be found."""
         ...
@@ -71,12 +75,6 @@ class Transport(Protocol):
         """
         ...
 
-    def open_page_files(
-        self, config: EngineConfig, page_bytes: Sequence[int], layouts: Sequence[Sequence[bytes]]
-    ) -> PageFiles:
-        """Open the files of the disk tier. Raises ConfigError if they cannot be used.
-
-        Args:
-            page_bytes, layouts: those of each rank, as in Ready.
-        """
+    def find_page_files(self, config: EngineConfig) -> PageFiles:
+        """Return the files of the disk tier. Raises ConfigError if they cannot be used."""
         ...

@@ -46,11 +46,6 @@ class WorkerGroup:
         """The bytes of a page on each rank; 0 if blocks cannot be stored in pages."""
         return [self._ready[rank].page_bytes for rank in range(self.size)]
 
-    @property
-    def layouts(self) -> list[list[bytes]]:
-        """The names of the meaning of a block's bytes, of each rank."""
-        return [self._ready[rank].layouts for rank in range(self.size)]
-
     def send(self, message: Any) -> Frames:
         """Send to all ranks. Returns the frames for rank 0, even when sending failed."""
         sent = [self.send_to(rank, message) for rank in range(self.size)]

@@ -119,10 +119,9 @@ def test_a_killed_server_leaves_what_the_next_one_finds(tmp_path: Path, monkeypa
 def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=r"--ssd-cache-bytes must be at least \d+, two pages"):
         start(ssd_cache_bytes=5000)
-    (tmp_path / "cache").rmdir() if (tmp_path / "cache").exists() else None
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(QuireError, match=r"cache.* cannot be used: .*choose another folder"):
-        start()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuireError, match=r"file.* cannot be used: .*choose another folder"):
+        start(ssd_cache_dir=str(tmp_path / "file"))
 
 
 def test_a_folder_has_one_engine(start: Callable[..., LLM]) -> None:

@@ -47,7 +47,6 @@ class BlockMover:
             check_tags: whether the tags of pages of host memory are compared.
         """
         self.page_bytes = page_bytes_of(groups)
-        self.layouts = [group.layout for group in groups]
         self._native = native
         self._copies = PageMoves(native, groups, check_tags=check_tags)
         self._num_groups, self._num_blocks, self._wake = len(groups), num_blocks, wake

@@ -58,7 +58,7 @@ class StagedMover:
         self._staging = Staging(blocks, BUFFERS * len(kinds))
         slots = self._staging.num_slots
         self._inner = BlockMover(native, self._staging.groups, slots, self._woken, check_tags=check_tags)
-        self.page_bytes, self.layouts = self._inner.page_bytes, self._inner.layouts
+        self.page_bytes = self._inner.page_bytes
         self._lanes = {
             kind: _Lane(
                 blocks.copier(self._staging.buffer_bytes),

@@ -3,7 +3,8 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,24 @@ from scheduler_driver import make_config
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.transfer_messages import DiskContents
+from quire.scheduler_proc.process import disk_folder
 from quire.scheduler_proc.process.disk_folder import MAGIC, SECTOR, DiskFolder
 from quire.scheduler_proc.process.fingerprint import SETTINGS, fingerprint
 from quire.scheduler_proc.process.worker_group import common_contents
 
 PAGE = 2 * SECTOR
-LAYOUTS = [[b"a" * 16], [b"b" * 16]]
 
 
 def config_at(path: Path, num_pages: int = 10, **settings: Any) -> EngineConfig:
-    return make_config(ssd_cache_dir=str(path), ssd_cache_bytes=num_pages * 2 * PAGE, **settings)
+    sizes = {"tensor_parallel_size": 2, "ssd_cache_bytes": num_pages * 2 * PAGE}
+    return make_config(ssd_cache_dir=str(path), **sizes, **settings)
 
 
 @contextmanager
 def opened(path: Path, num_pages: int = 10, **settings: Any) -> Iterator[DiskFolder]:
-    folder = DiskFolder(config_at(path, num_pages, **settings), [PAGE, PAGE], LAYOUTS)
+    folder = DiskFolder(config_at(path, num_pages, **settings))
     try:
+        folder.open([PAGE, PAGE])
         yield folder
     finally:
         folder.close()
@@ -103,8 +106,8 @@ def test_files_of_others_are_refused(tmp_path: Path, content: bytes) -> None:
     with opened(tmp_path) as folder:
         path = folder.paths[0]
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"rank-0-of-2.pages is not a file of Quire: remove it"), opened(tmp_path):
-        pass
+    with pytest.raises(ConfigError, match=r"rank-0-of-2.pages is not a file of Quire: remove it"):
+        DiskFolder(config_at(tmp_path))
     assert path.read_bytes() == content
 
 
@@ -116,12 +119,12 @@ def test_a_renamed_folder_is_refused(tmp_path: Path) -> None:
         folder.paths[0].unlink()
     (one / "rank-0-of-2.pages").rename(other / "rank-0-of-2.pages")
     with pytest.raises(ConfigError, match="another model or configuration, so its folder was renamed"):
-        DiskFolder(config_at(tmp_path, dtype="bfloat16"), [PAGE, PAGE], LAYOUTS)
+        DiskFolder(config_at(tmp_path, dtype="bfloat16"))
 
 
 def test_a_second_engine_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(ConfigError, match="another engine uses"), opened(tmp_path):
-        pass
+    with opened(tmp_path), pytest.raises(ConfigError, match="another engine uses"):
+        DiskFolder(config_at(tmp_path))
     with opened(tmp_path):
         pass
 
@@ -129,7 +132,66 @@ def test_a_second_engine_is_refused(tmp_path: Path) -> None:
 def test_fewer_than_two_pages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--ssd-cache-bytes must be at least {4 * PAGE}"), opened(tmp_path, 1):
         pass
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.pages"))
+
+
+def test_pages_of_another_size_are_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        folder.forget(5)
+        with folder.paths[0].open("r+b") as file:
+            file.seek(2 * PAGE)
+            file.write(b"content")
+    folder = DiskFolder(config_at(tmp_path))
+    folder.open([SECTOR, SECTOR])
+    folder.close()
+    assert (folder.num_pages, folder.forgotten) == (20, 5)
+    assert not any(folder.paths[0].read_bytes()[SECTOR:])
+
+
+def test_the_room_counts_what_the_files_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known before the size of a page is."""
+    with opened(tmp_path):
+        pass
+    found = os.statvfs(tmp_path)
+    full = type("Full", (), {"f_bavail": 3, "f_frsize": found.f_frsize})
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with opened(tmp_path):
+        pass
+    room = 20 * PAGE + 2 * PAGE + 3 * found.f_frsize
+    with pytest.raises(
+        ConfigError, match=rf"--ssd-cache-bytes must be at most {room}, the room in .* \(got {80 * PAGE}"
+    ):
+        DiskFolder(config_at(tmp_path, 40))
+
+
+def hang(release: threading.Event) -> Callable[..., Any]:
+    def hung(*given: object) -> None:
+        assert release.wait(30)
+
+    return hung
+
+
+def test_a_disk_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(disk_folder, "START_S", 0.05)
+    monkeypatch.setattr(os, "statvfs", hang(release))
+    with pytest.raises(ConfigError, match=r"cannot be used: the disk does not answer within 0\.05 s: choose"):
+        DiskFolder(config_at(tmp_path))
+    release.set()
+
+
+def test_what_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forgetting nor what follows it waits again."""
+    release = threading.Event()
+    monkeypatch.setattr(disk_folder, "ANSWER_S", 0.05)
+    with opened(tmp_path) as folder, monkeypatch.context() as hung:
+        hung.setattr(os, "pwrite", hang(release))
+        folder.wipe([1])
+        assert not any(path.exists() for path in folder.paths)
+        hung.setattr(os, "pwrite", None)
+        folder.wipe([2])
+        folder.forget(3)
+        release.set()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -139,7 +201,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, code: int, monkeypatch: 
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(ConfigError, match=f"cannot be used: {os.strerror(code)}: choose .* room for {20 * PAGE} bytes"):
-        DiskFolder(config_at(tmp_path), [PAGE, PAGE], LAYOUTS)
+        DiskFolder(config_at(tmp_path)).open([PAGE, PAGE])
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
@@ -147,7 +209,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, code: int, monkeypatch: 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/.* cannot be used: Not a directory: choose another folder"):
-        DiskFolder(config_at(tmp_path / "file"), [PAGE, PAGE], LAYOUTS)
+        DiskFolder(config_at(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("action", ["forget", "wipe"])
@@ -194,30 +256,29 @@ def checkpoint(path: Path) -> Path:
 def test_the_fingerprint_names_settings_and_files(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     config = make_config(model_path=str(folder))
-    first = fingerprint(config, LAYOUTS)
+    first = fingerprint(config)
     changed = [{"dtype": "float16"}, {"load_format": "dummy"}, {"block_size": 8}, {"version": "other"}]
     changed += [{"model": msgspec.structs.replace(config.model, num_layers=3)}]
-    found = [fingerprint(msgspec.structs.replace(config, **change), LAYOUTS) for change in changed]
-    found += [fingerprint(config, [[b"c" * 16]])]
+    found = [fingerprint(msgspec.structs.replace(config, **change)) for change in changed]
     (folder / "notes.txt").write_text("changed")
-    assert fingerprint(msgspec.structs.replace(config, max_num_seqs=3, seed=5), LAYOUTS) == first
+    assert fingerprint(msgspec.structs.replace(config, max_num_seqs=3, seed=5)) == first
     weights = folder / "model.safetensors"
     for at in (0, 299_999):
         data = bytearray(weights.read_bytes())
         data[at] ^= 1
         weights.write_bytes(data)
         os.utime(weights, (1, 1))
-        found.append(fingerprint(config, LAYOUTS))
+        found.append(fingerprint(config))
     os.utime(weights, (2, 2))
-    found.append(fingerprint(config, LAYOUTS))
+    found.append(fingerprint(config))
     weights.rename(folder / "renamed.safetensors")
-    found.append(fingerprint(config, LAYOUTS))
+    found.append(fingerprint(config))
     assert len({first, *found}) == 1 + len(found)
     dummy = msgspec.structs.replace(config, load_format="dummy")
-    assert fingerprint(dummy, []) != fingerprint(msgspec.structs.replace(dummy, seed=1), [])
-    assert fingerprint(make_config(model_path=str(weights.with_name("renamed.safetensors"))), []) != first
+    assert fingerprint(dummy) != fingerprint(msgspec.structs.replace(dummy, seed=1))
+    assert fingerprint(make_config(model_path=str(weights.with_name("renamed.safetensors")))) != first
     with pytest.raises(ConfigError, match=r"the checkpoint .* cannot be read"):
-        fingerprint(make_config(model_path=str(folder / "missing")), [])
+        fingerprint(make_config(model_path=str(folder / "missing")))
 
 
 # ---- the contents of all ranks

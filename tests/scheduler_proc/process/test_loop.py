@@ -1,6 +1,7 @@
 """The scheduler's loop with several front ends, invalid results and dying workers."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ from loop_under_test import LoopUnderTest
 from scheduler_driver import change, expected_tokens, make_config, make_request
 from tiers import thinned
 
+from quire.protocol.config import FIRST_WORKER_EPOCH
+from quire.protocol.errors import ConfigError
+from quire.protocol.process.child import Child
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics, StepOutputs, Stop
 from quire.protocol.wire.link_messages import Refused, Welcome
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.protocol.wire.zmq_channel import ZmqChannel
+from quire.scheduler_proc.process.loop import SchedulerLoop
+from quire.scheduler_proc.process.sockets import Sockets
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -197,3 +203,20 @@ def test_an_unsent_step_is_computed_by_the_next_worker(loop: LoopUnderTest) -> N
     tokens.clear()
     loop.until(is_done)
     assert tokens == expected_tokens(PROMPT, 5)
+
+
+def test_a_wrong_disk_folder_is_refused_before_workers_connect(tmp_path: Path) -> None:
+    """A scheduler that replaces another one begins without it instead."""
+    (tmp_path / "file").write_text("")
+    config = make_config(ssd_cache_dir=str(tmp_path / "file"), ssd_cache_bytes=2**20)
+    reports, status = os.pipe()
+    child, transport = Child(status), Sockets(tmp_path, 1, 1)
+    try:
+        with pytest.raises(ConfigError, match=r"--ssd-cache-dir: .*/file/.* cannot be used: Not a directory"):
+            SchedulerLoop(config, transport, child)
+        SchedulerLoop(config, transport, child, FIRST_WORKER_EPOCH + 1)
+    finally:
+        transport.close()
+        child.close()
+        os.close(reports)
+        os.close(status)

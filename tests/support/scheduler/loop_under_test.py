@@ -106,8 +106,8 @@ class LoopUnderTest:
             pass
         self.configure = configure
         self.fake.step, self.fake.first_of_epoch = configure.last_step, configure.last_step + 1
-        tiers = {"page_bytes": 4096, "layouts": [b"layout"]} if self.config.ssd_cache_bytes else {}
-        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}, **tiers))
+        page_bytes = 4096 if self.config.ssd_cache_bytes else 0
+        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}, page_bytes))
 
     def _take_reports(self) -> list[Report]:
         try:
