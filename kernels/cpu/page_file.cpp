@@ -57,18 +57,23 @@ Outcome transfer(int fd, char* memory, int64_t bytes, int64_t offset, int32_t& e
     return DONE;
 }
 
-Outcome move(Kind kind, const Group& group, int64_t block, const Header& wanted, bool tagged, int fd, int64_t offset,
-             const char* memory, int64_t page_bytes, int64_t memory_pages, char* staging, int32_t& error) {
-    Header found;
-    const int64_t bytes = used_bytes(group);
-    if (kind == LOAD) {
-        const Outcome outcome = transfer<true>(fd, staging, bytes, offset, error);
-        // The tag is compared in any case: a write may have been interrupted before this process began.
-        return outcome == DONE ? load(group, block, staging, wanted, true, found) : outcome;
-    }
+// An access to blocks and memory: not allowed after guard[0] was set. guard[1] counts the threads that have one.
+struct Access {
+    int64_t* guard;
+    explicit Access(int64_t* guard) : guard(guard) { __atomic_fetch_add(guard + 1, 1, __ATOMIC_SEQ_CST); }
+    ~Access() { __atomic_fetch_sub(guard + 1, 1, __ATOMIC_SEQ_CST); }
+    bool allowed() const { return !__atomic_load_n(guard, __ATOMIC_SEQ_CST); }
+};
+
+// Copies a block or a page of memory to `staging`.
+Outcome fill(Kind kind, const Group& group, int64_t block, const Header& wanted, bool tagged, const char* memory,
+             int64_t page_bytes, int64_t memory_pages, char* staging, int64_t* guard) {
+    const Access access(guard);
+    if (!access.allowed()) return FILE_ERROR;
     if (kind == STORE) {
         store<true>(group, block, staging, wanted);
     } else {
+        Header found;
         if (block >= memory_pages) return NO_MEMORY;
         char* data = staging + HEADER;
         Group copied = {&data, 1, group.count * group.span, {}};
@@ -78,6 +83,24 @@ Outcome move(Kind kind, const Group& group, int64_t block, const Header& wanted,
         if (outcome != DONE) return outcome;
         std::memcpy(staging, &found, HEADER);
     }
+    return DONE;
+}
+
+Outcome move(Kind kind, const Group& group, int64_t block, const Header& wanted, bool tagged, int fd, int64_t offset,
+             const char* memory, int64_t page_bytes, int64_t memory_pages, char* staging, int64_t* guard,
+             int32_t& error) {
+    const int64_t bytes = used_bytes(group);
+    if (kind == LOAD) {
+        const Outcome outcome = transfer<true>(fd, staging, bytes, offset, error);
+        const Access access(guard);
+        if (outcome != DONE || !access.allowed()) return outcome == DONE ? FILE_ERROR : outcome;
+        Header found;
+        // The tag is compared in any case: a write may have been interrupted before this process began.
+        return load(group, block, staging, wanted, true, found);
+    }
+    const Outcome outcome =
+        fill(kind, group, block, wanted, tagged, memory, page_bytes, memory_pages, staging, guard);
+    if (outcome != DONE) return outcome;
     const int64_t meant = HEADER + group.count * group.span;
     std::memset(staging + meant, 0, bytes - meant);
     xxh3::fence();
@@ -87,17 +110,18 @@ Outcome move(Kind kind, const Group& group, int64_t block, const Header& wanted,
 }  // namespace
 
 // Moves pages that no thread has claimed, until none is left or another thread sets `stop`. `memory`: host memory with `memory_pages` pages, the sources
-// of demotions, whose tags are compared if `tagged`. `staging`: room for a page, aligned to a sector.
+// of demotions, whose tags are compared if `tagged`. `staging`: room for a page, aligned to a sector. `guard`: as in
+// Access; pages without it fail.
 QUIRE_API void quire_move_file(int64_t kind, const Group* groups, const Work* work, const int64_t* stop, int64_t fd,
                                int64_t page_bytes, const char* memory, int64_t memory_pages, int64_t tagged,
-                               char* staging) {
+                               char* staging, int64_t* guard) {
     for (int64_t i; !stops(stop) && (i = next(work->claimed)) < work->count;) {
         const Group& group = groups[work->group_of[i]];
         const Header wanted =
             header_of(group, work->generations[i], work->keys + i * work->key_bytes, work->key_bytes);
         work->outcomes[i] = move(Kind(kind), group, work->blocks[i], wanted, tagged, int(fd),
                                  work->pages[i] * page_bytes, memory, page_bytes, memory_pages, staging,
-                                 work->errors[i]);
+                                 guard, work->errors[i]);
     }
     xxh3::fence();
 }

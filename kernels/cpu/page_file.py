@@ -6,6 +6,7 @@ the thread, so that the file can be open for direct I/O.
 
 import ctypes
 import os
+import time
 from enum import IntEnum
 from threading import Lock
 from typing import Any
@@ -114,16 +115,27 @@ class PageFile:
 
     def __init__(self, native: Native | None, copies: PageMoves, fd: int, page_bytes: int) -> None:
         self._copies, self._fd, self._page_bytes = copies, fd, page_bytes
+        self._guard = np.zeros(2, np.int64)
+        """Whether the file was abandoned; the native calls that access blocks or memory now."""
+        self._access = Lock()
+        """Held by other calls meanwhile."""
         self._move: Any = None
         if native is not None:
             pointer, long = ctypes.c_void_p, ctypes.c_int64
-            moving = (long, pointer, pointer, pointer, long, long, pointer, long, long, pointer)
+            moving = (long, pointer, pointer, pointer, long, long, pointer, long, long, pointer, pointer)
             self._move = native.function("quire_move_file", *moving)
             scanning = (pointer, long, long, long, long, pointer, long, long, *[pointer] * 4)
             self._scan = native.function("quire_scan_file", *scanning)
 
+    def abandon(self) -> None:
+        """Let no thread access blocks or memory any more, and return when none does. Reads and writes may not end."""
+        with self._access:
+            self._guard[0] = 1
+        while self._guard[1]:
+            time.sleep(0.001)
+
     def move(self, work: FileWork, staging: Bytes, memory: Bytes | None = None, *, stop: Int64 | None = None) -> None:
-        """Move pages that no thread has claimed, until none is left.
+        """Move pages that no thread has claimed, until none is left. They fail if the file was abandoned.
 
         Args:
             staging: memory for a page, aligned to SECTOR; of this thread alone.
@@ -136,8 +148,9 @@ class PageFile:
         copies = self._copies
         source = (0, 0) if memory is None else (memory.ctypes.data, len(memory))
         file = (self._fd, self._page_bytes, *source, copies.check_tags, staging.ctypes.data)
+        guard = self._guard.ctypes.data
         flag = None if stop is None else stop.ctypes.data
-        self._move(work.kind, copies.described.ctypes.data, work.described.ctypes.data, flag, *file)
+        self._move(work.kind, copies.described.ctypes.data, work.described.ctypes.data, flag, *file, guard)
 
     def scan(self, scan: FileScan, staging: Bytes) -> None:
         """Read the headers that no thread has claimed. A header that cannot be read is that of a page without content.
@@ -167,23 +180,12 @@ class PageFile:
         one = work.moves.take(slice(index, index + 1))
         group, offset = self._copies.groups[one.groups[0]], int(one.pages[0]) * self._page_bytes
         used = staging[: -(-(HEADER.itemsize + group.num_bytes) // SECTOR) * SECTOR]
-        block, staged = int(one.blocks[0]), Moves(one.blocks, one.pages * 0, one.generations, one.groups, one.keys)
-        pages = staging[None]
-        if work.kind is FileMove.LOAD:
-            if os.preadv(self._fd, [used.data], offset) < len(used):
-                return FILE_ENDS
-            return int(move_reference(pages, self._copies.groups, staged, is_load=True)[0])
-        if work.kind is FileMove.STORE:
-            move_reference(pages, self._copies.groups, staged, is_load=False)
-        else:
-            if memory is None or block >= len(memory):
-                return NO_MEMORY
-            staging[:] = memory[block]
-            copied = BlockGroup([np.empty((1, group.num_bytes), np.uint8)], group.layout)
-            check = Moves(one.blocks * 0, one.pages * 0, one.generations, one.groups * 0, one.keys)
-            checked = move_reference(pages, [copied], check, is_load=True, check_tags=self._copies.check_tags)
-            if checked[0]:
-                return int(checked[0])
+        if work.kind is FileMove.LOAD and os.preadv(self._fd, [used.data], offset) < len(used):
+            return FILE_ENDS
+        with self._access:
+            outcome = FILE_ERROR if self._guard[0] else self._copy_one(work.kind, one, group, staging, memory)
+        if outcome or work.kind is FileMove.LOAD:
+            return outcome
         used[HEADER.itemsize + group.num_bytes :] = 0
         if os.fstat(self._fd).st_size < offset + len(used):
             return FILE_ENDS
@@ -191,6 +193,19 @@ class PageFile:
         while done < len(used):
             done += os.pwritev(self._fd, [used[done:].data], offset + done)
         return 0
+
+    def _copy_one(self, kind: FileMove, one: Moves, group: BlockGroup, staging: Bytes, memory: Bytes | None) -> int:
+        """Copy a block or a page of memory to ``staging``, or ``staging`` to a block. Returns the outcome."""
+        block, staged = int(one.blocks[0]), Moves(one.blocks, one.pages * 0, one.generations, one.groups, one.keys)
+        pages = staging[None]
+        if kind is not FileMove.DEMOTE:
+            return int(move_reference(pages, self._copies.groups, staged, is_load=kind is FileMove.LOAD)[0])
+        if memory is None or block >= len(memory):
+            return NO_MEMORY
+        staging[:] = memory[block]
+        copied = BlockGroup([np.empty((1, group.num_bytes), np.uint8)], group.layout)
+        check = Moves(one.blocks * 0, one.pages * 0, one.generations, one.groups * 0, one.keys)
+        return int(move_reference(pages, [copied], check, is_load=True, check_tags=self._copies.check_tags)[0])
 
     def _scan_reference(self, scan: FileScan, staging: Bytes) -> None:
         sector = staging[:SECTOR]

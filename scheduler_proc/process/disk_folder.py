@@ -26,7 +26,7 @@ SECTOR = 4096
 """Bytes of the description in page 0, and of the part of a page that has its header."""
 
 START_S, ANSWER_S = 10.0, 2.0
-"""Time limits for the disk at the start, and later, while requests wait."""
+"""Time limits for the disk at the start of an engine, and later, while requests wait."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -55,13 +55,17 @@ class DiskFolder:
         forgotten: see Description; the same in all files.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, is_restart: bool = False) -> None:
         """Lock the folder, and check that the files can be used.
+
+        Args:
+            is_restart: whether this scheduler replaces another.
 
         Raises:
             ConfigError: they cannot; the message says why and what to do.
         """
         self._size = config.ssd_cache_bytes
+        self._start_s = ANSWER_S if is_restart else START_S
         self._fingerprint = fingerprint(config)
         model = re.sub(r"[^\w.-]", "_", Path(config.model_path).name) or config.model.architecture
         self._folder = Path(config.ssd_cache_dir) / f"{model}-{self._fingerprint[:16]}"
@@ -110,7 +114,7 @@ class DiskFolder:
 
     def _at_start(self, access: Callable[[], None]) -> None:
         try:
-            self._wait_for(access, START_S)
+            self._wait_for(access, self._start_s)
         except OSError as error:
             self.close()
             raise ConfigError(

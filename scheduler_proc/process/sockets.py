@@ -120,8 +120,8 @@ class Sockets:
             made.append(HostPages(f"/proc/{os.getpid()}/fd/{descriptor}", num_pages, size))
         return made
 
-    def find_page_files(self, config: EngineConfig) -> DiskFolder:
-        return DiskFolder(config)
+    def find_page_files(self, config: EngineConfig, *, is_restart: bool) -> DiskFolder:
+        return DiskFolder(config, is_restart=is_restart)
 
     def close(self) -> None:
         for group in list(self._channels):

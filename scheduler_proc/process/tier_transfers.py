@@ -41,7 +41,7 @@ class TierTransfers:
         """The memory of each rank."""
         self._files: PageFiles | None = None
         if config.ssd_cache_bytes and worker_epoch == FIRST_WORKER_EPOCH:
-            self._files = transport.find_page_files(config)
+            self._files = transport.find_page_files(config, is_restart=False)
         self._disk_is_read = False
         """Whether workers have answered what the disk contains."""
         self._contents: deque[DiskContents] = deque()
@@ -63,7 +63,7 @@ class TierTransfers:
         if not self._config.ssd_cache_bytes or not page_bytes:
             return num_pages, 0, 0
         try:
-            files = self._files or self._transport.find_page_files(self._config)
+            files = self._files or self._transport.find_page_files(self._config, is_restart=True)
             files.open(workers.page_bytes)
         except ConfigError as error:
             if workers.worker_epoch == FIRST_WORKER_EPOCH:

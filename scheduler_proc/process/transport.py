@@ -75,6 +75,9 @@ class Transport(Protocol):
         """
         ...
 
-    def find_page_files(self, config: EngineConfig) -> PageFiles:
-        """Return the files of the disk tier. Raises ConfigError if they cannot be used."""
+    def find_page_files(self, config: EngineConfig, *, is_restart: bool) -> PageFiles:
+        """Return the files of the disk tier. Raises ConfigError if they cannot be used.
+
+        ``is_restart``: whether this scheduler replaces another, for which requests wait.
+        """
         ...

@@ -2,6 +2,9 @@
 
 import random
 import re
+import shutil
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ def _wait_for_stores(llm: LLM) -> None:
     """Ask until the number of stored blocks stays the same: what is evicted during a store is not stored."""
     before, same = -1, 0
     while same < 20:
-        stored = llm.statistics()["disk_num_stored"]
+        stored = llm.statistics().get("disk_num_stored", 0)
         before, same = stored, same + 1 if stored == before else 0
 
 
@@ -122,6 +125,52 @@ def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(QuireError, match=r"file.* cannot be used: .*choose another folder"):
         start(ssd_cache_dir=str(tmp_path / "file"))
+
+
+HANG = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static void wait_for(int fd) {
+    char link[64], path[PATH_MAX] = {0};
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) < 6 || strcmp(path + strlen(path) - 6, ".pages")) return;
+    while (!access(getenv("HANG_FILE"), F_OK)) usleep(10000);
+}
+#define WRAP(name, memory) \
+    ssize_t name(int fd, memory bytes, size_t count, off_t offset) { \
+        wait_for(fd); \
+        return ((ssize_t (*)(int, memory, size_t, off_t))dlsym(RTLD_NEXT, #name))(fd, bytes, count, offset); \
+    }
+WRAP(pread, void*) WRAP(pread64, void*) WRAP(pwrite, const void*) WRAP(pwrite64, const void*)
+"""
+"""A library that lets reads and writes of pages hang while a file exists."""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+def test_an_engine_serves_on_without_a_disk_that_hangs(
+    start: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New schedulers and workers do not wait for it, nor does the end."""
+    hang, library = tmp_path / "hang", tmp_path / "hang.so"
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-", "-ldl"]
+    subprocess.run(command, input=HANG.encode(), check=True)
+    monkeypatch.setenv("HANG_FILE", str(hang))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    began = time.monotonic()
+    with start() as llm:
+        first, _ = answers(llm, PROMPTS)
+        hang.touch()
+        assert answers(llm, PROMPTS)[0] == first
+        for role in ("scheduler", "worker"):
+            for process in engine_processes(f"quire.{role}_proc"):
+                process.kill()
+            assert answers(llm, PROMPTS)[0] == first
+    assert not engine_processes() and time.monotonic() - began < 50
 
 
 def test_a_folder_has_one_engine(start: Callable[..., LLM]) -> None:

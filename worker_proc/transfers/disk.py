@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 
 import numpy as np
 
@@ -32,6 +32,8 @@ WRITERS = 2
 """Pages that are written at the same time, and only while no load waits for the disk: one is made while another is
 written."""
 HUGE_PAGE = 2**21
+CLOSE_S = 1.0
+"""Seconds for which a new worker epoch waits for pages that are being read or written."""
 
 
 class OpenFailed(Exception):
@@ -85,6 +87,10 @@ def _aligned(size: int) -> Bytes:
     return np.frombuffer(memory, np.uint8, size)
 
 
+def _reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, OpenFailed) else one_line(error)
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """A part, and how many threads are at it since ``began``."""
@@ -99,22 +105,19 @@ class DiskTier:
     """Owns a rank's file of pages, the queues of its loads and writes, and the threads that read and write.
 
     Threads share a load. A page is written only while no load waits or runs, so that at most
-    WRITERS are written beside its beginning.
+    WRITERS are written beside its beginning. Only these threads access the file: a disk may never answer.
     """
 
     def __init__(self, message: DiskPages, native: Native | None, copies: PageMoves, host: HostTier | str) -> None:
         """
         Args:
             host: the source of demotions, or why there is none.
-
-        Raises:
-            OpenFailed: the file cannot be used.
         """
-        self._fd, direct = open_pages(message.path, message.num_pages * message.page_bytes)
-        log.info("opened the pages on disk", path=message.path, pages=message.num_pages, direct=direct)
-        self._file = PageFile(native, copies, self._fd, message.page_bytes)
-        self._path = message.path
-        self._page_bytes, self._host = message.page_bytes, host
+        self._message, self._native, self._copies, self._host = message, native, copies, host
+        self._opening = Lock()
+        self._fd = -1
+        self._file: PageFile | None = None
+        """Set by the first thread that needs it."""
         self._stop = np.zeros(1, np.int64)
         """Ends the writes that are running: a load waits."""
         self._scan = FileScan(message.num_pages, message.key_bytes, message.forgotten)
@@ -129,10 +132,10 @@ class DiskTier:
         self._closing = False
         self._threads: list[Thread] = []
 
-    def read_contents(self, first_page: int, found: Callable[[DiskContents], None]) -> None:
-        """Call ``found`` with the contents in a thread, when all headers are read. ``first_page``: id of the first."""
+    def read_contents(self, found: Callable[[DiskContents], None]) -> None:
+        """Call ``found`` with the contents in a thread, when all headers are read."""
         self._scanning = SCAN_THREADS
-        self._start(SCAN_THREADS, partial(self._run_scan, first_page, found))
+        self._start(SCAN_THREADS, partial(self._run_scan, found))
 
     def submit(self, part: Part) -> None:
         if part.kind is MoveKind.DEMOTE and isinstance(self._host, str):
@@ -141,6 +144,9 @@ class DiskTier:
             return
         job = _Job(part, FileWork(FileMove(part.kind), part.moves))
         with self._changed:
+            if self._closing:
+                part.drop()
+                return
             if not self._started:
                 self._started = True
                 self._start(THREADS, self._run)
@@ -150,15 +156,26 @@ class DiskTier:
             self._changed.notify(len(part.indices))
 
     def close(self) -> None:
-        """Drop what has not ended, wait for the pages that are being read and written, and close the file."""
+        """Drop what has not ended, wait for the pages that are being read and written, and close the file.
+
+        If the disk does not answer, its threads and the file are left behind; they change nothing any more.
+        """
         with self._changed:
             self._closing = True
             for claims in (self._scan.claims, *(job.work.claims for job in (*self._loads, *self._writes))):
                 claims.cancel()
             self._changed.notify_all()
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join()
-        os.close(self._fd)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log.error("the disk does not answer; it is left behind", path=self._message.path, seconds=CLOSE_S)
+            if self._file is not None:
+                self._file.abandon()
+        elif self._fd >= 0:
+            os.close(self._fd)
+        for job in (*self._loads, *self._writes):
+            job.part.drop()
 
     def _start(self, count: int, run: Callable[[], None]) -> None:
         threads = [Thread(target=run, name="disk", daemon=True) for _ in range(count)]
@@ -166,16 +183,26 @@ class DiskTier:
         for thread in threads:
             thread.start()
 
+    def _opened(self) -> PageFile:
+        """Return the file. Raises OpenFailed if it cannot be used."""
+        message = self._message
+        with self._opening:
+            if self._file is None:
+                self._fd, direct = open_pages(message.path, message.num_pages * message.page_bytes)
+                log.info("opened the pages on disk", path=message.path, pages=message.num_pages, direct=direct)
+                self._file = PageFile(self._native, self._copies, self._fd, message.page_bytes)
+            return self._file
+
     # ---- the threads that move pages
 
     def _run(self) -> None:
-        staging = _aligned(self._page_bytes)
+        staging = _aligned(self._message.page_bytes)
         while (job := self._next()) is not None:
             try:
                 self._move(job, staging)
             except Exception as error:  # an answer in any case: the scheduler keeps the blocks until it has one
                 job.work.claims.cancel()
-                job.part.fail(range(len(job.part.indices)), one_line(error))
+                job.part.fail(range(len(job.part.indices)), _reason_of(error))
             self._moved(job)
 
     def _next(self) -> _Job | None:
@@ -201,13 +228,13 @@ class DiskTier:
         return next((job for job in jobs if job.work.claims.left), None)
 
     def _move(self, job: _Job, staging: Bytes) -> None:
-        host, work = self._host, job.work
+        file, host, work = self._opened(), self._host, job.work
         if work.kind is FileMove.LOAD:
-            self._file.move(work, staging)
+            file.move(work, staging)
         elif work.kind is FileMove.STORE:
-            self._file.move(work, staging, stop=self._stop)
+            file.move(work, staging, stop=self._stop)
         elif isinstance(host, HostTier):
-            self._file.move(work, staging, host.memory.backed_pages(), stop=self._stop)
+            file.move(work, staging, host.memory.backed_pages(), stop=self._stop)
 
     def _moved(self, job: _Job) -> None:
         """Count a thread that has left a job, and report the end of the job's part."""
@@ -224,18 +251,18 @@ class DiskTier:
                 self._changed.notify(WRITERS)
         for position in np.flatnonzero(job.work.outcomes).tolist():
             outcome, error = job.work.outcomes[position], int(job.work.errors[position])
-            failure = f"{os.strerror(error)} (errno {error}) in {self._path}"
+            failure = f"{os.strerror(error)} (errno {error}) in {self._message.path}"
             part.fail_page(position, failure if outcome == FILE_ERROR else OUTCOMES[outcome])
         part.ended(part)
 
     # ---- the threads that read headers
 
-    def _run_scan(self, first_page: int, found: Callable[[DiskContents], None]) -> None:
+    def _run_scan(self, found: Callable[[DiskContents], None]) -> None:
         error = ""
         try:
-            self._file.scan(self._scan, _aligned(SECTOR))
+            self._opened().scan(self._scan, _aligned(SECTOR))
         except Exception as raised:  # the scheduler waits for an answer
-            error = f"cannot read the headers: {one_line(raised)}"
+            error = f"cannot read the headers: {_reason_of(raised)}"
         with self._changed:
             self._scan_error = self._scan_error or error
             self._scanning -= 1
@@ -243,7 +270,7 @@ class DiskTier:
                 return
         scan = self._scan
         pages = np.flatnonzero(scan.groups >= 0)
-        groups, ids = scan.groups[pages], (first_page + pages).astype(np.int32)
+        groups, ids = scan.groups[pages], (self._message.first_page + pages).astype(np.int32)
         keys = scan.keys[pages].tobytes()
         contents = (ids, scan.generations[pages], keys, groups if groups.any() else None)
         for part in DiskContents(*contents, self._scan_error).parts():

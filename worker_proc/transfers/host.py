@@ -48,6 +48,9 @@ class HostTier:
 
     def submit(self, part: Part) -> None:
         with self._changed:
+            if self._closing:
+                part.drop()
+                return
             is_load = part.kind is MoveKind.LOAD
             (self._loads if is_load else self._stores).append(_Queued(part))
             self._stop[0] |= is_load
@@ -65,6 +68,8 @@ class HostTier:
         if self._thread is not None:
             self._thread.join()
         self.memory.close()
+        for queued in (*self._loads, *self._stores):
+            queued.part.drop()
 
     # ---- the thread
 

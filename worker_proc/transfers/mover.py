@@ -17,7 +17,7 @@ from quire.protocol.wire.transfer_messages import (
     MoveKind,
 )
 from quire.worker_proc.batch.input_batch import StepRefused
-from quire.worker_proc.transfers.disk import DiskTier, OpenFailed
+from quire.worker_proc.transfers.disk import DiskTier
 from quire.worker_proc.transfers.host import HostTier
 from quire.worker_proc.transfers.pages import MapFailed, page_bytes_of
 from quire.worker_proc.transfers.parts import Part, Pending
@@ -57,15 +57,19 @@ class BlockMover:
         self._answers: list[BlocksMoved | DiskContents] = []
 
     def begin_worker_epoch(self) -> None:
-        """Drop all transfers and the tiers of the previous scheduler; waits for the pages that are being copied."""
+        """Drop all transfers and the tiers of the previous scheduler."""
+        self.end_transfers()
+        self._answers = []
+
+    close = begin_worker_epoch
+
+    def end_transfers(self) -> None:
+        """End all transfers, and wait for the pages that are being copied, but not long for the disk."""
         for tier in (self._disk, self._host):  # demotions read host memory
             if not isinstance(tier, str):
                 tier.close()
         self._host, self._disk = "there is no host memory", "there is no disk"
         self._host_ids, self._disk_ids = range(0), range(0)
-        self._answers = []
-
-    close = begin_worker_epoch
 
     def map(self, message: HostPages) -> None:
         """Map the host memory. If that fails, all transfers to and from it fail, but steps do not.
@@ -83,7 +87,7 @@ class BlockMover:
             self._host = str(error)
 
     def open(self, message: DiskPages) -> None:
-        """Open the file of pages on disk. If that fails, all transfers to and from it fail, but steps do not.
+        """Use the file of pages on disk. If it cannot be opened, all transfers to and from it fail, but steps do not.
 
         Raises:
             StepRefused: the file is already open, its pages are of another size, or ids or keys out of range.
@@ -94,16 +98,9 @@ class BlockMover:
         if message.first_page < self._host_ids.stop or not 0 < message.key_bytes <= MAX_KEY_BYTES:
             raise StepRefused(f"DiskPages from page {message.first_page} on with keys of {message.key_bytes} bytes")
         self._disk_ids = range(message.first_page + 1, message.first_page + message.num_pages)
-        try:
-            self._disk = DiskTier(message, self._native, self._copies, self._host)
-        except OpenFailed as error:
-            self._disk = str(error)
-            if message.read_contents:
-                none = np.zeros(0, np.int32)
-                self._answer(DiskContents(none, none.astype(np.int64), b"", reason=self._disk))
-        else:
-            if message.read_contents:
-                self._disk.read_contents(message.first_page, self._answer)
+        self._disk = DiskTier(message, self._native, self._copies, self._host)
+        if message.read_contents:
+            self._disk.read_contents(self._answer)
 
     def submit(self, message: MoveBlocks) -> None:
         """Queue a transfer.

@@ -97,7 +97,6 @@ class HostMemory:
         return self.pages[: self.num_backed()]
 
     def close(self) -> None:
-        """Unmap the memory; ``pages`` must not be in use."""
-        del self.pages
-        self._map.close()
+        """Unmap the memory, when nothing refers to it any more."""
+        del self.pages, self._map
         os.close(self._fd)

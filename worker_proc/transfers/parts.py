@@ -34,6 +34,11 @@ class Part:
         for position in positions:
             self.failures[self.indices[position]] = reason
 
+    def drop(self) -> None:
+        """End without copies, because the tier is closed."""
+        self.fail(range(len(self.indices)), "the worker epoch has ended")
+        self.ended(self)
+
     def fail_page(self, position: int, reason: str) -> None:
         block, page = self.moves.blocks[position], self.pages[position]
         source = "page" if self.kind is MoveKind.DEMOTE else "block"

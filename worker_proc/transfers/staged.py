@@ -75,9 +75,12 @@ class StagedMover:
         self._answers: list[BlocksMoved | DiskContents] = []
 
     def begin_worker_epoch(self) -> None:
-        """As in ``BlockMover``: waits for the blocks that are being copied."""
+        """As in ``BlockMover``. Lanes wait for the inner mover, which ends all that they wait for."""
         for lane in self._lanes.values():
-            lane.close()
+            lane.stop()
+        self._inner.end_transfers()
+        for lane in self._lanes.values():
+            lane.join()
         self._inner.begin_worker_epoch()
         self._first_on_disk = None
         self._forwarded, self._answers = {}, []
@@ -187,12 +190,15 @@ class _Lane:
                 self._thread.start()
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Drop what has not ended, and wait for the pieces that are being copied. ``submit`` may be called again."""
+    def stop(self) -> None:
+        """Drop the jobs in the queue, and begin no more pieces."""
         with self._changed:
             self._closing = True
             self._jobs.clear()
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the pieces that are being copied. ``submit`` may be called again."""
         if self._thread is not None:
             self._thread.join()
         self._thread, self._closing = None, False

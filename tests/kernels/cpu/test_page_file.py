@@ -182,3 +182,15 @@ def test_cancelled_and_stopped_work_ends(case: Case) -> None:
     stopped = case.copies.move(case.memory, ALL, is_load=False, stop=np.ones(1, np.int64))
     assert len(stopped) == 0 and not case.memory.any()
     assert len(case.copies.move(case.memory, ALL, is_load=False, stop=np.zeros(1, np.int64))) == 4
+
+
+@pytest.mark.parametrize("kind", FileMove)
+def test_no_block_is_accessed_after_the_file_was_abandoned(case: Case, kind: FileMove) -> None:
+    assert not case.move(FileMove.STORE, ALL).outcomes.any()
+    before, blocks = case.path.read_bytes(), [case.block(block, group) for block in range(6) for group in (0, 1)]
+    case.copies.move(case.memory, moves([1, 2], [1, 2]), is_load=False)
+    case.file.abandon()
+    work = case.move(kind, moves([1, 2], [3, 8] if kind is FileMove.LOAD else [2, 7], [1, 0]), memory=case.memory)
+    assert [OUTCOMES[outcome] for outcome in work.outcomes] == ["error of the file"] * 2
+    assert case.path.read_bytes() == before
+    assert [case.block(block, group) for block in range(6) for group in (0, 1)] == blocks

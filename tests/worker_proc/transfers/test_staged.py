@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,9 +15,11 @@ from staged_pool import StagedPool
 from tiers import thinned
 
 from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.page_file import PageFile
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import MoveBlocks
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.transfers import disk as disk_tier
 from quire.worker_proc.transfers import staging
 from quire.worker_proc.transfers.staging import Staging
 
@@ -330,6 +333,34 @@ def test_no_kind_of_transfer_delays_another(
             monkeypatch.undo()
             while held:
                 inner(held.pop())
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_new_epoch_does_not_wait_for_a_disk_that_does_not_answer(
+    on_disk: StagedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_load: bool
+) -> None:
+    pool, arrived, opened = on_disk, threading.Semaphore(0), threading.Event()
+    pool.mover.open(disk_pages(tmp_path / "pages", 8, pool.mover.page_bytes).message)
+    assert pool.run(move(False, [1, 2], [1, 2], 1)).failed == []
+    plain = PageFile.move
+
+    def hung(*given: Any, **more: Any) -> None:
+        arrived.release()
+        assert opened.wait(30)
+        plain(*given, **more)
+
+    monkeypatch.setattr(PageFile, "move", hung)
+    monkeypatch.setattr(disk_tier, "CLOSE_S", 0.05)
+    pool.mover.submit(move(is_load, [3, 4], [1, 2], 2))
+    assert arrived.acquire(timeout=30)
+    before = [pool.block(block) for block in (3, 4)]
+    pool.mover.begin_worker_epoch()
+    assert not any(thread.name == "device mover" for thread in threading.enumerate())
+    opened.set()
+    pool.mover.open(disk_pages(tmp_path / "next", 8, pool.mover.page_bytes).message)
+    assert pool.run(move(False, [3, 4], [1, 2], 3)).failed == []
+    assert pool.run(move(True, [5, 6], [1, 2], 4)).failed == []
+    assert [pool.block(block) for block in (3, 4)] == [pool.block(block) for block in (5, 6)] == before
 
 
 def test_a_file_that_cannot_be_opened_fails_its_transfers(on_disk: StagedPool, tmp_path: Path) -> None:
