@@ -50,6 +50,10 @@ class AddRequest(Message, frozen=True, tag=10):
     """Tenant number from 1, or 0 for none; admission is fair among tenants."""
     resubmitted: bool = False
     """It was submitted before, on a link that broke; a queue that has become full does not reject it."""
+    forked_from: str = ""
+    """Id of a request of the same front end whose tokens it continues, prompt and output, as the scheduler knows them
+    when this message arrives. It has no tokens of its own, and the cache salt of the other one. Rejected with the
+    code ``parent_not_found`` when that request has ended."""
 
 
 class Abort(Message, frozen=True, tag=11):

@@ -52,7 +52,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerOutput(Message, frozen=True, tag=31):
     """One step, as a diff. An active request that it does not mention computes one token.
 
-    Applied in the order: removed and parked, new, unparked, appended, row moves, counts.
+    Applied in the order: removed and parked, new, unparked, appended, row moves, block copies, counts.
 
     Attributes:
         step: number of the step, which continues over epochs.
@@ -62,6 +62,9 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         appended_handles, appended_block_ids: newly allocated blocks of known requests, one entry each, in the order of
             the request's block table; ``appended_groups`` is None while all are of group 0.
         counts: (handle, tokens) of each request that computes a number of tokens other than one.
+        block_copies: (source, target) of blocks whose content is copied before the step computes anything.
+        forks: (handle, parent) of new requests without a token to compute: the parent computes their last token in this
+            step, and both sample from its logits. A block that the parent is filling is copied by a later step.
         drafts: (handle, drafts) of each request that may verify drafts: up to this many of its tokens, the last ones.
             Only the worker knows the drafts and their actual number, since its proposer makes them as the step begins.
         awaits_sample_inputs: a request that samples in this step has a grammar. The worker launches the forward pass
@@ -80,12 +83,13 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     appended_block_ids: Int32 | None = None
     appended_groups: Int32 | None = None
     counts: list[tuple[int, int]] = []
-    # Reserved: drafts made by the scheduler, block copies, blocks to zero.
+    # Reserved: drafts made by the scheduler, blocks to zero.
     draft_token_ids: Int32 | None = None
     block_copies: list[tuple[int, int]] = []
     blocks_to_zero: list[int] = []
     awaits_sample_inputs: bool = False
     drafts: list[tuple[int, int]] = []
+    forks: list[tuple[int, int]] = []
 
 
 class Shutdown(Message, frozen=True, tag=32):

@@ -56,8 +56,8 @@ class Admission:
         self.kv = kv
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, kv.block_size)
 
-    def admit(self, event: AddRequest, client: int) -> Request:
-        """Return the Request for ``event``, without a handle.
+    def admit(self, event: AddRequest, client: int, parent: Request | None) -> Request:
+        """Return the Request for ``event``, without a handle. ``parent``: the request from which it is forked.
 
         Raises:
             Refusal: the request could never generate one token, or a field is out of range.
@@ -65,6 +65,9 @@ class Admission:
         config = self.config
         self.check_order(event)
         self._check_fields(event)
+        if event.forked_from:
+            return self._fork(event, client, parent)
+        self._check_prompt(event)
         owner = event.tenant if config.isolate_prefix_cache_by_key else 0
         names = self._hasher.chain(event.cache_salt, tenant=owner) if config.enable_prefix_caching else None
         request = self.build(event, client, Tokens(_known_tokens(event), names), len(event.prompt_token_ids))
@@ -110,18 +113,12 @@ class Admission:
 
     def _check_fields(self, event: AddRequest) -> None:
         """Raise Refusal unless all fields are valid and the request can generate at least one token."""
-        prompt, vocab_size = event.prompt_token_ids, self.config.model.vocab_size
         if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
             text = f"request_id must have 1 to {MAX_REQUEST_ID} characters (got {len(event.request_id)})"
             raise Refusal("invalid_value", "request_id", text)
         if len(event.cache_salt) > MAX_SALT_LENGTH:
             text = f"cache_salt must have at most {MAX_SALT_LENGTH} characters (got {len(event.cache_salt)})"
             raise Refusal("invalid_value", "cache_salt", text)
-        self.check_length(len(prompt))
-        for known in (prompt, event.output_token_ids):
-            if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
-                worst = known.min() if known.min() < 0 else known.max()
-                raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1} (got {worst})")
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
@@ -129,6 +126,42 @@ class Admission:
         used = [name for name in reserved if getattr(event, name)] + ["is_last_step"] * (not event.is_last_step)
         if used:
             raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
+
+    def _check_prompt(self, event: AddRequest) -> None:
+        vocab_size = self.config.model.vocab_size
+        self.check_length(len(event.prompt_token_ids))
+        for known in (event.prompt_token_ids, event.output_token_ids):
+            if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
+                worst = known.min() if known.min() < 0 else known.max()
+                raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1} (got {worst})")
+
+    def _fork(self, event: AddRequest, client: int, parent: Request | None) -> Request:
+        """Return a request with the known tokens of its parent."""
+        if parent is None:
+            text = f"there is no request {event.forked_from!r} to fork"
+            raise Refusal("parent_not_found", "forked_from", text)
+        if len(event.prompt_token_ids) or event.output_token_ids is not None:
+            raise Refusal(
+                "invalid_value", "prompt", "a forked request has the tokens of its parent, and none of its own"
+            )
+        if event.tenant != parent.tenant and self.config.fair_admission:
+            text = f"a forked request must have the tenant of its parent, which is {parent.tenant} (got {event.tenant})"
+            raise Refusal("invalid_value", "tenant", text)
+        if event.sampling.prompt_logprobs is not None:
+            text = "prompt_logprobs cannot be combined with forked_from: the prompt has been computed"
+            raise Refusal("invalid_value", "prompt_logprobs", text)
+        assert isinstance(parent.tokens, Tokens)
+        request = self.build(event, client, parent.tokens.fork(), parent.num_prompt_tokens)
+        request.parent = parent
+        if request.needs_no_more_steps:
+            text = f"the request to fork has {parent.num_output_tokens} output tokens, so that no token is left"
+            raise Refusal("invalid_value", "max_tokens", text)
+        if event.sampling.repetition_detection is not None:
+            delivered = parent.tokens.tail(parent.num_prompt_tokens)
+            request.repetition = RepetitionWatch(event.sampling.repetition_detection, delivered)
+            if request.repeats_itself:
+                raise Refusal("invalid_value", "repetition_detection", "the output to continue repeats itself already")
+        return request
 
     def build(self, event: ArrivalFields, client: int, tokens: TokenStore, num_prompt_tokens: int) -> Request:
         sampling, config = event.sampling, self.config

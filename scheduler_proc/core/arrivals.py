@@ -7,12 +7,13 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
 from quire.scheduler_proc.core.admission import Admission, Refusal
 from quire.scheduler_proc.core.events import Hold, Refuse, Release
-from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
@@ -34,6 +35,7 @@ class Arrivals:
         decisions: RecentDecisions,
         hooks: SchedulerHooks,
         transfers: Transfers,
+        forks: Forks,
     ) -> None:
         self.admission = Admission(config, kv)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
@@ -45,6 +47,7 @@ class Arrivals:
         self._decisions = decisions
         self._hooks = hooks
         self._transfers = transfers
+        self._forks = forks
 
     def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
         """Accept a request, or reply with a rejection.
@@ -68,6 +71,8 @@ class Arrivals:
             self._results.finish(request, EndReason.LENGTH)
         elif request.repeats_itself:
             self._results.finish(request, EndReason.REPETITION)
+        else:
+            self._forks.hold(request)
 
     def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
         if (client, request_id) in self._table.requests:
@@ -79,11 +84,13 @@ class Arrivals:
     def hold_or_release(self, event: Hold | Release, request: Request) -> None:
         """Hold a request, which is preempted first if it runs; or release it."""
         table = self._table
-        is_held = request.handle in table.skipped_waiting and request.wait_reason is not WaitReason.LOADING
+        is_held = request.handle in table.skipped_waiting and request.wait_reason in HOLD_REASONS
         if isinstance(event, Release) and is_held:
             table.release(request)
+            self._forks.hold(request)
         elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS:
             self._transfers.stop_waiting(request)
+            self._forks.stop_waiting(request)
             step = table.steady_decode.clock.sent + 1
             if request not in table.waiting:
                 self._preempt(request, step)
@@ -106,13 +113,14 @@ class Arrivals:
 
         A request that ran before it was held ends with an error instead.
         """
-        if request.handle not in self._table.skipped_waiting or request.wait_reason is WaitReason.LOADING:
+        if request.handle not in self._table.skipped_waiting or request.wait_reason not in HOLD_REASONS:
             self._stats.num_stray_messages += 1
             return
         if request.introduced:
             self._results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
             return
         self._transfers.forget(request)
+        self._forks.forget(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
         self._stats.num_requests_refused += 1
         self._stats.prompt_tokens -= request.num_prompt_tokens

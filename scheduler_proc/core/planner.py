@@ -7,7 +7,7 @@ from operator import attrgetter
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.drafting import DraftPolicy
-from quire.scheduler_proc.core.hooks import SchedulerHooks
+from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
@@ -17,6 +17,8 @@ from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.pressure import Pressure
+from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
@@ -48,6 +50,7 @@ class Planner:
         suspects: Suspects,
         hooks: SchedulerHooks,
         transfers: Transfers,
+        forks: Forks,
         *,
         preemption_class: Callable[..., Preemption] = Preemption,
     ) -> None:
@@ -63,10 +66,11 @@ class Planner:
         self._suspects = suspects
         self._hooks = hooks
         self._transfers = transfers
+        self._forks = forks
+        self._pressure = Pressure(kv.pool)
         self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
-        self._is_pressed = False
 
     def plan(self, step: int, pause: str) -> StepPlan:
         """Return the plan of step ``step``.
@@ -82,12 +86,17 @@ class Planner:
         if (suspect := self._suspects.alone) is not None:
             self.preemption.preempt_others(plan, suspect)
         self._schedule_running(plan)
+        keep_free = self._keep_free
+        if not pause:
+            self._forks.plan(plan, keep_free)
         if not can_claim:
             self._cache_rows(plan)
         if self.table.waiting:
             self._schedule_waiting(plan, pause)
         if can_claim:
             self._cache_rows(plan)
+        if not pause:
+            self._forks.plan(plan, keep_free, sampling=True)
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -311,7 +320,7 @@ class Planner:
                 return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
         if len(self.table.running) >= self.config.max_num_seqs and not self.preemption.for_a_row(plan, request):
             return WaitReason.MAX_NUM_SEQS
-        while self._under_pressure():
+        while self.table.running and self._pressure.is_high(self.config):
             if not self.preemption.by_priority(plan, request):
                 return WaitReason.KV_PRESSURE
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
@@ -374,19 +383,6 @@ class Planner:
             return WaitReason.KV_BLOCKS
         new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=self._keep_free)
         return WaitReason.KV_BLOCKS if new_blocks is None else None
-
-    def _under_pressure(self) -> bool:
-        """Whether admission stops: from ``kv_pressure_high`` used blocks on, until ``kv_pressure_low``.
-
-        The state needs no keyframe: an idle pool has no used blocks, which ends it.
-        """
-        config, pool = self.config, self.kv.pool
-        used = pool.num_usable_blocks - pool.num_free_blocks
-        if used < config.kv_pressure_low * pool.num_usable_blocks:
-            self._is_pressed = False
-        elif used >= config.kv_pressure_high * pool.num_usable_blocks:
-            self._is_pressed = config.kv_pressure_low < 1
-        return self._is_pressed and bool(self.table.running)
 
     @property
     def _keep_free(self) -> int:

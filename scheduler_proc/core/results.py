@@ -7,13 +7,14 @@ from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
-from quire.scheduler_proc.core.hooks import SchedulerHooks
+from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
 from quire.scheduler_proc.core.outputs import OutputCollector
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
@@ -58,6 +59,7 @@ class Results:
         decisions: RecentDecisions,
         hooks: SchedulerHooks,
         transfers: Transfers,
+        forks: Forks,
     ) -> None:
         self.table = table
         self.steady_decode = table.steady_decode
@@ -71,6 +73,7 @@ class Results:
         self._drafting = drafting
         self._hooks = hooks
         self._transfers = transfers
+        self._forks = forks
         self._endings = TokenEndings(table.stops)
 
     def update_from_output(
@@ -293,6 +296,7 @@ class Results:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.kv.free(request)
         self._transfers.forget(request)
+        self._forks.forget(request)
         self.table.end(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)

@@ -26,7 +26,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutp
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.drafting import check_drafts_fit, make_draft_policy
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
-from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -41,6 +41,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
@@ -113,16 +114,17 @@ class Scheduler:
         self.stats = Counters()
         self._drafting = make_draft_policy(config)
         self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
-        shared = self.decisions, self.stats
+        self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
+        side_work = self.transfers, self.forks
         self.planner = planner_class(
-            config, self.table, self.kv, self._drafting, *shared, self.suspects, hooks, self.transfers
+            config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
         )
         self.results = Results(
-            self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks, self.transfers
+            self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks, *side_work
         )
         self._steady_allowed = steady_decode
         self.arrivals = Arrivals(
-            config, self.table, self.kv, self.results, self.stats, self.decisions, hooks, self.transfers
+            config, self.table, self.kv, self.results, self.stats, self.decisions, hooks, *side_work
         )
 
     @property
@@ -144,7 +146,7 @@ class Scheduler:
         """
         match event:
             case AddRequest():
-                admit = partial(self.arrivals.admission.admit, event, client)
+                admit = partial(self.arrivals.admission.admit, event, client, self.forks.parent_of(event, client))
                 self.arrivals.add(event.request_id, client, admit, resubmitted=event.resubmitted)
             case Abort():
                 for request_id in event.request_ids:
@@ -379,6 +381,7 @@ class Scheduler:
         self.kv.check()
         self.table.check()
         self.transfers.check()
+        self.forks.check()
         self.planner.decode_blocks.check()
         requests = self.table.requests.values()
         for request in requests:

@@ -40,6 +40,7 @@ class StepRow:
         new_blocks: blocks to append, for a request that the workers already hold; None for a new or resumed request.
         is_prefill: the positions count towards the prefill budget.
         samples: the result contains a token for it. Set when the step is sent.
+        parent: the request from whose logits it samples; it then computes nothing. None for all others.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class StepRow:
     num_drafts: int = 0
     is_prefill: bool = False
     samples: bool = False
+    parent: Request | None = None
 
 
 class StepPlan:
@@ -111,6 +113,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
             appended_handles=np.array(handles, np.int32) if handles else None,
             appended_block_ids=np.array(block_ids, np.int32) if handles else None,
             appended_groups=np.array(groups, np.int32) if any(groups) else None,
+            block_copies=kv.forks.take(),
         )
     new: list[NewRequestData] = []
     tokens: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
@@ -145,7 +148,9 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
         appended_handles=np.array(handles, np.int32) if handles else None,
         appended_block_ids=np.array(block_ids, np.int32) if handles else None,
         appended_groups=np.array(groups, np.int32) if any(groups) else None,
-        counts=[(handle, row.num_tokens) for handle, row in plan.rows.items() if row.num_tokens != 1],
+        counts=[(handle, row.num_tokens) for handle, row in plan.rows.items() if row.num_tokens > 1],
+        block_copies=kv.forks.take(),
+        forks=[(handle, row.parent.handle) for handle, row in plan.rows.items() if row.parent is not None],
         drafts=[(handle, row.num_drafts) for handle, row in plan.rows.items() if row.num_drafts],
     )
 

@@ -132,6 +132,12 @@ class HashChain:
         self._features = features
         self.hashes: list[bytes] = []
 
+    def fork(self) -> "HashChain":
+        """Return a chain with the same hashes, which continues separately."""
+        made = HashChain(self._hasher, self._state.copy(), self._features)
+        made.hashes = self.hashes.copy()
+        return made
+
     def extend(self, data: bytes | bytearray, added: bytes = b"") -> None:
         """Hash the blocks that ``data`` has completed since the last call.
 

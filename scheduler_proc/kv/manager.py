@@ -8,6 +8,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
+from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
@@ -52,6 +53,7 @@ class KVCacheManager:
     Attributes:
         block_size: tokens per hash: the smallest block size of the groups.
         holds: blocks that copies and waiting requests hold.
+        forks: requests that share the blocks of others.
         tiers: the books of host memory and of the disk, in this order, if configured.
         disk: the books of the disk, or None.
         watermark_blocks: blocks that admission should leave free for the growth of running requests.
@@ -86,6 +88,7 @@ class KVCacheManager:
         self.pool = pool_class(num_blocks, enable_caching)
         self.coordinator = make_coordinator(layout, self.pool)
         self.holds = Holds(self.pool)
+        self.forks = BlockForks(self.coordinator, self.pool)
         self.disk: DiskTier | None = None
         self.tiers: list[Tier] = []
         if num_host_pages:
@@ -189,6 +192,16 @@ class KVCacheManager:
             coordinator.add_computed_blocks(handle, computed)
         return coordinator.allocate(handle, num_tokens)
 
+    def fork(
+        self, parent: CacheRequest, child: CacheRequest, num_shared_tokens: int, keep_free: int, *, is_written: bool
+    ) -> bool:
+        """Give a child its parent's blocks, and room for one more position. Arguments as of ``BlockForks.fork``."""
+        self.cache_blocks(parent, num_shared_tokens)
+        self.pool.act_for(child.tenant)
+        return self.forks.fork(
+            parent.handle, child.handle, num_shared_tokens, num_shared_tokens + 1, keep_free, is_written=is_written
+        )
+
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Cache the blocks that the first ``num_tokens`` positions fill: known tokens whose write is in a sent step."""
         self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
@@ -205,6 +218,7 @@ class KVCacheManager:
 
     def free(self, request: CacheRequest) -> None:
         self.pool.act_for(request.tenant)
+        self.forks.forget(request.handle)
         self.coordinator.free(request.handle)
 
     def num_held_blocks(self, request: CacheRequest) -> int:
@@ -237,10 +251,11 @@ class KVCacheManager:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError unless every block's ref_cnt is the number of requests and holds that have it."""
+        """Raise AssertionError unless the ref_cnt of each block is the number of its holders."""
         held = [held for m in self.coordinator.managers for held in m.req_to_blocks.values()]
-        self.pool.check([*held, *self.holds.holders()])
+        self.pool.check([*held, *self.holds.holders(), *self.forks.holders()])
         self.coordinator.check()
+        self.forks.check()
         for tier in self.tiers:
             tier.pages.check()
 

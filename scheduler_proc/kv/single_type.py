@@ -68,6 +68,21 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks[handle] = list(computed)
         self.num_cached_block[handle] = len(computed)
 
+    def can_share(self, handle: int, num_tokens: int) -> bool:
+        """Return whether a request still has all blocks that a token after the first ``num_tokens`` reads."""
+        return True
+
+    def share(self, parent: int, child: int, num_tokens: int) -> KVCacheBlock | None:
+        """Start a child with the full blocks of its parent's first ``num_tokens``. Returns the block of the rest.
+
+        Returns None if there is no rest.
+        """
+        held, full = self.req_to_blocks[parent], num_tokens // self.block_size
+        self.req_to_blocks[child] = shared = held[:full]
+        self.pool.touch(shared)
+        self.num_cached_block[child] = min(full, self.num_cached_block.get(parent, 0))
+        return held[full] if num_tokens % self.block_size else None
+
     def append(self, handle: int, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Add newly allocated blocks to a request. Returns them."""
         self.req_to_blocks.setdefault(handle, []).extend(blocks)

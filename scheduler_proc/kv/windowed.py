@@ -88,6 +88,14 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.num_skipped_blocks[handle] = end
         self.pool.free_blocks(reversed(skipped))
 
+    def can_share(self, handle: int, num_tokens: int) -> bool:
+        held, first = self.req_to_blocks[handle], self.first_read(num_tokens) // self.block_size
+        return first >= len(held) or not held[first].is_null
+
+    def share(self, parent: int, child: int, num_tokens: int) -> KVCacheBlock | None:
+        self.num_skipped_blocks[child] = self.num_skipped_blocks.get(parent, 0)
+        return super().share(parent, child, num_tokens)
+
     def free(self, handle: int) -> None:
         super().free(handle)
         self.num_skipped_blocks.pop(handle, None)

@@ -28,6 +28,8 @@ class WaitReason(enum.StrEnum):
     GRAMMAR = "grammar"
     LOADING = "loading"
     """Blocks of its prompt are copied from host memory or disk."""
+    FORK = "fork"
+    """The request that it was forked from has not computed their common tokens, or there is no row or block for it."""
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
 

@@ -63,6 +63,7 @@ class Request:
         draft_state: state of the draft policy for this request.
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
+        parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
         split_at: position up to which it computes while the rest of its cached prefix is loaded; 0 if nothing is.
         wait_reason: why the request waits, while it waits.
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
@@ -98,6 +99,7 @@ class Request:
         "number",
         "on_worker",
         "order",
+        "parent",
         "parked",
         "priority",
         "repetition",
@@ -164,6 +166,7 @@ class Request:
         self.introduced = False
         self.on_worker = False
         self.parked = False
+        self.parent: Request | None = None
         self.split_at = 0
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0

@@ -8,6 +8,8 @@ import numpy as np
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.kv.block_hash import HashChain
 
+_NO_TOKENS = np.zeros(0, np.int32)
+
 
 class TokenStore(Protocol):
     """Known tokens of a request, prompt then output, with the hashes of its full blocks."""
@@ -76,3 +78,12 @@ class Tokens:
     def tail(self, start: int) -> list[int]:
         tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
         return tail
+
+    def fork(self) -> "Tokens":
+        """Return a store with the same tokens, which nothing follows. Known hashes are kept."""
+        made = Tokens(_NO_TOKENS, None)
+        made._data = self._data.copy()
+        if self._chain is not None:
+            made._chain = self._chain.fork()
+            made.block_hashes = made._chain.hashes
+        return made

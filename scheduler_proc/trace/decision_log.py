@@ -41,6 +41,11 @@ class DecisionLog:
     def ended(self, ended: Ended) -> None:
         self.ended_requests.append(ended)
 
+    def take_hashes(self) -> list[tuple[int, bytes]]:
+        """Return and clear ``hashes``."""
+        taken, self.hashes = self.hashes, []
+        return taken
+
     def clear(self) -> None:
         self.hashes.clear()
         self.ended_requests.clear()

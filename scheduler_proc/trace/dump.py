@@ -17,7 +17,14 @@ from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
 from quire.scheduler_proc.trace.lines import ClientDropped, End, Line, Tick, WorkerEpoch, encode_line
 from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log
-from quire.scheduler_proc.trace.translate import arrival_line, decision_line, event_line, make_header, result_line
+from quire.scheduler_proc.trace.translate import (
+    arrival_line,
+    decision_line,
+    event_line,
+    lengths_of,
+    make_header,
+    result_line,
+)
 
 log = event_logger("scheduler.trace")
 
@@ -100,7 +107,7 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
 def _event(record: Record, event: Any) -> Iterator[Line]:
     match event:
         case AddRequest():
-            yield arrival_line(record.now, record.client, event, [], False)
+            yield arrival_line(record.now, record.client, event, lengths_of(event), [], False, [])
         case ModelRunnerOutput():
             yield result_line(record.now, event, [], [])
         case Control(kind="statistics" | "requests"):

@@ -86,7 +86,8 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     """An accepted request. A refused one changes no state and is only counted.
 
     ``sampling`` has the parameters that affect scheduling, but no texts, schemas or token lists. ``block_hashes``:
-    hashes of its full blocks, concatenated.
+    hashes of its full blocks, concatenated. ``forked_from``: id of the request whose tokens it continues;
+    ``hashes``: (handle, hash) of the blocks of that request that became full when it was asked for its tokens.
     """
 
     now: float
@@ -101,6 +102,8 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     seed: int = 0
     tenant: int = 0
     resubmitted: bool = False
+    forked_from: str = ""
+    hashes: list[tuple[int, bytes]] = []
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
 
@@ -174,6 +177,8 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
         new: rows to add, with ``block_ids`` for all of them, concatenated.
         appended: handle, group, block id, handle, ... of blocks appended to existing rows.
         counts, drafts: (handle, tokens) and (handle, drafts) of requests that compute other than one token.
+        copies: (source, target) of copied blocks.
+        forks: (handle, parent) of new rows that sample from the logits of another row, and compute nothing.
         reasons: decisions since the last line with reasons.
         hashes: (handle, hash) of blocks that became full during the decision.
     """
@@ -188,6 +193,8 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
     appended: list[int] = []
     counts: list[tuple[int, int]] = []
     drafts: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
+    forks: list[tuple[int, int]] = []
     awaits_sample_inputs: bool = False
     reasons: list[Reason] = []
     hashes: list[tuple[int, bytes]] = []

@@ -19,6 +19,7 @@ from quire.scheduler_proc.trace.translate import (
     event_line,
     hit_line,
     keyframe_line,
+    lengths_of,
     result_line,
     snapshot_line,
     step_line,
@@ -73,13 +74,11 @@ class TraceRecorder:
 
     def consumed(self, now: float, client: int, event: Consumed) -> None:
         """Record an event that was consumed without an exception."""
-        decision_log = self._log
         if isinstance(event, ModelRunnerOutput):
-            self._put((result_line, (now, event, decision_log.ended_requests.copy(), decision_log.hashes.copy())))
+            self._put((result_line, (now, event, self._log.ended_requests.copy(), self._log.take_hashes())))
         else:
             self._other_event(now, client, event)
-        decision_log.ended_requests.clear()
-        decision_log.hashes.clear()
+        self._log.ended_requests.clear()
 
     def _other_event(self, now: float, client: int, event: Consumed) -> None:
         match event:
@@ -88,7 +87,7 @@ class TraceRecorder:
             case Control(kind="statistics" | "requests"):
                 pass  # changes no state
             case _:
-                self._put((event_line, (now, client, event, self._log.hashes.copy())))
+                self._put((event_line, (now, client, event, self._log.take_hashes())))
 
     def client_dropped(self, now: float, client: int) -> None:
         self._put((client_dropped_line, (now, client, self._log.hashes.copy())))
@@ -102,15 +101,20 @@ class TraceRecorder:
         self._log.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
-        """Record an accepted request. Refused requests and duplicate ids leave no line."""
+        """Record an accepted request. Refused requests and duplicate ids leave no line.
+
+        A refused fork may have filled blocks of its parent; the next line has their hashes.
+        """
         request = self._scheduler.table.requests.get((client, event.request_id))
         hashes: list[bytes] = []
+        num_tokens = lengths_of(event)
         if request is not None and request.number > self._last_number:
             self._last_number = request.number
             hashes = request.block_hashes.copy()
+            num_tokens = request.num_prompt_tokens, request.num_output_tokens
         elif not self._log.ended_requests:  # otherwise it ended immediately
             return
-        self._put((arrival_line, (now, client, event, hashes, self._prompts)))
+        self._put((arrival_line, (now, client, event, num_tokens, hashes, self._prompts, self._log.take_hashes())))
         ended = self._log.ended_requests
         if ended and ended[0].reason == EndReason.REPETITION:  # not implied by the token counts in the trace
             self._put((event_line, (now, client, Abort([event.request_id]), [])))

@@ -88,21 +88,42 @@ def public_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def arrival_line(now: float, client: int, event: AddRequest, block_hashes: list[bytes], prompts: bool) -> Arrival:
-    """``block_hashes``: hashes of its full blocks. ``prompts``: whether to include its token ids."""
-    delivered = event.output_token_ids
+def lengths_of(event: AddRequest) -> tuple[int, int]:
+    """Return the number of tokens of prompt and output in an arrival; a forked one has none."""
+    return len(event.prompt_token_ids), 0 if event.output_token_ids is None else len(event.output_token_ids)
+
+
+def arrival_line(
+    now: float,
+    client: int,
+    event: AddRequest,
+    num_tokens: tuple[int, int],
+    block_hashes: list[bytes],
+    prompts: bool,
+    hashes: Hashes,
+) -> Arrival:
+    """Return the line of an accepted request.
+
+    Args:
+        num_tokens: known tokens of prompt and output.
+        block_hashes: hashes of its full blocks.
+        prompts: whether to include its token ids.
+        hashes: those of other requests' blocks that became full.
+    """
     return Arrival(
         now=now,
         client=client,
         req_id=event.request_id,
-        num_prompt_tokens=len(event.prompt_token_ids),
-        num_output_tokens=0 if delivered is None else len(delivered),
+        num_prompt_tokens=num_tokens[0],
+        num_output_tokens=num_tokens[1],
         priority=event.priority,
         arrival=event.arrival,
         sampling=scheduling_params(event.sampling),
         seed=event.seed,
         tenant=event.tenant,
         resubmitted=event.resubmitted,
+        forked_from=event.forked_from,
+        hashes=hashes,
         block_hashes=b"".join([block_hash[:HASH_BYTES] for block_hash in block_hashes]),
         prompt_token_ids=_to_list(event.prompt_token_ids) if prompts else None,
     )
@@ -217,6 +238,8 @@ def decision_line(
         appended=appended(diff),
         counts=diff.counts,
         drafts=diff.drafts,
+        copies=diff.block_copies,
+        forks=diff.forks,
         awaits_sample_inputs=diff.awaits_sample_inputs,
         reasons=reasons,
         hashes=hashes,

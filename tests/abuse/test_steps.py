@@ -233,9 +233,10 @@ INVALID_STEPS: dict[str, tuple[dict[str, Any], str]] = {
         {"removed": [0, 1, 2], "unparked": [], "new_requests": [], "token_ids": None, "block_ids": None, "counts": []},
         "without running requests",
     ),
+    "a copy out of range": ({"block_copies": [(1, 2**20)]}, "must be between 1 and"),
+    "a fork of an unknown handle": ({"forks": [(4, 9)]}, "not held"),
     # reserved
     "drafts of the scheduler's": ({"draft_token_ids": ints(1)}, "does not support"),
-    "copies": ({"block_copies": [(1, 2)]}, "does not support"),
     "blocks to zero": ({"blocks_to_zero": [1]}, "does not support"),
     # numbers
     "a step left out": ({"step": 4}, "step 4 after step 2"),

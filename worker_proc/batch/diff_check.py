@@ -42,8 +42,9 @@ class DiffCheck:
             self._require_appends(step)
             return
         after = _After(self._batch, step, self._max_tokens)
-        self._require_new(step, after)
+        self._require_new(step)
         self._require_blocks(step, after)
+        self._tables.require_copies(step.block_copies)
 
     def _require_appends(self, step: SchedulerOutput) -> None:
         """Check a diff that only appends blocks, as in steady decode for rows whose next token starts a block."""
@@ -68,7 +69,7 @@ class DiffCheck:
     def _handle(self, row: int) -> int:
         return int(self._batch.handles[row])
 
-    def _require_new(self, step: SchedulerOutput, after: "_After") -> None:
+    def _require_new(self, step: SchedulerOutput) -> None:
         tokens = NOTHING if step.token_ids is None else step.token_ids
         total = sum(new.num_tokens for new in step.new_requests)
         if len(tokens) != total:
@@ -107,7 +108,7 @@ class DiffCheck:
             held += np.bincount(own_rows, minlength=len(held))
             _require_room(table, held, after.handle)
             span = table.block_size * table.ratio
-            short = (-(-(after.computed + after.lengths) // span) > held) & (after.lengths > 0)
+            short = (-(-(after.computed + after.lengths) // span) > held) & ((after.lengths > 0) | after.is_forked)
             if short.any():
                 row = int(short.argmax())
                 last = int(after.computed[row] + after.lengths[row]) - 1
@@ -123,6 +124,7 @@ class _After:
         leaving: rows of the requests that the step removes.
         lengths: int64: maximum number of tokens that each row computes; 0 for removed and parked rows.
         computed: int64: number of computed positions of each row before the step.
+        is_forked: whether each row samples from the logits of another row.
     """
 
     def __init__(self, batch: InputBatch, step: SchedulerOutput, max_tokens: int) -> None:
@@ -130,6 +132,7 @@ class _After:
         self._batch = batch
         self._new = {new.handle: self.num_held + index for index, new in enumerate(step.new_requests)}
         self.leaving = [batch.row(handle) for handle in step.removed]
+        self._forks = dict(_once(step.forks))
         if len(set(self.leaving)) != len(self.leaving):
             raise StepRefused(f"duplicate handle {_duplicate(step.removed)} among the removed requests")
         self._removed = set(step.removed)
@@ -139,7 +142,10 @@ class _After:
             np.int64
         )
         self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
+        self.is_forked = np.zeros(len(self.computed), np.bool_)
+        self.is_forked[[self.row(handle) for handle in self._forks]] = True
         self.lengths = self._lengths(step)
+        self._require_forks()
         if not self.lengths.any():
             raise StepRefused(f"step {step.step} without running requests")
         if int(self.lengths.sum()) > max_tokens:
@@ -175,7 +181,7 @@ class _After:
                 raise StepRefused(
                     f"handle {handle} has {request.num_prompt_tokens} prompt tokens of {request.num_tokens} tokens"
                 )
-            if not 0 <= request.num_computed_tokens < request.num_tokens:
+            if not 0 <= request.num_computed_tokens < request.num_tokens + (handle in self._forks):
                 raise StepRefused(
                     f"handle {handle} has {request.num_computed_tokens} computed tokens of {request.num_tokens} tokens"
                 )
@@ -198,6 +204,7 @@ class _After:
                 raise StepRefused(f"handle {handle} to unpark is not parked")
             lengths[row] = 1
         lengths[self.leaving] = 0
+        lengths[self.is_forked] = 0
         for handle, count in _once(step.counts):
             row = self.row(handle)
             longest = self._batch.tokens.data.shape[1]
@@ -223,6 +230,19 @@ class _After:
             )
         return lengths
 
+    def _require_forks(self) -> None:
+        """Check that each forked row is new, and that its parent computes the last of the same number of tokens."""
+        for handle, parent in self._forks.items():
+            row, of = self.row(handle), self.row(parent)
+            if row < self.num_held or self.computed[row] != self._known[row]:
+                raise StepRefused(f"handle {handle} is forked, but is not new or has tokens to compute")
+            end = self.computed[of] + self.lengths[of]
+            if not self.lengths[of] or end != self._known[of] or end != self._known[row]:
+                raise StepRefused(
+                    f"handle {handle} with {self._known[row]} tokens cannot be forked from handle {parent}, which has "
+                    f"{self._known[of]} and computes up to {end}"
+                )
+
 
 def _changes(step: SchedulerOutput) -> bool:
     """Return whether the diff has changes.
@@ -230,22 +250,22 @@ def _changes(step: SchedulerOutput) -> bool:
     Raises:
         StepRefused: the diff uses fields that this version does not support.
     """
-    if step.draft_token_ids is not None or step.block_copies or step.blocks_to_zero:
-        reserved = {
-            "draft_token_ids": step.draft_token_ids is not None,
-            "block_copies": step.block_copies,
-            "blocks_to_zero": step.blocks_to_zero,
-        }
+    if step.draft_token_ids is not None or step.blocks_to_zero:
+        reserved = {"draft_token_ids": step.draft_token_ids is not None, "blocks_to_zero": step.blocks_to_zero}
         used = ", ".join(name for name, is_set in reserved.items() if is_set)
         raise StepRefused(f"step {step.step} uses {used}, which this version does not support")
-    lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
+    lists = _lists(step)
     arrays = (step.token_ids, step.block_ids, step.appended_handles, step.appended_block_ids, step.appended_groups)
-    return bool(lists) or any(array is not None for array in arrays)
+    return lists or any(array is not None for array in arrays)
 
 
 def _only_appends(step: SchedulerOutput) -> bool:
-    lists = step.removed or step.parked or step.new_requests or step.unparked or step.counts or step.drafts
-    return not lists and step.token_ids is None and step.block_ids is None
+    return not _lists(step) and step.token_ids is None and step.block_ids is None
+
+
+def _lists(step: SchedulerOutput) -> bool:
+    rows = step.removed or step.parked or step.new_requests or step.unparked
+    return bool(rows or step.counts or step.drafts or step.forks or step.block_copies)
 
 
 def _require_groups(groups: Ints, num_groups: int) -> None:
@@ -256,7 +276,7 @@ def _require_groups(groups: Ints, num_groups: int) -> None:
 
 def _once(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     if len({handle for handle, _ in pairs}) != len(pairs):
-        raise StepRefused(f"duplicate handle {_duplicate([handle for handle, _ in pairs])} in a list of token counts")
+        raise StepRefused(f"duplicate handle {_duplicate([handle for handle, _ in pairs])} in a list of pairs")
     return pairs
 
 

@@ -122,6 +122,26 @@ class SlotOwners:
         if taken.any():
             raise StepRefused(f"slot overlap: block {block_ids[taken][0]} to write is in use by another row")
 
+    def require_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Check that blocks may be copied.
+
+        Args:
+            copies: source and target of each.
+
+        Raises:
+            StepRefused: a block is out of range, a target occurs twice or is a source, or a row reads it.
+        """
+        pairs = np.array(copies, np.int64).reshape(-1, 2)
+        last, targets = len(self._owner) - 1, pairs[:, 1]
+        if not len(pairs):
+            return
+        if pairs.min() <= NULL_BLOCK_ID or pairs.max() > last:
+            raise StepRefused(f"blocks to copy must be between 1 and {last} (got {pairs.min()} to {pairs.max()})")
+        if len(np.unique(targets)) < len(targets) or np.isin(targets, pairs[:, 0]).any():
+            raise StepRefused("a block to copy to occurs twice, or is copied from")
+        if self._readers[targets].any():
+            raise StepRefused(f"block {targets[self._readers[targets] > 0][0]} to copy to is read by a row")
+
     def _num_reads(self, places: Ints, block_ids: Ints) -> Ints | int:
         """Return for each block the number of its reads by the rows at ``places``."""
         reads = [read for place in places.tolist() for read in self._reads.get(place, ())]

@@ -20,7 +20,9 @@ class StepInputs:
         query_lens: int32 ``[num_rows]``: number of tokens that the step computes of each row.
         seq_lens: int32 ``[num_rows]``: number of computed tokens of each row after the step.
         token_rows, positions: int64 ``[num_tokens]``: row and position of each token.
-        sampling: indices into ``rows`` of the rows that reach their last known position and sample.
+        sampling: indices into ``rows`` of the rows that reach their last known position and sample, each in the order
+            of ``sampled_rows``; a row from which others are forked occurs once for each of them.
+        sampled_rows: int64: the row that each of ``sampling`` samples for, ascending.
         drafts: the draft tokens of each row of ``sampling``, which are its last tokens; None if the step has none.
     """
 
@@ -30,6 +32,7 @@ class StepInputs:
     token_rows: Ints
     positions: Ints
     sampling: Ints
+    sampled_rows: Ints
     drafts: list[list[int]] | None = None
 
     @property
@@ -41,12 +44,8 @@ class StepInputs:
     @property
     def sampled(self) -> SampledPositions:
         """The positions that the step samples."""
-        rows = self.rows[self.sampling]
-        return (
-            SampledPositions.one_per_row(rows)
-            if self.drafts is None
-            else SampledPositions.with_drafts(rows, self.drafts)
-        )
+        rows, drafts = self.sampled_rows, self.drafts
+        return SampledPositions.one_per_row(rows) if drafts is None else SampledPositions.with_drafts(rows, drafts)
 
     @property
     def sampled_tokens(self) -> Ints:
@@ -73,6 +72,8 @@ def prepare_inputs(
     lengths = batch.active[: batch.num_rows].astype(np.int32)
     for handle, count in step.counts:
         lengths[batch.row(handle)] = count
+    for handle, _ in step.forks:
+        lengths[batch.row(handle)] = 0
     num_drafts = np.zeros_like(lengths)
     for handle, allowed in step.drafts:
         row = batch.row(handle)
@@ -98,8 +99,15 @@ def prepare_inputs(
     offsets = np.arange(len(token_rows)) - np.repeat(starts, query_lens)
     positions = np.repeat(computed, query_lens).astype(np.int64) + offsets
     sampling = np.flatnonzero(seq_lens == known_or_draft)
+    sampled_rows = rows[sampling]
+    if step.forks:
+        forked, parents = np.array([[batch.row(handle) for handle in pair] for pair in step.forks], np.int64).T
+        sampling = np.concatenate((sampling, np.searchsorted(rows, parents)))
+        sampled_rows = np.concatenate((sampled_rows, forked))
+        order = np.argsort(sampled_rows)
+        sampling, sampled_rows = sampling[order], sampled_rows[order]
     drafts = None
     if num_drafts.any():
         assert proposals is not None
-        drafts = [proposals.get(row, []) if num_drafts[row] else [] for row in rows[sampling].tolist()]
-    return StepInputs(rows, query_lens, seq_lens, token_rows, positions, sampling, drafts)
+        drafts = [proposals.get(row, []) if num_drafts[row] else [] for row in sampled_rows.tolist()]
+    return StepInputs(rows, query_lens, seq_lens, token_rows, positions, sampling, sampled_rows, drafts)

@@ -98,9 +98,9 @@ class InputSender:
                 self._tables.tables, self._groups, self._shapes, self._prefixes, slots, strict=True
             )
         ]
-        sampled_rows = inputs.rows[inputs.sampling] if inputs.drafts is None else inputs.sampled.rows
-        index, own_rows = self._transfer(places, sampled_rows)
-        return DeviceInputs(token_ids, positions, batches, None if len(places) == len(ids) else index, own_rows)
+        index, own_rows = self._transfer(places, inputs.sampled.rows)
+        samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
+        return DeviceInputs(token_ids, positions, batches, None if samples_all else index, own_rows)
 
     def _slots(
         self, inputs: StepInputs, starts: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

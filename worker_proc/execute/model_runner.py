@@ -13,6 +13,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend
+from quire.worker_proc.batch.block_copies import BlockCopies
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
@@ -71,7 +72,7 @@ class ModelRunner:
             layout: this rank's KV layout.
             draft: the draft model, if the proposer uses one.
         """
-        self._device = device
+        self._device, self.kv_layout, self.num_blocks = device, layout, num_blocks
         self._transfer = Transfer(device)
         self._model = model
         self.batch = InputBatch(
@@ -102,8 +103,8 @@ class ModelRunner:
         self._dropped: set[int] = set()
         group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
-        self.kv_layout, self.num_blocks = layout, num_blocks
         self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
+        self._block_copies = BlockCopies(caches.values(), num_blocks)
         self.forward = Forward(
             model,
             backend,
@@ -302,7 +303,7 @@ class ModelRunner:
     # ---- apply the diff
 
     def _apply(self, step: SchedulerOutput) -> None:
-        """Apply the diff in the protocol's order: removed and parked, new, unparked, appended, moves, batch update."""
+        """Apply the diff in the protocol's order: removed, parked, new, unparked, appended, moves, copies, update."""
         batch = self.batch
         for handle in step.parked:
             batch.active[batch.row(handle)] = False
@@ -314,6 +315,7 @@ class ModelRunner:
             batch.active[batch.row(handle)] = True
         self._append_blocks(step)
         self.tables.commit()
+        self._block_copies.run(step.block_copies)
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
 
     def _append_blocks(self, step: SchedulerOutput) -> None:

@@ -30,6 +30,7 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     num_output_tokens: int = 0
     tenant: int = 0
     resubmitted: bool = False
+    forked_from: str = ""
 
     @property
     def names(self) -> list[bytes]:

@@ -13,10 +13,10 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.admission import Refusal
 from quire.scheduler_proc.core.events import Consumed
-from quire.scheduler_proc.core.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
+from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -81,7 +81,9 @@ class ReplayScheduler(Scheduler):
             raise Refusal("invalid_value", "block_hashes", text)
         names = event.names if self.config.enable_prefix_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
-        return admission.build(event, client, tokens, event.num_prompt_tokens)
+        request = admission.build(event, client, tokens, event.num_prompt_tokens)
+        request.parent = self.forks.parent_of(event, client)
+        return request
 
     def _answer(self, event: OpaqueResult) -> None:
         handles = self.in_flight.handles if event.handles is None else event.handles

@@ -52,8 +52,9 @@ class SimulatedRows:
             self._prefilling.pop(handle, None)
         for handle in diff.parked:
             self._deactivate(handle)
+        forked = {handle for handle, _ in diff.forks}
         for new in diff.new_requests:
-            self._add(new)
+            self._add(new, new.num_computed_tokens - (new.handle in forked))  # as if it computed its last token
         for handle in diff.unparked:
             self._activate(handle)
         shape = self._shape(diff)
@@ -83,8 +84,8 @@ class SimulatedRows:
         """The handles that sample in the last applied step."""
         return list(self._sampling)
 
-    def _add(self, new: NewRequestData) -> None:
-        row = _Row(new.num_computed_tokens - self._step, new.num_tokens)
+    def _add(self, new: NewRequestData, num_computed: int) -> None:
+        row = _Row(num_computed - self._step, new.num_tokens)
         self._rows[new.handle] = self._prefilling[new.handle] = row
         self._num_active += 1
         self._sum_base += row.base

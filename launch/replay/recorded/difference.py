@@ -94,6 +94,7 @@ def is_quiet(diff: SchedulerOutput) -> bool:
         or diff.unparked
         or diff.counts
         or diff.drafts
+        or diff.block_copies
         or diff.awaits_sample_inputs
     )
 
@@ -108,6 +109,7 @@ def is_quiet_line(line: StepDecision) -> bool:
         or line.unparked
         or line.counts
         or line.drafts
+        or line.copies
         or line.awaits_sample_inputs
         or line.reasons
     )

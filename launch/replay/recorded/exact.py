@@ -236,6 +236,7 @@ class _Replay:
         key = (line.client, line.req_id)
         if key in self.scheduler.table.requests:
             raise Differs("req_id", line.req_id, "rejected: the id is in use")
+        self._add_future_hashes(line.hashes)
         self.scheduler.consume(opaque_request(line, self._header.hash_bytes), line.client)
         if key not in self.scheduler.table.requests and not self._decision_log.ended_requests:
             rejected = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]

@@ -21,6 +21,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
         num_output_tokens=line.num_output_tokens,
         tenant=line.tenant,
         resubmitted=line.resubmitted,
+        forked_from=line.forked_from,
     )
 
 

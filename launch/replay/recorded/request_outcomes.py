@@ -66,6 +66,7 @@ class RequestOutcomes:
     def take(self, line: AnyLine) -> None:
         match line:
             case Arrival():
+                self._add_hashes(line.hashes)
                 self._arrive(line)
             case StepDecision():
                 self._add_hashes(line.hashes)

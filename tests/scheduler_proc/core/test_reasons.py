@@ -119,6 +119,14 @@ def loading() -> Driver:
     return driver
 
 
+def fork() -> Driver:
+    driver = Driver(max_num_batched_tokens=16)
+    driver.add("first", list(range(1, 30)), max_tokens=20)
+    driver.add("second", [], max_tokens=20, forked_from="first")
+    driver.schedule()
+    return driver
+
+
 def held(reason: WaitReason) -> Callable[[], Driver]:
     def case() -> Driver:
         driver = pair()
@@ -141,6 +149,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.PAUSED: paused,
     WaitReason.SUSPECT: lambda: suspect(),
     WaitReason.LOADING: loading,
+    WaitReason.FORK: fork,
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 

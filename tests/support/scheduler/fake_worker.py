@@ -209,6 +209,11 @@ class FakeWorker:
             self.rows[handle].active = True
         for handle, group, block in appended_blocks(diff):
             self._hold(self.rows[handle], group, block, shared=False)
+        targets = [target for _, target in diff.block_copies]
+        for source, target in diff.block_copies:
+            assert targets.count(target) == 1 and source not in targets, f"order of the copy {source} to {target}"
+            assert len(self._readers(target)) <= 1, f"block {target} is copied to, and is of several requests"
+            self.slots[target] = self.slots[source].copy()
         assert len(self.rows) <= self.max_rows, "more requests than max_num_seqs"
 
     def _let_go(self, row: Row) -> None:
@@ -222,11 +227,13 @@ class FakeWorker:
         for new in diff.new_requests:
             assert new.handle not in self.rows, f"handle {new.handle} is held already"
             assert len(new.num_blocks) == len(self.groups)
-            self._add_row(new, tokens[: new.num_tokens], blocks[: sum(new.num_blocks)])
+            copied = dict(diff.forks).get(new.handle) is not None or {target for _, target in diff.block_copies}
+            self._add_row(new, tokens[: new.num_tokens], blocks[: sum(new.num_blocks)], copied)
             del tokens[: new.num_tokens], blocks[: sum(new.num_blocks)]
         assert not tokens and not blocks, "packed arrays are longer than the requests say"
 
-    def _add_row(self, new: NewRequestData, tokens: list[int], blocks: list[int]) -> None:
+    def _add_row(self, new: NewRequestData, tokens: list[int], blocks: list[int], copied: set[int] | bool) -> None:
+        """``copied``: blocks that a copy fills in part; True for a forked row, which gets its copies later."""
         salt = crc32(self.salt_of(new.request_id).encode())
         tables: list[list[int]] = [[] for _ in self.groups]
         row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, salt, tables)
@@ -237,10 +244,11 @@ class FakeWorker:
         for token in tokens:
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
             row.know(token)
-        assert 0 <= row.num_computed < len(tokens), "nothing is left to compute, so there are no logits"
+        assert 0 <= row.num_computed < len(tokens) + (copied is True), "nothing is left to compute: there are no logits"
         self.rows[new.handle] = row
         for group, count in enumerate(new.num_blocks):
-            assert row.num_computed == 0 or row.num_computed % self.sizes[group] == 0, "only full blocks can be shared"
+            if row.num_computed % self.sizes[group] and copied is not True:
+                assert blocks[row.num_computed // self.sizes[group]] in copied, "only full blocks can be shared"
             for block in blocks[:count]:
                 shared = len(row.tables[group]) < row.num_computed // self.sizes[group]
                 self._hold(row, group, block, shared=shared)
@@ -275,10 +283,15 @@ class FakeWorker:
         for handle, count in diff.counts:
             assert handle in counts and count > 1, f"count {count} for handle {handle}"
             counts[handle] = count
+        for handle, parent in diff.forks:
+            del counts[handle]
+            row, of = self.rows[handle], self.rows[parent]
+            assert of.num_computed + counts[parent] == row.num_computed and of.contexts == row.contexts, "wrong parent"
         assert 0 < sum(counts.values()) <= self.max_tokens, "token budget exceeded, or an empty step"
         drafts = dict(diff.drafts)
         assert drafts.keys() <= counts.keys() and all(0 < drafts[h] < counts[h] for h in drafts), "odd drafts"
-        return [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
+        chunks = [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
+        return chunks + [Chunk(row, row.num_computed, 0, True, []) for row in (self.rows[h] for h, _ in diff.forks)]
 
     def _chunk(self, row: Row, count: int, most_drafts: int) -> Chunk:
         """Propose drafts: as many as allowed, or fewer."""
@@ -349,6 +362,8 @@ class FakeWorker:
         """Check that every position that the chunk sees holds the content of exactly these tokens."""
         row = chunk.row
         known = chunk.start + chunk.num_known
+        if known == chunk.start:  # forked: it samples from the logits of another row
+            return
         for group, spec in enumerate(self.groups):
             size = self.sizes[group]
             position = first_read(spec, chunk.start)

@@ -90,5 +90,5 @@ def describe(diff: SchedulerOutput) -> str:
     return (
         f"step {diff.step}: removed {diff.removed}, parked {diff.parked}, new {new} with blocks {blocks}, "
         f"unparked {diff.unparked}, appended {appended}, counts {diff.counts}, drafts {diff.drafts}, "
-        f"awaits {diff.awaits_sample_inputs}"
+        f"awaits {diff.awaits_sample_inputs}, copies {diff.block_copies}, forks {diff.forks}"
     )

@@ -42,6 +42,8 @@ class Asked:
     min_tokens: int = 0
     repetition: RepetitionDetection | None = None
     prompt_logprobs: int | None = None
+    salt: str = ""
+    tenant: int = 0
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -91,6 +93,7 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
 
 EVENTS = {
     "arrive": 30,
+    "fork": 10,
     "abort": 4,
     "stop": 4,
     "leave": 1,
@@ -166,6 +169,7 @@ class Load:
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
         tenant = FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
+        asked.salt, asked.tenant = salt, tenant
         for driver in self.drivers:
             if asked.bad is not None:
                 (driver.worker.failed_at if fails else driver.worker.bad_from)[request_id] = asked.bad
@@ -186,6 +190,39 @@ class Load:
                 structured_outputs=grammar,
                 tenant=tenant,
             )
+
+    def fork(self) -> None:
+        """Fork any request into several, at any token."""
+        parent = self._anyone()
+        if parent is None:
+            return
+        of, request = self.asked[parent], self.driver.request(parent, self.asked[parent].client)
+        output = expected_tokens(of.prompt, request.num_output_tokens)
+        for _ in range(self.rng.choice((1, 1, 2, 4))):
+            request_id, max_tokens = f"r{len(self.asked)}", self.rng.randrange(len(output) + 1, 40)
+            asked = Asked(of.client, of.prompt, max_tokens, frozenset(), output, salt=of.salt, tenant=of.tenant)
+            if self.rng.random() < 0.1:
+                asked.bad = self.rng.randrange(6)
+            self.asked[request_id] = asked
+            grammar = StructuredOutputs(regex="a*") if self.rng.random() < 0.2 else None
+            if grammar is not None:
+                asked.stops = frozenset(EOS)
+            for driver in self.drivers:
+                if asked.bad is not None:
+                    driver.worker.bad_from[request_id] = asked.bad
+                driver.add(
+                    request_id,
+                    [],
+                    client=asked.client,
+                    forked_from=parent,
+                    max_tokens=max_tokens,
+                    ignore_eos=grammar is None,
+                    priority=request.priority,
+                    arrival=float(len(self.asked)),
+                    cache_salt=of.salt,
+                    structured_outputs=grammar,
+                    tenant=of.tenant,
+                )
 
     def abort(self) -> None:
         if (victim := self._anyone()) is not None:

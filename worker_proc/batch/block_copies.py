@@ -1,0 +1,31 @@
+"""Copies of whole KV blocks within the device: the last block of a forked request, which it writes on."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+
+from quire.kernels.cache.block_copy import CacheSet, copy_blocks, copy_blocks_reference
+
+
+class BlockCopies:
+    """Copies blocks in the caches of all layers, whichever KV group has them: ids mean the same in all tensors."""
+
+    def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int) -> None:
+        """
+        Args:
+            caches: of all layers: ``[2, entries, ...]``, where the entries of a block of the pool are consecutive.
+            num_blocks: size of the pool, the null block included.
+        """
+        tensors = {cache.data_ptr(): cache.view(torch.uint8).view(2, num_blocks, -1) for cache in caches}
+        ordered = sorted(tensors.values(), key=lambda tensor: tensor.shape)
+        self._sets = [CacheSet.of(list(same)) for _, same in groupby(ordered, key=lambda tensor: tensor.shape)]
+
+    def run(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy each source block to its target, on the device's current stream."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, dtype=torch.int64)
+        for caches in self._sets:
+            copy = copy_blocks if caches.pointers.is_cuda else copy_blocks_reference
+            copy(caches, pairs)
