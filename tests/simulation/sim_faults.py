@@ -148,6 +148,11 @@ class Faults:
             case "trace_full":
                 self.count(fault.kind)
                 self.disk_is_full = True
+            case "reset":
+                front = self._world.fronts[fault.where % self._world.shape.num_fronts]
+                if front.alive:
+                    self.count(fault.kind)
+                    front.reset_prefix_cache()
             case "pause":
                 self._pause_scheduler()
             case "die_now" | "freeze" | "die_all":

@@ -14,7 +14,7 @@ from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import AddRequest, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason
 from quire.protocol.wire.link_messages import Message
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class SimFront(SimProcess):
                 self._link(after_death=is_another)
             case "engine_failed":
                 self.session.fail("the engine failed")
+
+    def reset_prefix_cache(self) -> None:
+        """Ask the scheduler to forget all contents, as an operator does."""
+        if self.session.accepts:
+            self._post(Control("reset_prefix_cache"))
 
     # ---- the link
 

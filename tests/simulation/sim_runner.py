@@ -43,7 +43,7 @@ class Oracle:
         self._answers: dict[int, tuple[int, int]] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (1,)
+        return (2, num_blocks, 1)
 
     def attention_shape(self, layer: int) -> None:
         return None  # no layer has queries

@@ -13,7 +13,7 @@ DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
 WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_at_start", "hang", "freeze", "slow")
 WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
 OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
-RARE = ("poison", "bug", "trace_full")
+RARE = ("poison", "bug", "trace_full", "reset")
 """Faults of some runs only."""
 KINDS = (
     *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
@@ -37,6 +37,8 @@ BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
 TENANT_SHARE = 0.25
 """Fraction of seeds with three tenants."""
+DISK_SHARE = 0.5
+"""Fraction of seeds with a disk, of those with a prefix cache."""
 PAGE_BYTES = 4096
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
@@ -93,11 +95,12 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``seed``: seed of the settings, and of all chance during the run."""
+    """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk."""
 
     seed: int
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
+    disk: bool = False
 
     def paste(self) -> str:
         """Return the source text of this scenario, for a test."""
@@ -105,7 +108,7 @@ class Scenario:
         lines += [f"        {request!r}," for request in self.requests]
         lines += ["    ),\n    ("]
         lines += [f"        {fault!r}," for fault in self.faults]
-        return "\n".join([*lines, "    ),\n)"])
+        return "\n".join([*lines, "    ),", *(["    disk=True,"] if self.disk else []), ")"])
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Shape:
     real_runner: bool
 
 
-def shape_of(seed: int) -> Shape:
+def shape_of(seed: int, *, disk: bool = False) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
     num_host_pages = settings.pop("num_host_pages")
@@ -143,9 +146,22 @@ def shape_of(seed: int) -> Shape:
             **settings,
             "tensor_parallel_size": num_ranks,
             "cpu_offload_bytes": num_host_pages * num_ranks * PAGE_BYTES if settings["enable_prefix_caching"] else 0,
+            **(_disk_settings(seed, num_ranks) if disk else {}),
         },
         real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
+
+
+def _disk_settings(seed: int, num_ranks: int) -> dict[str, Any]:
+    """Return settings with few blocks and a disk, also behind host memory."""
+    rng = random.Random(f"disk {seed}")
+    page = num_ranks * PAGE_BYTES
+    return {
+        "num_blocks": rng.choice((10, 14)),
+        "ssd_cache_dir": "disk",
+        "ssd_cache_bytes": rng.choice((12, 80, 300)) * page,
+        "cpu_offload_bytes": rng.choice((0, 4, 12)) * page,
+    }
 
 
 def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
@@ -179,7 +195,13 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         requests = [replace(request, tenant=of_tenants.choice((0, 0, 0, 1, 2))) for request in requests]
     if shape.settings["trace"]:
         faults.append(Fault(round(later.uniform(BEGIN_S, at), 3), "trace_full"))
-    return Scenario(seed, tuple(requests), tuple(faults))
+    of_disk = random.Random(f"requests beside a disk {seed}")
+    disk = shape.settings["enable_prefix_caching"] and of_disk.random() < DISK_SHARE
+    if disk:  # more requests have prefixes that others have left
+        lengths = (0, 8, 16, 24, 24)
+        requests = [replace(r, prefix=(of_disk.randrange(4), of_disk.choice(lengths))) for r in requests]
+        faults += [Fault(round(of_disk.uniform(BEGIN_S, at), 3), "reset", of_disk.randrange(6))]
+    return Scenario(seed, tuple(requests), tuple(faults), disk)
 
 
 def _draw_request(

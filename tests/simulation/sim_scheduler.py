@@ -4,11 +4,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sim_disk import SimPageFiles
 from sim_fairness import FairnessCheck
 from sim_process import SimProcess
 from sim_wire import Wire
 
-from quire.protocol.errors import QuireError
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.codec import ProtocolError
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from sim_world import World
 
 IDLE_S = 1.0
+UNUSABLE_RATE = 0.2
+"""How often a scheduler that replaces another cannot use the disk."""
 
 
 class SchedulerBug(Exception):
@@ -113,6 +117,12 @@ class SimTransport:
     def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
         names = [f"pages {self._process.incarnation} {rank}" for rank in range(len(page_bytes))]
         return [HostPages(name, num_pages, size) for name, size in zip(names, page_bytes, strict=True)]
+
+    def find_page_files(self, config: EngineConfig, *, is_restart: bool) -> SimPageFiles:
+        if is_restart and self._world.faults.copies.random() < UNUSABLE_RATE:
+            self._world.faults.count("disk")
+            raise ConfigError("--ssd-cache-dir: disk cannot be used")
+        return self._world.page_files
 
 
 class SimScheduler(SimProcess):

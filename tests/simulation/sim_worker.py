@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from fake_worker import Chunk
 from scheduler_load import damaged
+from sim_disk import TwoTiers
 from sim_grammars import EVEN_TOKENS
 from sim_model import SlotModel
 from sim_process import SimProcess
@@ -18,7 +19,7 @@ from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
-from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
+from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, HostPages, MoveBlocks
 from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sim_world import World
 
 WAIT_S = 1.0
+UNREADABLE_RATE = 0.05
 
 
 class _Launched(NamedTuple):
@@ -161,10 +163,33 @@ class SimWorker(SimProcess):
             case HostPages():
                 assert self.model is not None
                 self.model.host.pages = self.world.host_pages.setdefault(message.path, {})
+            case DiskPages():
+                self._open_disk(message)
             case MoveBlocks():
                 self._move(message)
             case Shutdown():
                 self.die("stopped by a command")
+
+    def _open_disk(self, message: DiskPages) -> None:
+        """Use the disk, and answer after a while what it contains, or rarely that it cannot be read."""
+        assert self.model is not None
+        channel, host, rng = self._channel, self.model.host, self.world.faults.copies
+        disk = self.world.page_files.contents[message.path]
+        host.pages = TwoTiers(host.pages, disk, message.first_page)
+        host.disk = range(message.first_page, message.first_page + message.num_pages)
+        if not message.read_contents:
+            return
+
+        def answer() -> None:
+            if self.alive and channel is self._channel and not (self.hung or self.frozen):
+                contents = host.disk_contents(message.forgotten)
+                if rng.random() < UNREADABLE_RATE:
+                    self.world.faults.count("disk")
+                    nothing = contents.page_ids[:0], contents.generations[:0]
+                    contents = DiskContents(*nothing, b"", reason="the disk cannot be read")
+                channel.send(contents)
+
+        self.world.events.after(rng.choice((0.0, 1.0, 30.0)) * self.world.shape.step_s, answer)
 
     def _move(self, move: MoveBlocks) -> None:
         """Copy after a while, beside the steps. A store of a worker that has died may still reach its pages."""
@@ -216,7 +241,7 @@ class SimWorker(SimProcess):
             self.runner = self.runner or self.world.make_runner(config, layout, num_blocks)
             self.runner.begin_worker_epoch(self.model, configure.last_step)
         self.model.host.fault = self.world.faults.page_fault
-        page_bytes = PAGE_BYTES if config.cpu_offload_bytes else 0
+        page_bytes = PAGE_BYTES if config.cpu_offload_bytes or config.ssd_cache_bytes else 0
         plan = MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, layout.block_size)
         self._channel.send(Ready([num_blocks], plan, {}, page_bytes))
 

@@ -13,7 +13,7 @@ from fake_pages import Page
 from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import check_ending, check_update
-from sim_disk import InlineWriter, SimDisk
+from sim_disk import InlineWriter, SimDisk, SimPageFiles
 from sim_events import Events
 from sim_faults import Faults
 from sim_front import SimClient, SimFront
@@ -74,7 +74,7 @@ class World:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.shape = shape = shape_of(scenario.seed)
+        self.shape = shape = shape_of(scenario.seed, disk=scenario.disk)
         settings = dict(shape.settings)
         layout = settings.pop("layout")
         self.host_pages: dict[str, dict[int, Page]] = {}
@@ -83,6 +83,7 @@ class World:
         self.config: EngineConfig = make_config(**settings)
         self.layout = layout or make_layout(self.config)
         self.config = msgspec.structs.replace(self.config, block_size=self.layout.block_size)
+        self.page_files = SimPageFiles(self.config)
         self.events = Events()
         self.faults = Faults(self, scenario.seed)
         self.net = Net(self.events, self.faults.tamper)

@@ -47,6 +47,12 @@ def test_some_seeds_have_the_real_runner() -> None:
     assert any(shape_of(seed).real_runner for seed in SLICE if seed % 3 == 0)
 
 
+def test_some_seeds_have_a_disk_alone_and_behind_host_memory() -> None:
+    seeds = [seed for seed in SLICE if scenario_of(seed).disk]
+    sizes = [shape_of(seed, disk=True).settings["cpu_offload_bytes"] for seed in seeds]
+    assert 0 in sizes and any(sizes)
+
+
 def test_same_seed_gives_same_run() -> None:
     first, second = play(scenario_of(3)), play(scenario_of(3))
     assert first == second and first.num_tokens > 0
