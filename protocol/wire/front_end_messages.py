@@ -54,6 +54,8 @@ class AddRequest(Message, frozen=True, tag=10):
     """Id of a request of the same front end whose tokens it continues, prompt and output, as the scheduler knows them
     when this message arrives. It has no tokens of its own, and the cache salt of the other one. Rejected with the
     code ``parent_not_found`` when that request has ended."""
+    num_forked_tokens: int = 0
+    """Number of tokens of that request that it continues: its whole prompt at least. 0: all."""
 
 
 class Abort(Message, frozen=True, tag=11):

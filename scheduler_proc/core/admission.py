@@ -150,14 +150,21 @@ class Admission:
         if event.sampling.prompt_logprobs is not None:
             text = "prompt_logprobs cannot be combined with forked_from: the prompt has been computed"
             raise Refusal("invalid_value", "prompt_logprobs", text)
+        num_tokens = event.num_forked_tokens or parent.num_tokens
+        if not parent.num_prompt_tokens <= num_tokens <= parent.num_tokens:
+            text = (
+                f"num_forked_tokens must be from {parent.num_prompt_tokens} to {parent.num_tokens}, the tokens of the "
+                f"prompt and of all of the request to fork (got {num_tokens})"
+            )
+            raise Refusal("invalid_value", "num_forked_tokens", text)
         assert isinstance(parent.tokens, Tokens)
-        request = self.build(event, client, parent.tokens.fork(), parent.num_prompt_tokens)
+        request = self.build(event, client, parent.tokens.fork(num_tokens), parent.num_prompt_tokens)
         request.parent = parent
         if request.needs_no_more_steps:
-            text = f"the request to fork has {parent.num_output_tokens} output tokens, so that no token is left"
+            text = f"the request to fork has {request.num_output_tokens} output tokens there, so that no token is left"
             raise Refusal("invalid_value", "max_tokens", text)
         if event.sampling.repetition_detection is not None:
-            delivered = parent.tokens.tail(parent.num_prompt_tokens)
+            delivered = request.tokens.tail(parent.num_prompt_tokens)
             request.repetition = RepetitionWatch(event.sampling.repetition_detection, delivered)
             if request.repeats_itself:
                 raise Refusal("invalid_value", "repetition_detection", "the output to continue repeats itself already")

@@ -123,19 +123,26 @@ class BlockHasher:
 class HashChain:
     """The block hashes of one request. Append-only."""
 
-    __slots__ = ("_features", "_hasher", "_size", "_state", "hashes")
+    __slots__ = ("_features", "_hasher", "_root", "_size", "_state", "hashes")
 
     def __init__(self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...]) -> None:
         self._hasher = hasher
         self._size = 4 * hasher.block_size
-        self._state = state
+        self._root, self._state = state, state.copy()
         self._features = features
         self.hashes: list[bytes] = []
 
-    def fork(self) -> "HashChain":
-        """Return a chain with the same hashes, which continues separately."""
+    def fork(self, data: bytes | bytearray) -> "HashChain":
+        """Return a chain over ``data``, the first tokens of this one, that continues separately.
+
+        If it has as many full blocks, nothing is hashed.
+        """
+        if len(data) // self._size < len(self.hashes):
+            made = HashChain(self._hasher, self._root.copy(), self._features)
+            made.extend(data)
+            return made
         made = HashChain(self._hasher, self._state.copy(), self._features)
-        made.hashes = self.hashes.copy()
+        made._root, made.hashes = self._root, self.hashes.copy()
         return made
 
     def extend(self, data: bytes | bytearray, added: bytes = b"") -> None:

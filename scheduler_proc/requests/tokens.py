@@ -79,11 +79,11 @@ class Tokens:
         tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
         return tail
 
-    def fork(self) -> "Tokens":
-        """Return a store with the same tokens, which nothing follows. Known hashes are kept."""
+    def fork(self, num_tokens: int) -> "Tokens":
+        """Return a store with the first ``num_tokens`` tokens, which nothing follows."""
         made = Tokens(_NO_TOKENS, None)
-        made._data = self._data.copy()
+        made._data = self._data[: 4 * num_tokens]
         if self._chain is not None:
-            made._chain = self._chain.fork()
+            made._chain = self._chain.fork(made._data)
             made.block_hashes = made._chain.hashes
         return made

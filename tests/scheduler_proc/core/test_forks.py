@@ -45,6 +45,36 @@ def test_children_share_the_prompt_to_the_block(length: int, chunk: int, caching
     assert driver.replay_lines() is None
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("caching", [True, False])
+def test_fork_at_an_earlier_token(asynchronous: bool, caching: bool) -> None:
+    """Children of a parent with more tokens: each computes one token, and its blocks have their own hashes."""
+    driver = Driver(async_scheduling=asynchronous, enable_prefix_caching=caching)
+    driver.add("p", PROMPT, max_tokens=20)
+    driver.step(9)
+    parent = driver.request("p")
+    lengths = [*range(len(PROMPT), parent.num_tokens + 1), 0]
+    for length in lengths:
+        forked(driver, "p", f"at {length}", max_tokens=20, num_forked_tokens=length)
+    driver.finish()
+    want = expected_tokens(PROMPT, 20)
+    for length in lengths[:-1]:
+        assert driver.answers[f"at {length}"].tokens == want[length - len(PROMPT) :]
+    assert driver.answers["at 0"].tokens == driver.answers[f"at {lengths[-2]}"].tokens
+    assert driver.replay_lines() is None
+
+
+@pytest.mark.parametrize("length", [-1, 1, len(PROMPT) - 1, 99])
+def test_fork_at_a_token_outside_the_answer_is_refused(length: int) -> None:
+    driver = Driver()
+    driver.add("p", PROMPT, max_tokens=20)
+    driver.step(3)
+    forked(driver, "p", "a", num_forked_tokens=length)
+    refusal = driver.answers["a"].rejected
+    assert refusal is not None and refusal.param == "num_forked_tokens" and f"(got {length})" in refusal.message
+    driver.finish()
+
+
 def test_fork_in_the_middle_of_an_answer_copies_one_block_and_computes_one_token() -> None:
     driver = Driver(async_scheduling=True)
     driver.add("p", PROMPT, max_tokens=20)

@@ -197,7 +197,10 @@ class Load:
         if parent is None:
             return
         of, request = self.asked[parent], self.driver.request(parent, self.asked[parent].client)
-        output = expected_tokens(of.prompt, request.num_output_tokens)
+        known = (
+            request.num_output_tokens if self.rng.random() < 0.5 else self.rng.randrange(request.num_output_tokens + 1)
+        )
+        output = expected_tokens(of.prompt, known)
         for _ in range(self.rng.choice((1, 1, 2, 4))):
             request_id, max_tokens = f"r{len(self.asked)}", self.rng.randrange(len(output) + 1, 40)
             asked = Asked(of.client, of.prompt, max_tokens, frozenset(), output, salt=of.salt, tenant=of.tenant)
@@ -215,6 +218,7 @@ class Load:
                     [],
                     client=asked.client,
                     forked_from=parent,
+                    num_forked_tokens=len(of.prompt) + known,
                     max_tokens=max_tokens,
                     ignore_eos=grammar is None,
                     priority=request.priority,
