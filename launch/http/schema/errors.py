@@ -25,6 +25,7 @@ STATUS_OF_CODE = {
     "thread_unsupported_request": 400,
     "priority_not_allowed": 403,
     "model_not_found": 404,
+    "parent_not_found": 404,
     "duplicate_request_id": 409,
     "rate_limit_exceeded": 429,
     "queue_full": 503,
