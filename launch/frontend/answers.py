@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -12,7 +13,7 @@ from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
-from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 PROMPT_TAIL = 12
@@ -26,6 +27,17 @@ class PlacedLogprobs:
     text_offset: int
 
 
+class BeamOutput(msgspec.Struct, gc=False):
+    """One output of a beam search; ``score`` and ``logprob`` as of Hypothesis."""
+
+    text: str
+    token_ids: list[int]
+    score: float
+    logprob: float
+    finish_reason: str
+    stop_reason: int | None
+
+
 class OutputDelta(msgspec.Struct, gc=False):
     """The part of an answer that one update adds.
 
@@ -36,6 +48,7 @@ class OutputDelta(msgspec.Struct, gc=False):
         detail: the reason, if the finish reason is error.
         admitted: time of the first admission, as ``Update.admitted``.
         prompt_logprobs: on the first delta, if requested: of all prompt tokens but the first.
+        beams: the outputs of a beam search, the best first. It has no other delta, and this one no text.
     """
 
     text: str
@@ -48,6 +61,7 @@ class OutputDelta(msgspec.Struct, gc=False):
     detail: str
     prompt_logprobs: LogprobArrays | None = None
     admitted: float = 0.0
+    beams: list[BeamOutput] | None = None
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
@@ -60,6 +74,7 @@ class OutputDelta(msgspec.Struct, gc=False):
             finish_reason="length" if ended in ("stop", "repetition") else ended,
             stop_reason=None,
             num_output_tokens=0,
+            beams=None,
         )
 
 
@@ -67,13 +82,14 @@ class Answer:
     """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
     __slots__ = (
-        "_include_stop_token", "_is_complete", "_num_logprobs", "_only_engine_ends", "_prompt_logprobs_due",
-        "_sequence", "_text_out",
+        "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_only_engine_ends",
+        "_prompt_logprobs_due", "_sequence", "_text_out",
     )  # fmt: skip
 
     def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
         self._sequence = sequence
-        self._text_out = TextOut(
+        self._new_text_out = partial(
+            TextOut,
             text_in.tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
@@ -82,6 +98,7 @@ class Answer:
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
             shown=prompt.shown,
         )
+        self._text_out = self._new_text_out()
         self._is_complete = None if prompt.until is None else prompt.until()
         self._only_engine_ends = not params.stop and prompt.until is None
         self._include_stop_token = params.include_stop_str_in_output
@@ -96,6 +113,11 @@ class Answer:
             text, token_ids, count = out.push(update.token_ids), update.token_ids, update.num_output_tokens
             cached, admitted = update.num_cached_tokens, update.admitted
             return OutputDelta(text, token_ids, None, None, None, count, cached, "", prompt_logprobs, admitted)
+        if update.hypotheses:
+            beams = [self._beam(found) for found in update.hypotheses]
+            best, total, cached = beams[0], update.num_output_tokens, update.num_cached_tokens
+            reason = best.finish_reason
+            return OutputDelta("", [], None, reason, best.stop_reason, total, cached, "", None, update.admitted, beams)
         decoded: ListLike[int] = update.token_ids
         if update.ended is EndReason.STOPPED and decoded and not self._include_stop_token:
             decoded = decoded[:-1]
@@ -135,6 +157,12 @@ class Answer:
 
     def abort(self) -> None:
         self._sequence.abort()
+
+    def _beam(self, found: Hypothesis) -> BeamOutput:
+        reason, out = EndReason(found.reason), self._new_text_out()
+        ends = reason is EndReason.STOPPED and not self._include_stop_token
+        text = out.push(found.tokens[:-1] if ends else found.tokens) + out.finish()
+        return BeamOutput(text, found.tokens, found.score, found.logprob, reason.finish_reason, found.stop_reason)
 
     def _push_one_by_one(self, token_ids: ListLike[int]) -> tuple[str, list[int]]:
         """Return the text of the tokens, and the text offset of each."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 
@@ -31,6 +31,7 @@ class Update(msgspec.Struct, gc=False):
         detail: if ``ended`` is ERROR, one line that may be sent to the client.
         prompt_logprobs: with the first tokens, if requested: of the prompt tokens from the second on. Arrays, because
             prompts are long.
+        hypotheses: with the end of a beam search, its outputs, the best first. There are no other tokens.
     """
 
     token_ids: list[int] = []
@@ -42,6 +43,7 @@ class Update(msgspec.Struct, gc=False):
     admitted: float = 0.0
     detail: str = ""
     prompt_logprobs: LogprobArrays | None = None
+    hypotheses: list[Hypothesis] | None = None
 
 
 class Stoppable(Protocol):

@@ -171,6 +171,8 @@ class StreamTable:
             touched = self._apply_tokens(handles, message.tokens.tolist())
             if message.logprobs is not None:
                 self._apply_logprobs(message.logprobs, handles)
+        for handle, found in message.hypotheses:
+            self._by_handle[handle].pending().hypotheses = found
         for ended in message.ended:
             stream = self._by_handle.pop(ended.handle)
             del self._by_id[stream.request_id]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from tqdm import tqdm
 
-from quire.launch.frontend.answers import Answer, OutputDelta
+from quire.launch.frontend.answers import Answer, BeamOutput, OutputDelta
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.launch.offline.request_output import CompletionOutput, RequestOutput, logprob_by_id
@@ -192,9 +192,12 @@ class Batch:
             num_best = self._requests[sample.prompt].params.prompt_logprobs or 0
             entries = [logprob_by_id(entry, self._token_texts) for entry in delta.prompt_logprobs.entries(num_best)]
             self.outputs[sample.prompt].prompt_logprobs = [None, *entries]
+        if delta.beams is not None:
+            self.outputs[sample.prompt].outputs = [_of_beam(i, beam) for i, beam in enumerate(delta.beams)]
         if delta.finish_reason is None:
             return
-        self.outputs[sample.prompt].outputs[sample.index].error = delta.detail or None
+        if delta.beams is None:
+            self.outputs[sample.prompt].outputs[sample.index].error = delta.detail or None
         self._end(sample, delta, bar)
 
     def _end(self, sample: _Sample, delta: OutputDelta, bar: "tqdm[Any]") -> None:
@@ -227,3 +230,8 @@ class Batch:
             ]
             total = sum(placed.logprobs.logprob for placed in delta.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
+
+
+def _of_beam(index: int, beam: BeamOutput) -> CompletionOutput:
+    ended = beam.finish_reason, beam.stop_reason
+    return CompletionOutput(index, beam.text, beam.token_ids, beam.logprob, None, *ended, score=beam.score)

@@ -130,6 +130,27 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in many]
         return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
 
+    def beam_search(
+        self,
+        prompts: PromptInput | ListLike[PromptInput],
+        beam_width: int,
+        *,
+        use_tqdm: bool = False,
+        priority: int | ListLike[int] | None = None,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """Search for the ``beam_width`` most likely outputs of each prompt; otherwise as ``generate``.
+
+        Args:
+            beam_width: from 1 to 64, and at most ``max_num_seqs``.
+            params: other fields of SamplingParams, such as ``max_tokens``, ``length_penalty`` and ``early_stopping``.
+
+        Returns:
+            One RequestOutput per prompt, in order; its outputs have the highest ``score`` first.
+        """
+        sampling = SamplingParams(use_beam_search=True, beam_width=beam_width, **params)
+        return self.generate(prompts, sampling, use_tqdm=use_tqdm, priority=priority)
+
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],

@@ -33,6 +33,7 @@ class CompletionOutput:
         logprobs: for each token, the sampled and the most likely tokens by id; None unless requested.
         finish_reason: stop, length, abort, error or repetition.
         stop_reason: the stop string, or the stop token's id, that ended the answer.
+        score: of an output of a beam search: its cumulative log probability, normalised by its length.
         error: the reason, if ``finish_reason`` is error; other answers of the call are not affected.
     """
 
@@ -44,11 +45,12 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The result of one prompt; ``outputs`` has ``n`` answers.
+    """The result of one prompt; ``outputs`` has ``n`` answers, or those of a beam search, the best first.
 
     ``prompt_logprobs``: for each prompt token, that token and the most likely ones by id; None for the first token, and
     None as a whole unless requested.

@@ -13,6 +13,10 @@ from quire.protocol.request.structured_outputs import RepetitionDetection, Struc
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
+MAX_BEAM_STOP_TOKENS = 64
+MAX_CANDIDATES = 2 * MAX_BEAM_WIDTH
+"""Most continuations of one beam that a step considers, and log probabilities of one token in a message."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARACTERS = 8192
@@ -59,6 +63,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         structured_outputs: constraint on the output.
         repetition_detection: condition that ends a request with repetitive output.
         extra_args: arguments for logits processor plugins.
+        use_beam_search: search for the ``beam_width`` most likely outputs instead of sampling. Not with ``n``,
+            ``stop``, ``logprobs``, penalties, or what shapes a distribution to sample from.
+        beam_width: number of outputs that each step keeps, and of the outputs returned; from 1 to 64.
+        length_penalty: an output's score is the sum of its log probabilities, divided by the number of its tokens to
+            this power; from -10 to 10.
+        early_stopping: when the search ends. True: with ``beam_width`` complete outputs. False: when none of the kept
+            ones would beat the worst of these if it ended now. "never": when none can at any length.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -91,6 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionDetection | None = None
     extra_args: dict[str, ExtraArg] = {}
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -100,7 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(
                     f"{name} must be true or false (got {printable(getattr(self, name))})", name, "invalid_type"
@@ -110,6 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_tokens()
         self._check_stops()
         self._check_structs()
+        check_beams(self)
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
@@ -217,12 +233,76 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         }
 
     @property
+    def num_outputs(self) -> int:
+        """Number of outputs for a prompt."""
+        return self.beam_width or self.n
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Number of most likely tokens that the workers report: for log probabilities or beams. None: none.
+
+        For beams twice their width, and at least 8 more than it: all beams can continue in a step in which each of the
+        best tokens is one of up to 8 stop tokens.
+        """
+        if self.beam_width is None:
+            return self.logprobs
+        return min(max(2 * self.beam_width, self.beam_width + 8), MAX_CANDIDATES)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def check_beams(params: SamplingParams) -> None:
+    """Raise InvalidRequest unless the parameters of a beam search are valid, and used by one."""
+    check_float("length_penalty", params.length_penalty, -10.0, 10.0)
+    if not (isinstance(params.early_stopping, bool) or params.early_stopping == "never"):
+        raise InvalidRequest(
+            f'early_stopping must be true, false or "never" (got {printable(params.early_stopping)})', "early_stopping"
+        )
+    if not params.use_beam_search:
+        for name, unset in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+            if (value := getattr(params, name)) != unset:
+                text = f"{name} is a parameter of beam search: it needs use_beam_search (got {printable(value)})"
+                raise InvalidRequest(text, name)
+        return
+    check_int("beam_width with use_beam_search", params.beam_width, 1, MAX_BEAM_WIDTH, param="beam_width")
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        if (value := getattr(params, name)) not in neutral:
+            allowed = " or ".join(map(str, neutral))
+            text = f"{name} must be {allowed} with use_beam_search (got {printable(value)})"
+            raise InvalidRequest(text, name, "unsupported_value")
+    allowed_ids = params.allowed_token_ids
+    if allowed_ids is not None and len(allowed_ids) < (params.beam_width or 0):
+        text = f"allowed_token_ids must have at least beam_width={params.beam_width} token ids with use_beam_search"
+        raise InvalidRequest(f"{text} (got {len(allowed_ids)})", "allowed_token_ids")
+    if len(params.stop_token_ids) > MAX_BEAM_STOP_TOKENS:
+        text = f"stop_token_ids must have at most {MAX_BEAM_STOP_TOKENS} token ids with use_beam_search"
+        raise InvalidRequest(f"{text} (got {len(params.stop_token_ids)})", "stop_token_ids")
+
+
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "stop": ([],),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "thinking_token_budget": (None,),
+    "structured_outputs": (None,),
+    "repetition_detection": (None,),
+    "extra_args": ({},),
+}
+"""The values that these parameters may have in a beam search, which does not sample."""
 
 
 def check_int(name: str, value: Any, low: int, high: int, *, param: str | None = None) -> int:

@@ -105,6 +105,24 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     detail: str = ""
 
 
+class Hypothesis(msgspec.Struct, array_like=True, frozen=True):
+    """One output of a beam search.
+
+    Attributes:
+        tokens: its output tokens, with the stop token that ended it.
+        score: ``logprob`` divided by the number of tokens to the power of the length penalty.
+        logprob: sum of the log probabilities of its tokens.
+        reason: value of an EndReason: stopped or length.
+        stop_reason: as of Ended.
+    """
+
+    tokens: list[int]
+    score: float
+    logprob: float
+    reason: int
+    stop_reason: int | None = None
+
+
 class Introduced(msgspec.Struct, array_like=True, frozen=True):
     """``admitted``: time of the first admission, in seconds of the monotonic clock that all processes share; 0 without
     one."""
@@ -116,7 +134,12 @@ class Introduced(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(Message, frozen=True, tag=21):
-    """Results of one step for this front end. ``counts`` is None when every request got one token."""
+    """Results of one step for this front end.
+
+    Attributes:
+        counts: number of tokens of each handle; None when every request got one.
+        hypotheses: (handle, outputs) of beam searches that end in this step, the best output first.
+    """
 
     introduced: list[Introduced]
     handles: Int32 | None
@@ -125,6 +148,7 @@ class StepOutputs(Message, frozen=True, tag=21):
     counts: Int32 | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    hypotheses: list[tuple[int, list[Hypothesis]]] = []
 
 
 class Histogram(msgspec.Struct, frozen=True):

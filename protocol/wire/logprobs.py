@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.request.sampling_params import MAX_LOGPROBS
+from quire.protocol.request.sampling_params import MAX_CANDIDATES, MAX_LOGPROBS
 from quire.protocol.wire.arrays import Float32, Int32
 
 HIGHEST_LOGPROB = 1e-3
@@ -100,8 +100,8 @@ class LogprobArrays(msgspec.Struct, array_like=True, frozen=True, eq=False):
     def shape_error(self, num_tokens: int, vocab_size: int) -> str | None:
         """Return why sizes or token ids cannot be those of ``num_tokens`` tokens, or None if they can."""
         num_entries = num_tokens * self.width
-        if not 1 <= self.width <= MAX_LOGPROBS + 1 or len(self) != num_tokens:
-            limits = f"expected {num_tokens} tokens and a width of 1 to {MAX_LOGPROBS + 1}"
+        if not 1 <= self.width <= MAX_CANDIDATES + 1 or len(self) != num_tokens:
+            limits = f"expected {num_tokens} tokens and a width of 1 to {MAX_CANDIDATES + 1}"
             return f"log probabilities of {len(self)} tokens with width {self.width}, {limits}"
         if not len(self.token_ids) == len(self.values) == num_entries:
             sizes = f"{len(self.token_ids)} token ids and {len(self.values)} values"

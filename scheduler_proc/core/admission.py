@@ -123,6 +123,10 @@ class Admission:
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
         reserved = ("job_id", "resumable", "lora", "mm_features", "kv_transfer")
+        width = event.sampling.beam_width
+        if width is not None and width > self.config.max_num_seqs:
+            text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"
+            raise Refusal("invalid_value", "beam_width", text)
         used = [name for name in reserved if getattr(event, name)] + ["is_last_step"] * (not event.is_last_step)
         if used:
             raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
@@ -150,6 +154,9 @@ class Admission:
         if event.sampling.prompt_logprobs is not None:
             text = "prompt_logprobs cannot be combined with forked_from: the prompt has been computed"
             raise Refusal("invalid_value", "prompt_logprobs", text)
+        if event.sampling.use_beam_search or parent.leader is not None:
+            text = "use_beam_search cannot be combined with a fork, neither of this request nor of the one to fork"
+            raise Refusal("unsupported_value", "use_beam_search", text)
         num_tokens = event.num_forked_tokens or parent.num_tokens
         if not parent.num_prompt_tokens <= num_tokens <= parent.num_tokens:
             text = (
@@ -157,7 +164,6 @@ class Admission:
                 f"prompt and of all of the request to fork (got {num_tokens})"
             )
             raise Refusal("invalid_value", "num_forked_tokens", text)
-        assert isinstance(parent.tokens, Tokens)
         request = self.build(event, client, parent.tokens.fork(num_tokens), parent.num_prompt_tokens)
         request.parent = parent
         if request.needs_no_more_steps:

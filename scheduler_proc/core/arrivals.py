@@ -6,6 +6,7 @@ from functools import partial
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
 from quire.scheduler_proc.core.admission import Admission, Refusal
+from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.events import Hold, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -36,6 +37,7 @@ class Arrivals:
         hooks: SchedulerHooks,
         transfers: Transfers,
         forks: Forks,
+        beams: Beams,
     ) -> None:
         self.admission = Admission(config, kv)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
@@ -48,6 +50,7 @@ class Arrivals:
         self._hooks = hooks
         self._transfers = transfers
         self._forks = forks
+        self._beams = beams
 
     def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
         """Accept a request, or reply with a rejection.
@@ -72,6 +75,7 @@ class Arrivals:
         elif request.repeats_itself:
             self._results.finish(request, EndReason.REPETITION)
         else:
+            self._beams.begin(request)
             self._forks.hold(request)
 
     def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
@@ -88,7 +92,7 @@ class Arrivals:
         if isinstance(event, Release) and is_held:
             table.release(request)
             self._forks.hold(request)
-        elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS:
+        elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS and not self._beams.wait(request):
             self._transfers.stop_waiting(request)
             self._forks.stop_waiting(request)
             step = table.steady_decode.clock.sent + 1
@@ -121,6 +125,7 @@ class Arrivals:
             return
         self._transfers.forget(request)
         self._forks.forget(request)
+        self._beams.forget(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
         self._stats.num_requests_refused += 1
         self._stats.prompt_tokens -= request.num_prompt_tokens

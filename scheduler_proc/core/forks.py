@@ -75,25 +75,30 @@ class Forks:
     def forget(self, request: Request) -> None:
         """Continue without a request that ends."""
         self.stop_waiting(request)
+        self.orphan(request)
+        request.parent = None
+
+    def orphan(self, parent: Request) -> None:
+        """Return the requests that wait for this one to the queue; those with the same tokens then wait for one."""
         first: Request | None = None
-        for child in self._children.pop(request.handle, ()):
+        for child in self._children.pop(parent.handle, ()):
             self._table.release(child)
-            if first is None or child.num_tokens != first.num_tokens:
+            if first is None or child.diverges or child.num_tokens != first.num_tokens:
                 first = first or child
                 child.parent = None
             else:
                 child.parent = first
                 self.hold(child)
-        request.parent = None
 
-    def plan(self, plan: StepPlan, keep_free: int, *, sampling: bool = False) -> None:
+    def plan(self, plan: StepPlan, keep_free: int, *, sampling: bool = False, paused: bool = False) -> None:
         """Admit children of parents whose tokens earlier steps compute, all but the last.
 
         With ``sampling``: those of parents whose last token this step computes. The plan's rows must then be final.
+        ``paused``: admit only the beams of searches that run already.
         """
         if not self._children or plan.preempted or self._suspects.alone is not None:
             return
-        waiting = [child for children in self._children.values() for child in children]
+        waiting = [child for children in self._children.values() for child in children if child.leader or not paused]
         for child in sorted(waiting, key=self._table.waiting.key):
             parent = child.parent
             assert parent is not None
@@ -111,7 +116,7 @@ class Forks:
 
         It is the parent, or the one that the parent itself is forked from in this step.
         """
-        row = plan.rows.get(parent.handle)
+        row = None if child.diverges else plan.rows.get(parent.handle)
         ends = row is not None and parent.num_computed_tokens + row.num_tokens == child.num_tokens == parent.num_tokens
         return (row.parent or parent) if row is not None and ends else None
 

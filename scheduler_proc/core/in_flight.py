@@ -77,6 +77,11 @@ class InFlightStep:
         row = self.rows.get(handle)
         return self.steady.get(handle) if row is None else row.request
 
+    def client_handle(self, handle: int) -> int:
+        """Return the handle of the client's request for one of the step: that of its leader for a beam."""
+        request = self.member(handle)
+        return handle if request is None or request.leader is None else request.leader.handle
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -87,6 +92,7 @@ class Sampled:
         counts: None if there is one token per handle.
         last_tokens: the last token of each handle.
         verified: number of drafts verified per handle; None if there were none.
+        logprobs: log probabilities of the tokens that have them.
     """
 
     handles: Int32
@@ -94,16 +100,28 @@ class Sampled:
     counts: Int32 | None
     last_tokens: Int32
     verified: Int32 | None
+    logprobs: Logprobs | None
 
     @classmethod
-    def of(cls, handles: Int32, tokens: Int32, counts: Int32 | None, verified: Int32 | None) -> "Sampled":
-        return cls(handles, tokens, counts, tokens if counts is None else tokens[np.cumsum(counts) - 1], verified)
+    def of(cls, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> "Sampled":
+        counts = output.counts
+        last = tokens if counts is None else tokens[np.cumsum(counts) - 1]
+        return cls(handles, tokens, counts, last, output.drafts, output.logprobs)
 
     def count(self, position: int) -> int:
         return 1 if self.counts is None else int(self.counts[position])
 
     def num_verified(self, position: int) -> int:
         return 0 if self.verified is None else int(self.verified[position])
+
+    def candidates(self, position: int) -> list[tuple[int, float]]:
+        """Return (token id, log probability) of the most likely tokens of the handle at ``position``."""
+        at = position if self.counts is None else int(self.counts[:position].sum())
+        if self.logprobs is None or at not in self.logprobs.rows:
+            return []
+        ids, values, _ = self.logprobs.arrays.columns()
+        index = self.logprobs.rows.index(at)
+        return list(zip(ids[index, 1:].tolist(), values[index, 1:].tolist(), strict=True))
 
     def row(self, position: int) -> list[int]:
         """Return all tokens of the handle at ``position``."""
@@ -166,7 +184,7 @@ class StepsInFlight:
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
-        return record, Sampled.of(handles, tokens, output.counts, output.drafts)
+        return record, Sampled.of(output, handles, tokens)
 
     def drop_all(self) -> list[InFlightStep]:
         """Remove and return all steps in flight, which will not be answered."""
@@ -245,7 +263,7 @@ def logprobs_fault(
     handles = token_handles[rows].tolist() if rows else []
     for handle in handles:
         request = record.member(handle)
-        if request is None or request.sampling.logprobs is None:
+        if request is None or request.sampling.num_candidates is None:
             return f"logprobs for handle {handle}, which did not request them"
     if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault

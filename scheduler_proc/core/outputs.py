@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.wire.front_end_messages import Ended, EndReason, Introduced, StepOutputs
+from quire.protocol.wire.front_end_messages import Ended, EndReason, Hypothesis, Introduced, StepOutputs
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
@@ -14,13 +14,14 @@ _Mask = npt.NDArray[np.bool_]
 class _ClientOutputs:
     """The part of one client in a step."""
 
-    __slots__ = ("ended", "introduced", "prompts", "sampled")
+    __slots__ = ("ended", "hypotheses", "introduced", "prompts", "sampled")
 
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
         self.ended: list[Ended] = []
         self.sampled: tuple[Sampled, _Mask | None, Logprobs | None] | None = None
         self.prompts: PromptLogprobs | None = None
+        self.hypotheses: list[tuple[int, list[Hypothesis]]] = []
 
 
 class OutputCollector:
@@ -72,6 +73,11 @@ class OutputCollector:
             parts = [index for index, owner in owners.items() if owner == client]
             self._client(client).prompts = logprobs.take(parts)
 
+    def hypotheses(self, request: Request, found: list[Hypothesis]) -> None:
+        """Add the outputs of a beam search."""
+        self.introduce(request)
+        self._client(request.client).hypotheses.append((request.handle, found))
+
     def introduce(self, request: Request) -> None:
         """Send the request id with the first message about a request; later messages use the handle only."""
         if not request.introduced:
@@ -118,7 +124,9 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
     if parts.sampled is None:
-        return StepOutputs(parts.introduced, None, None, parts.ended, prompt_logprobs=parts.prompts)
+        return StepOutputs(
+            parts.introduced, None, None, parts.ended, prompt_logprobs=parts.prompts, hypotheses=parts.hypotheses
+        )
     sampled, keep, logprobs = parts.sampled
     handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
     if keep is not None and counts is None:
@@ -130,4 +138,5 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
     if counts is not None and (counts == 1).all():
         counts = None
     selected = None if logprobs is None else logprobs.filtered(keep)
-    return StepOutputs(parts.introduced, handles, tokens, parts.ended, counts, selected, parts.prompts)
+    introduced, ended, prompts = parts.introduced, parts.ended, parts.prompts
+    return StepOutputs(introduced, handles, tokens, ended, counts, selected, prompts, parts.hypotheses)

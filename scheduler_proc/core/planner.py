@@ -5,8 +5,8 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
-from quire.scheduler_proc.core.drafting import DraftPolicy
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -18,6 +18,7 @@ from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pressure import Pressure
+from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -51,6 +52,7 @@ class Planner:
         hooks: SchedulerHooks,
         transfers: Transfers,
         forks: Forks,
+        beams: Beams,
         *,
         preemption_class: Callable[..., Preemption] = Preemption,
     ) -> None:
@@ -67,6 +69,7 @@ class Planner:
         self._hooks = hooks
         self._transfers = transfers
         self._forks = forks
+        self._beams = beams
         self._pressure = Pressure(kv.pool)
         self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
@@ -83,12 +86,13 @@ class Planner:
         plan = StepPlan(step, self.config)
         # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
+        self._beams.settle()
         if (suspect := self._suspects.alone) is not None:
             self.preemption.preempt_others(plan, suspect)
         self._schedule_running(plan)
         keep_free = self._keep_free
-        if not pause:
-            self._forks.plan(plan, keep_free)
+        self._forks.plan(plan, keep_free, paused=bool(pause))
+        self._beams.suspend_leaders()
         if not can_claim:
             self._cache_rows(plan)
         if self.table.waiting:
@@ -131,7 +135,7 @@ class Planner:
         leave steady decode, are scheduled like others, and join it again.
         """
         table, due = self.table, self.steady_decode.due(plan.step)
-        for request in sorted((r for r in table.unsteady.values() if r.needs_no_more_steps), key=_by_order):
+        for request in sorted((r for r in table.unsteady.values() if r.can_leave), key=_by_order):
             table.move_to_leaving(request)  # length limits are known a step ahead (law 4)
         if not due:
             return

@@ -61,10 +61,11 @@ class RequestTable:
         parts = (Prefill.between(r.num_computed_tokens, r.split_at or r.num_tokens) for r in found)
         return sum(parts, Prefill()), len(self.running) - len(found)
 
-    def add(self, request: Request) -> None:
-        """Queue a new request, and set its handle and number."""
+    def add(self, request: Request, number: int = 0) -> None:
+        """Queue a new request, and set its handle and number. ``number``: another request's; 0 for the next."""
         request.handle = self.handles.allocate()
-        request.number = self._num_added = self._num_added + 1
+        self._num_added += not number
+        request.number = number or self._num_added
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
@@ -105,6 +106,12 @@ class RequestTable:
             for record in self._in_flight.records:
                 if record.step > request.joined_step:
                     record.rows[request.handle] = StepRow(request, 1, (), samples=True)
+
+    def renew(self, request: Request) -> None:
+        """Let the next step with this running request send it to the workers as new: their tokens of it are wrong."""
+        if request.on_worker:
+            self._removed.append(request.handle)
+            request.on_worker = request.parked = False
 
     def move_to_leaving(self, request: Request) -> None:
         """Move a running request that needs no more steps to ``leaving``; only its last result is missing."""

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.drafting import DraftPolicy
+from quire.scheduler_proc.beams.search import Choice
+from quire.scheduler_proc.core.beams import BeamGroup, Beams
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
@@ -14,6 +15,7 @@ from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
@@ -28,19 +30,21 @@ class _Faults(NamedTuple):
     Attributes:
         bad: requests whose logits are not finite, so that their cached blocks cannot be trusted.
         failed: requests that failed for a reason of their own; their cached blocks are correct.
+        readers: requests that were preempted because they may have read blocks of bad ones.
     """
 
     bad: dict[int, str]
     failed: dict[int, str]
+    readers: set[int]
 
     @classmethod
     def of(cls, bad: dict[int, str], failed: list[tuple[int, str]]) -> "_Faults":
         if not bad and not failed:
             return NO_FAULTS
-        return cls(bad, {handle: f"request_failed: {reason[:MAX_REASON]}" for handle, reason in failed})
+        return cls(bad, {handle: f"request_failed: {reason[:MAX_REASON]}" for handle, reason in failed}, set())
 
 
-NO_FAULTS = _Faults({}, {})
+NO_FAULTS = _Faults({}, {}, set())
 
 
 class Results:
@@ -60,6 +64,7 @@ class Results:
         hooks: SchedulerHooks,
         transfers: Transfers,
         forks: Forks,
+        beams: Beams,
     ) -> None:
         self.table = table
         self.steady_decode = table.steady_decode
@@ -74,6 +79,7 @@ class Results:
         self._hooks = hooks
         self._transfers = transfers
         self._forks = forks
+        self._beams = beams
         self._endings = TokenEndings(table.stops)
 
     def update_from_output(
@@ -115,13 +121,13 @@ class Results:
         endings: Endings,
     ) -> dict[int, int]:
         """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all."""
-        faults = _Faults.of({handle: endings.bad_row_detail(handle) for handle in output.bad}, output.failed)
+        faults = _Faults.of({h: endings.bad_row_detail(record.client_handle(h)) for h in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.steady_decode.batch:
                     # Must happen before the result is recorded: the token of such a row is not valid.
                     self.table.leave_steady(self.steady_decode.batch[handle])
-            self._preempt_readers(record, faults.bad)
+            self._preempt_readers(record, faults)
         self.in_flight.records.popleft()
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
@@ -186,8 +192,11 @@ class Results:
         if request.status.is_finished:
             self._stats.dropped_tokens += len(tokens)
             return 0
-        if request.handle in bad and request.status is RequestStatus.PREEMPTED:
-            # The request recomputes everything and may be correct then. Its tokens in flight follow a bad token.
+        is_reader = request.handle in faults.readers
+        if request.handle in bad and request.status is RequestStatus.PREEMPTED and (is_reader or not request.was_bad):
+            # The request recomputes everything and may be correct then, unless it was bad before without reading bad
+            # blocks. Its tokens in flight follow a bad token.
+            request.was_bad |= not is_reader
             request.ignore_results_until = self.steady_decode.clock.sent
         if record.step <= request.ignore_results_until:
             self._stats.dropped_tokens += len(tokens)
@@ -200,6 +209,11 @@ class Results:
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
+        if request.leader is not None:
+            self._stats.generation_tokens += 1
+            if (group := self._beams.answered(request, sampled.candidates(position))) is not None:
+                self._continue_search(group, endings)
+            return 0
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = endings.ending_after(request, token)
@@ -227,22 +241,36 @@ class Results:
                 live[index] = request.client
         self.outputs.prompts(live, output.prompt_logprobs)
 
+    def _continue_search(self, group: BeamGroup, endings: Endings) -> None:
+        """Choose the next beams of a search of which all have a result, or end it."""
+        outcome = endings.search_outcome(group)
+        if isinstance(outcome, Choice):
+            self._beams.advance(group, outcome)
+            self._hooks.beams_chosen(group.leader.handle, outcome.parents)
+            return
+        self.outputs.hypotheses(group.leader, outcome.hypotheses)
+        ending, counted = outcome.ending, outcome.num_output_tokens
+        self.finish(
+            group.leader, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail, num_output_tokens=counted
+        )
+
     def _end(self, request: Request, ending: Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
 
-    def _preempt_readers(self, record: InFlightStep, bad: dict[int, str]) -> None:
+    def _preempt_readers(self, record: InFlightStep, faults: _Faults) -> None:
         """Preempt requests that read blocks of a bad request, so that they recompute them (protocol law 6).
 
         The hashes of these blocks are invalidated first. A reader may be bad in the same result as a consequence.
         """
-        for handle in bad:
+        for handle in faults.bad:
             request = record.member(handle)
             if request is None or request.status.is_finished:
                 continue
             own = self._first_own_block(request)
             self.kv.invalidate(request, own * self.kv.block_size)
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
-                if reader is not request and self._read_from(reader, request, own, reader.handle in bad):
+                if reader is not request and self._read_from(reader, request, own, reader.handle in faults.bad):
+                    faults.readers.add(reader.handle)
                     reason, computed = PreemptReason.BAD_PREFIX, reader.num_computed_tokens
                     self._decisions.note(
                         Decision(record.step, "preempt", reader.request_id, reason, num_tokens=computed)
@@ -289,7 +317,13 @@ class Results:
         detail: str = "",
         num_output_tokens: int | None = None,
     ) -> None:
-        """End a request: free its blocks, send the ending, retire its handle. Every ending goes through this method."""
+        """End a request: free its blocks, send the ending, retire its handle. Every ending goes through this method.
+
+        A beam ends with its whole search.
+        """
+        if request.status.is_finished:
+            return
+        request = request.leader or request
         self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
@@ -297,6 +331,7 @@ class Results:
             self.kv.free(request)
         self._transfers.forget(request)
         self._forks.forget(request)
+        self._beams.forget(request)
         self.table.end(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)

@@ -24,7 +24,7 @@ from quire.protocol.wire.front_end_messages import (
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.core.arrivals import Arrivals
-from quire.scheduler_proc.core.drafting import check_drafts_fit, make_draft_policy
+from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
@@ -41,6 +41,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -115,7 +116,8 @@ class Scheduler:
         self._drafting = make_draft_policy(config)
         self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
         self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
-        side_work = self.transfers, self.forks
+        self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks)
+        side_work = self.transfers, self.forks, self.beams
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
         )
@@ -378,11 +380,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
-        self.kv.check()
-        self.table.check()
-        self.transfers.check()
-        self.forks.check()
-        self.planner.decode_blocks.check()
+        parts = self.kv, self.table, self.transfers, self.forks, self.beams, self.planner.decode_blocks
+        for part in parts:
+            part.check()
         requests = self.table.requests.values()
         for request in requests:
             running = request.status is RequestStatus.RUNNING

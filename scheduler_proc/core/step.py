@@ -121,7 +121,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
     unparked: list[int] = []
     for handle, row in plan.rows.items():
         request = row.request
-        if row.new_blocks is None:
+        if not request.on_worker:
             held = kv.block_ids(request)
             new.append(_new_request_data(request, [len(ids) for ids in held]))
             tokens.append(request.tokens.array())
@@ -129,6 +129,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
                 new_ids += ids
             request.on_worker, request.parked = True, False
             continue
+        assert row.new_blocks is not None
         for group, blocks in enumerate(row.new_blocks):
             if blocks:
                 handles += [handle] * len(blocks)
@@ -172,7 +173,7 @@ def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
     """Park the requests without a row, which the workers would otherwise decode. Returns their handles, sorted."""
     parked: list[int] = []
     for request in unsteady:
-        if request.handle not in plan.rows and not request.parked:
+        if request.on_worker and request.handle not in plan.rows and not request.parked:
             request.parked = True
             parked.append(request.handle)
     return sorted(parked) if parked else parked

@@ -17,6 +17,10 @@ class SchedulerHooks(Protocol):
         """The request was admitted, for the first time or again, with ``num_hit_tokens`` from the prefix cache."""
         ...
 
+    def beams_chosen(self, leader: int, parents: list[int]) -> None:
+        """A beam search continues: its beam i continues beam ``parents[i]``. ``leader``: handle of its request."""
+        ...
+
     def ended(self, ended: Ended) -> None:
         """An accepted request ended."""
         ...
@@ -29,6 +33,9 @@ class NoHooks:
         pass
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
+        pass
+
+    def beams_chosen(self, leader: int, parents: list[int]) -> None:
         pass
 
     def ended(self, ended: Ended) -> None:

@@ -30,6 +30,8 @@ class WaitReason(enum.StrEnum):
     """Blocks of its prompt are copied from host memory or disk."""
     FORK = "fork"
     """The request that it was forked from has not computed their common tokens, or there is no row or block for it."""
+    BEAMS = "beams"
+    """It is the request of a beam search, or a beam with a result, and the search has not continued yet."""
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
 

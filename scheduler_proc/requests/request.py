@@ -57,6 +57,7 @@ class Request:
         turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
         stop_tokens: token ids that end the request.
         max_total_tokens: limit for prompt and output tokens together.
+        was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
         ignore_results_until: results of steps up to this one no longer apply to this request.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
         num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
@@ -64,6 +65,8 @@ class Request:
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
         parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
+        diverges: whether its last token is not one of its parent's.
+        leader: the client's request, if it computes a beam of that request's search; or None.
         split_at: position up to which it computes while the rest of its cached prefix is loaded; 0 if nothing is.
         wait_reason: why the request waits, while it waits.
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
@@ -83,6 +86,7 @@ class Request:
         "arrival",
         "block_step",
         "client",
+        "diverges",
         "draft_state",
         "event_step",
         "handle",
@@ -90,6 +94,7 @@ class Request:
         "introduced",
         "joined_step",
         "last_step",
+        "leader",
         "leave_step",
         "max_total_tokens",
         "num_cached_tokens",
@@ -116,6 +121,7 @@ class Request:
         "tokens",
         "turn",
         "wait_reason",
+        "was_bad",
     )
 
     def __init__(
@@ -167,6 +173,9 @@ class Request:
         self.on_worker = False
         self.parked = False
         self.parent: Request | None = None
+        self.diverges = False
+        self.was_bad = False
+        self.leader: Request | None = None
         self.split_at = 0
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
@@ -318,6 +327,11 @@ class Request:
         """Whether its newest tokens are a repetition and ``min_tokens`` is reached."""
         watch = self.repetition
         return watch is not None and watch.found and self.num_output_tokens >= self.sampling.min_tokens
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether the workers can forget it: it needs no more steps. A beam may still continue."""
+        return self.leader is None and self.needs_no_more_steps
 
     @property
     def needs_no_more_steps(self) -> bool:

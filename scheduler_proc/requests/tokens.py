@@ -32,6 +32,10 @@ class TokenStore(Protocol):
         """Return the known tokens from index ``start`` on, without copying the others."""
         ...
 
+    def fork(self, num_tokens: int) -> "TokenStore":
+        """Return a store with the first ``num_tokens`` tokens, which nothing follows."""
+        ...
+
     def follow(self, on_full_block: Callable[[bytes], None]) -> None:
         """Call ``on_full_block`` with the hash of each block that becomes full after this call."""
         ...
@@ -80,7 +84,6 @@ class Tokens:
         return tail
 
     def fork(self, num_tokens: int) -> "Tokens":
-        """Return a store with the first ``num_tokens`` tokens, which nothing follows."""
         made = Tokens(_NO_TOKENS, None)
         made._data = self._data[: 4 * num_tokens]
         if self._chain is not None:

@@ -24,12 +24,14 @@ class DecisionLog:
         hashes: (handle, first ``SHORT_HASH_BYTES`` bytes of the name) of each block that became full.
         ended_requests: endings of accepted requests.
         hits: admissions.
+        choices: (handle, parents) of beam searches that continue.
     """
 
     def __init__(self) -> None:
         self.hashes: list[tuple[int, bytes]] = []
         self.ended_requests: list[Ended] = []
         self.hits: list[Hit] = []
+        self.choices: list[tuple[int, list[int]]] = []
 
     def block_filled(self, handle: int, name: bytes) -> None:
         self.hashes.append((handle, name[:SHORT_HASH_BYTES]))
@@ -37,6 +39,9 @@ class DecisionLog:
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         known = (request.num_prompt_tokens, request.num_tokens)
         self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known))
+
+    def beams_chosen(self, leader: int, parents: list[int]) -> None:
+        self.choices.append((leader, parents))
 
     def ended(self, ended: Ended) -> None:
         self.ended_requests.append(ended)
@@ -50,3 +55,4 @@ class DecisionLog:
         self.hashes.clear()
         self.ended_requests.clear()
         self.hits.clear()
+        self.choices.clear()

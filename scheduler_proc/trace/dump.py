@@ -109,7 +109,7 @@ def _event(record: Record, event: Any) -> Iterator[Line]:
         case AddRequest():
             yield arrival_line(record.now, record.client, event, lengths_of(event), [], False, [])
         case ModelRunnerOutput():
-            yield result_line(record.now, event, [], [])
+            yield result_line(record.now, event, [], [], [])
         case Control(kind="statistics" | "requests"):
             pass
         case _:

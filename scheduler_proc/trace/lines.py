@@ -211,7 +211,8 @@ class Tick(Line, frozen=True, kw_only=True, tag="tick"):
 class Result(Line, frozen=True, kw_only=True, tag="result"):
     """The result of a step, with the fields of OpaqueResult.
 
-    ``handles`` is absent when equal to those of the last result that had them.
+    ``handles`` is absent when equal to those of the last result that had them. ``beams``: (handle, parents) of each
+    beam search that continues: its beam i continues beam ``parents[i]``.
     """
 
     step: int
@@ -223,6 +224,7 @@ class Result(Line, frozen=True, kw_only=True, tag="result"):
     bad: list[int] = []
     failed: list[tuple[int, str]] = []
     ended: list[Ended] = []
+    beams: list[tuple[int, list[int]]] = []
     hashes: list[tuple[int, bytes]] = []
 
 

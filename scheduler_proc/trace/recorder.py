@@ -75,7 +75,9 @@ class TraceRecorder:
     def consumed(self, now: float, client: int, event: Consumed) -> None:
         """Record an event that was consumed without an exception."""
         if isinstance(event, ModelRunnerOutput):
-            self._put((result_line, (now, event, self._log.ended_requests.copy(), self._log.take_hashes())))
+            ended, choices = self._log.ended_requests.copy(), self._log.choices.copy()
+            self._put((result_line, (now, event, ended, choices, self._log.take_hashes())))
+            self._log.choices.clear()
         else:
             self._other_event(now, client, event)
         self._log.ended_requests.clear()

@@ -139,6 +139,8 @@ def scheduling_params(sampling: SamplingParams) -> SamplingParams:
         prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
         structured_outputs=None if sampling.structured_outputs is None else ANY_GRAMMAR,
         repetition_detection=sampling.repetition_detection,
+        use_beam_search=sampling.use_beam_search,
+        beam_width=sampling.beam_width,
     )
 
 
@@ -170,7 +172,9 @@ def worker_epoch_line(now: float, budget_halved: bool, new_workers: bool, reason
     return WorkerEpoch(now=now, budget_halved=budget_halved, new_workers=new_workers, reason=reason, hashes=hashes)
 
 
-def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes: Hashes) -> Result:
+def result_line(
+    now: float, event: ModelRunnerOutput, ended: list[Ended], beams: list[tuple[int, list[int]]], hashes: Hashes
+) -> Result:
     return Result(
         step=event.step,
         now=now,
@@ -181,6 +185,7 @@ def result_line(now: float, event: ModelRunnerOutput, ended: list[Ended], hashes
         bad=event.bad,
         failed=event.failed,
         ended=ended,
+        beams=beams,
         hashes=hashes,
     )
 

@@ -92,6 +92,7 @@ class InputBatch:
         active: false for parked rows; an active row computes one token per step unless the diff has another count.
         serial: number of the addition that filled the row, from 1; never reused.
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
+        searches: true for the beams of a search, whose log probabilities are those after logits processors.
 
     Attributes:
         generation: number of steps in which requests were added or removed.
@@ -128,6 +129,7 @@ class InputBatch:
         self.top_p = self._column(np.float32)
         self.min_p = self._column(np.float32)
         self.num_logprobs = self._column(np.int32, -1)
+        self.searches = self._column(np.bool_)
         self.num_prompt_logprobs = self._column(np.int32, -1)
 
     def register(self, store: RowStore) -> None:
@@ -189,14 +191,15 @@ class InputBatch:
             self.num_known[row] = request.num_tokens
             self.active[row] = True
             self.seed[row] = request.seed
-            self.temperature[row] = sampling.temperature
+            self.temperature[row] = 0.0 if sampling.use_beam_search else sampling.temperature
             self.top_k[row] = max(sampling.top_k, 0)
             self.top_p[row] = sampling.top_p
             self.min_p[row] = sampling.min_p
             self.num_prompt[row] = request.num_prompt_tokens
             self._num_added += 1
             self.serial[row] = self._num_added
-            self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+            self.num_logprobs[row] = -1 if (wanted := sampling.num_candidates) is None else wanted
+            self.searches[row] = sampling.use_beam_search
             self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
             self._record_addition(row, request)
 

@@ -4,13 +4,13 @@ import torch
 
 from quire.kernels.common.logits import TopLogprobs
 from quire.kernels.cpu.logits import native_logits
-from quire.kernels.sampling.sampling_logprobs import top_logprobs
+from quire.kernels.sampling.sampling_logprobs import MAX_LOGPROBS, top_logprobs
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
     """Return the log probabilities of each row's token and of its ``num_best`` most likely tokens.
 
-    Computed by Triton on a GPU, on a CPU by the native library, or by torch without it.
+    Computed by Triton on a GPU, on a CPU by the native library; by torch without it, or for more than the kernel has.
 
     Args:
         logits: float32 ``[n, vocab]``.
@@ -19,7 +19,8 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) ->
     """
     num_best = min(num_best, logits.shape[-1])
     if not logits.is_cpu:
-        return top_logprobs(logits, tokens, num_best)
+        by = top_logprobs if num_best <= MAX_LOGPROBS else _by_torch
+        return by(logits, tokens, num_best)
     native = native_logits()
     return _by_torch(logits, tokens, num_best) if native is None else native.top_logprobs(logits, tokens, num_best)
 

@@ -174,6 +174,8 @@ class Sampler:
         logprobs = None
         if wanted is not None:
             source = self._sampled_logits(logits[wanted.index], wanted.columns) if raw is None else raw
+            if wanted.beams is not None and (edited or raw is None):
+                source[wanted.beams] = logits[wanted.index[wanted.beams]]
             values = token_logprobs(source, tokens[wanted.index], wanted.num_best)
             logprobs = SampledLogprobs(wanted.at.tolist(), values)
         return Sampled(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
@@ -209,8 +211,9 @@ class Sampler:
         if not len(at):
             return None
         columns = () if self._raw_logprobs else self._drawn_from(positions.rows[at])
-        index, *sent = self._transfer(at, *columns)
-        return _LogprobPositions(at, index, int(asked.max()), sent)
+        beams = np.flatnonzero(self._batch.searches[positions.rows[at]])
+        index, sent_beams, *sent = self._transfer(at, beams, *columns)
+        return _LogprobPositions(at, index, int(asked.max()), sent, sent_beams if len(beams) else None)
 
     def _scaled_positions(self, positions: SampledPositions) -> "_ScaledPositions":
         temperature = self._batch.temperature[positions.rows]
@@ -256,12 +259,14 @@ class _LogprobPositions:
     """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``).
 
     ``columns``: the parameters of the distributions that they are sampled from, for processed log probabilities.
+    ``beams``: int64, those of these positions that belong to beams; None without any.
     """
 
     at: Ints
     index: torch.Tensor
     num_best: int
     columns: list[torch.Tensor]
+    beams: torch.Tensor | None
 
     def raw_logits(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
         """Return the logits of these positions; a copy if ``logits`` will be ``edited``."""

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
+from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
 from quire.launch.http.routes.generate import (
     Collected,
@@ -106,11 +106,15 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
+    """``score``, ``cumulative_logprob``: of outputs of a beam search."""
+
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    score: float | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -152,13 +156,13 @@ class ChatFormatter:
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
         self._has_content = request.tool_use is None
-        self._readers = [new_reader() for _ in range(request.params.n)]
+        self._readers = [new_reader() for _ in range(request.params.num_outputs)]
         self._is_plain = all(isinstance(reader, PlainAnswer) for reader in self._readers)
         self._called: dict[int, set[int]] = {}
         """Indices of the calls of each choice."""
-        self._num_thought_tokens = [0] * request.params.n
+        self._num_thought_tokens = [0] * request.params.num_outputs
         """Output tokens of each choice up to the end of its thoughts."""
-        self._templates: list[TextTemplate | None] = [None] * request.params.n
+        self._templates: list[TextTemplate | None] = [None] * request.params.num_outputs
         """Chunks with nothing but content, of the choices that have started."""
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
@@ -227,7 +231,8 @@ class ChatFormatter:
             "assistant", content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
         )
         logprobs = None if answer.logprobs is None else format_logprobs(answer.logprobs, self._token_texts)
-        return ChatChoice(index, message, logprobs, self._reason(index, answer.finish_reason), answer.stop_reason)
+        ended = self._reason(index, answer.finish_reason), answer.stop_reason
+        return ChatChoice(index, message, logprobs, *ended, *beam_scores(answer))
 
     def _note_calls(self, index: int, events: Sequence[Event]) -> None:
         for event in events:

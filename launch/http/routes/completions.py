@@ -33,12 +33,16 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
+    """``score``, ``cumulative_logprob``: of outputs of a beam search."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -53,7 +57,7 @@ class Completion(msgspec.Struct, frozen=True):
 async def completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
     parsed, size = await read_json(request, server.texts, server.parser.completion)
-    num_sequences = len(parsed.prompts) * parsed.params.n
+    num_sequences = len(parsed.prompts) * parsed.params.num_outputs
     if num_sequences > MAX_PROMPTS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS} (got {num_sequences})", "n")
     special = parsed.add_special_tokens
@@ -81,7 +85,7 @@ class CompletionFormatter:
         self._num_prompt_logprobs = request.prompt_logprobs
         # The prompts to write before the output text, and the choices that are still without it.
         echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
-        self._echoes = [echo for echo in echoes for _ in range(request.params.n)]
+        self._echoes = [echo for echo in echoes for _ in range(request.params.num_outputs)]
         self._not_started = set(range(len(self._echoes)))
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
@@ -107,7 +111,8 @@ class CompletionFormatter:
                 begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
                 logprobs = join_logprobs(begin, logprobs)
         prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
-        return CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason, prompt_logprobs)
+        ended = answer.finish_reason, answer.stop_reason
+        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer))
 
     def _object(self, choices: Sequence[CompletionChoice | msgspec.Raw], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
@@ -126,6 +131,12 @@ def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: 
         top_logprobs=[_best(entry.logprobs, texts) for entry in placed],
         text_offset=[shift + entry.text_offset for entry in placed],
     )
+
+
+def beam_scores(answer: OutputDelta | Collected) -> tuple[float | UnsetType, float | UnsetType]:
+    """Return score and cumulative log probability of an output of a beam search."""
+    beam = answer.beam if isinstance(answer, Collected) else None
+    return (UNSET, UNSET) if beam is None else (beam.score, beam.logprob)
 
 
 def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:

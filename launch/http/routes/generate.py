@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
+from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
 from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.access_log import ANSWERED
@@ -78,6 +78,10 @@ class Collected:
     prompt_logprobs: LogprobArrays | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    beam: BeamOutput | None = None
+    """The output of a beam search that this one is."""
+    beams: list[BeamOutput] | None = None
+    """All of them, in the order of their scores."""
 
     def add(self, delta: OutputDelta) -> None:
         self.texts.append(delta.text)
@@ -87,6 +91,13 @@ class Collected:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.beams = delta.beams
+
+    def outputs(self) -> "list[Collected]":
+        """Return one for each output: this one alone, or those of a beam search."""
+        if self.beams is None:
+            return [self]
+        return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
 
 
 class ResponseFormatter(Protocol):
@@ -214,8 +225,9 @@ class Generation:
 
         await self._run(collect)
         # Formatting one value, or parsing one character, takes about as long as tokenizing one character.
-        size = num_kept + sum(len(text) for each in collected for text in each.texts)
-        body = await self._server.texts.run(size, lambda: self._formatter.response(collected, self._usage()))
+        outputs = [output for each in collected for output in each.outputs()]
+        size = num_kept + sum(len(text) for each in outputs for text in each.texts)
+        body = await self._server.texts.run(size, lambda: self._formatter.response(outputs, self._usage()))
         headers = {"x-request-id": self._formatter.request_id}
         start = Response(b"", 200, {**headers, "content-length": str(len(body))}, "application/json")
         await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})

@@ -197,11 +197,15 @@ class Parser:
         tool_use: ToolUse | None = None,
     ) -> SamplingParams:
         """``echo_logprobs``: number of log probabilities per token of an echoed prompt, or None."""
-        given: dict[str, Any] = {name: value for name, value in self.defaults.items() if name in SAMPLING_FIELDS}
+        searches = bool(raw.get("use_beam_search"))  # it does not sample: the model's defaults are of no use
+        defaults = {} if searches else self.defaults
+        given: dict[str, Any] = {name: value for name, value in defaults.items() if name in SAMPLING_FIELDS}
         given |= {name: raw[name] for name in SAMPLING_FIELDS if raw.get(name) is not None}
         given |= sampling_objects(body, self.limits.vocab_size, ignored)
         if "prompt_logprobs" in given and body.stream:
             raise InvalidRequest("prompt_logprobs require stream to be false", "prompt_logprobs", "unsupported_value")
+        if searches and body.stream:
+            raise InvalidRequest("use_beam_search requires stream to be false", "use_beam_search", "unsupported_value")
         required = constraint(body, ignored)
         if required is not None and tool_use is not None and required[0] != "response_format":
             raise InvalidRequest(

@@ -39,7 +39,6 @@ UNSUPPORTED = {
     "documents": "write them into messages",
     **dict.fromkeys(("prompt_embeds", "inputs_embeds", "input_embeds"), "this server reads text and token ids only"),
     **dict.fromkeys(("multi_modal_data", "mm_features"), "this server reads text only"),
-    "use_beam_search": "use n",
     **dict.fromkeys(
         ("lora", "lora_name", "lora_path", "lora_request", "lora_modules", "adapter"), "this server serves one model"
     ),

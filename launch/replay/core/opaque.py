@@ -8,7 +8,9 @@ import numpy as np
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason
-from quire.scheduler_proc.core.endings import Ending, length_ending
+from quire.scheduler_proc.beams.search import Choice
+from quire.scheduler_proc.core.beams import BeamGroup
+from quire.scheduler_proc.core.endings import Ending, SearchEnding, length_ending
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 
@@ -41,7 +43,8 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
 
 
 class OpaqueResult(msgspec.Struct, frozen=True):
-    """A step result without tokens: the handles of the requests that sampled, finished or were bad.
+    """A step result without tokens: the handles of the requests that sampled, finished or were bad, and how beam
+    searches continue.
 
     ``handles`` is None if they are those of the last result that had them.
     """
@@ -54,6 +57,7 @@ class OpaqueResult(msgspec.Struct, frozen=True):
     bad: list[int] = msgspec.field(default_factory=list)
     seconds: float = 0.0
     failed: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    beams: list[tuple[int, list[int]]] = msgspec.field(default_factory=list)
 
 
 class OpaqueTokens:
@@ -78,6 +82,10 @@ class OpaqueTokens:
     def add_future_hash(self, name: bytes) -> None:
         """Add the hash of the first block that has none."""
         self._names.append(name)
+        self._grow(0)
+
+    def fork(self, num_tokens: int) -> "OpaqueTokens":
+        return OpaqueTokens(num_tokens, self._block_size, self._names[: num_tokens // self._block_size])
 
     def follow(self, on_full_block: Callable[[bytes], None]) -> None:
         """Ignore the callback: the hashes come from the trace, not from tokens."""
@@ -103,10 +111,11 @@ class OpaqueTokens:
 
 
 class RecordedEndings:
-    """Endings taken from the recorded result instead of from its tokens."""
+    """Endings, and choices of beam searches, taken from the recorded result instead of from its tokens."""
 
-    def __init__(self, ended: Sequence[Ended]) -> None:
+    def __init__(self, ended: Sequence[Ended], beams: Sequence[tuple[int, list[int]]]) -> None:
         self._ended = {each.handle: each for each in ended}
+        self._parents = dict(beams)
 
     def candidates(self, sampled: Sampled) -> list[int]:
         return list(self._ended)
@@ -116,6 +125,17 @@ class RecordedEndings:
         if recorded is None or request.num_output_tokens < recorded.num_output_tokens:
             return length_ending(request)
         return Ending(EndReason(recorded.reason), recorded.stop_reason, recorded.detail)
+
+    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
+        parents, recorded = self._parents.get(group.leader.handle), self._ended.get(group.leader.handle)
+        if parents is not None:
+            if not all(0 <= parent < len(group.beams) for parent in parents):
+                raise ValueError(f"a beam continues one that does not exist: {parents}")
+            return Choice(parents, [0] * len(parents))
+        if recorded is None:
+            raise ValueError(f"beam search of handle {group.leader.handle} neither continues nor ends")
+        ending = Ending(EndReason(recorded.reason), recorded.stop_reason, recorded.detail)
+        return SearchEnding(ending, recorded.num_output_tokens, [])
 
     def bad_row_detail(self, handle: int) -> str:
         recorded = self._ended.get(handle)

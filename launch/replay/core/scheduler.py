@@ -98,7 +98,7 @@ class ReplayScheduler(Scheduler):
             drafts=event.drafts,
             failed=event.failed,
         )
-        self.results.update_from_output(output, RecordedEndings(event.ended), deliver=False)
+        self.results.update_from_output(output, RecordedEndings(event.ended, event.beams), deliver=False)
 
     def find(self, handle: int) -> Request | None:
         """Return the unfinished request with this handle; O(requests) when it is not running."""

@@ -245,13 +245,14 @@ class _Replay:
             self._observer.arrived(line)
 
     def _take_result(self, line: Result) -> None:
-        self._add_future_hashes(line.hashes)
+        late = self._add_future_hashes(line.hashes, beams=bool(line.beams))
         for ended in line.ended:
             self._check_length(ended)
         try:
             self.scheduler.consume(opaque_result(line))
         except WorkerFault as fault:
             raise Differs(fault.field, "a valid result", str(fault)) from None
+        self._add_future_hashes(late)
         if self._decision_log.ended_requests != line.ended:
             at = first_index(line.ended, self._decision_log.ended_requests)
             ended = line.ended[at] if at < len(line.ended) else self._decision_log.ended_requests[at]
@@ -263,7 +264,7 @@ class _Replay:
     def _check_length(self, ended: Ended) -> None:
         """Check the length of an ending by length. (A missing one is found by comparing the endings.)"""
         request = self.scheduler.find(ended.handle)
-        if request is None or ended.reason != EndReason.LENGTH:
+        if request is None or request.leader is not None or ended.reason != EndReason.LENGTH:
             return
         most = request.max_total_tokens - request.num_prompt_tokens
         if ended.num_output_tokens != most:
@@ -281,13 +282,19 @@ class _Replay:
         if self._observer is not None:
             self._observer.changed(now, decisions)
 
-    def _add_future_hashes(self, hashes: list[tuple[int, bytes]]) -> None:
+    def _add_future_hashes(self, hashes: list[tuple[int, bytes]], *, beams: bool = False) -> list[tuple[int, bytes]]:
+        """Add the hashes of blocks that will be full. With ``beams``: return those of requests that do not exist."""
+        late: list[tuple[int, bytes]] = []
         for handle, name in hashes:
             request = self.scheduler.find(handle)
+            if request is None and beams:
+                late.append((handle, name))
+                continue
             if request is None:
                 raise Differs("hashes", handle, "no request with this handle")
             assert isinstance(request.tokens, OpaqueTokens)
             request.tokens.add_future_hash(name)
+        return late
 
     # ---- decisions
 

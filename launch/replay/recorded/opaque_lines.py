@@ -36,6 +36,7 @@ def opaque_result(line: Result) -> OpaqueResult:
         line.bad,
         line.seconds,
         line.failed,
+        line.beams,
     )
 
 

@@ -40,6 +40,10 @@ GOOD: dict[str, list[Any]] = {
     "structured_outputs": [None, StructuredOutputs(regex="a+"), StructuredOutputs(json_object=True)],
     "repetition_detection": [None, RepetitionDetection(max_pattern_size=1)],
     "extra_args": [{}, {"a": 1, "b": [True, "x"], "c": None, "d": 0.5}],
+    "use_beam_search": [False],
+    "beam_width": [None],
+    "length_penalty": [1, 1.0],
+    "early_stopping": [False],
 }
 BAD: dict[str, tuple[list[Any], str]] = {
     "n": ([0, -1, 129, 10**6, 2**63, *NOT_INTEGERS], "n must be an integer from 1 to 128"),
@@ -89,6 +93,33 @@ BAD: dict[str, tuple[list[Any], str]] = {
         [None, [1], {1: 2}, {"a": {}}, {"a": [[1]]}, {"a": "x" * 70_000}, {"a": object()}],
         "extra_args must be an object of strings",
     ),
+    "use_beam_search": ([1, "yes", None], "use_beam_search must be true or false"),
+    "beam_width": ([1, 64], "beam_width is a parameter of beam search: it needs use_beam_search"),
+    "length_penalty": ([10.5, -11, *NOT_NUMBERS], "length_penalty must be a number from -10 to 10"),
+    "early_stopping": ([1, None, "always"], 'early_stopping must be true, false or "never"'),
+}
+BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
+    "beam_width": ([0, 65, -1, *NOT_INTEGERS], "beam_width with use_beam_search must be an integer from 1 to 64"),
+    "n": ([2], "n must be 1 with use_beam_search"),
+    "temperature": ([0.5, 2], "temperature must be 0.0 or 1.0 with use_beam_search"),
+    "top_p": ([0.9], "top_p must be 1.0 with"),
+    "top_k": ([40], "top_k must be 0 or -1 with"),
+    "min_p": ([0.1], "min_p must be 0.0 with"),
+    "presence_penalty": ([1], "presence_penalty must be 0.0 with"),
+    "frequency_penalty": ([1], "frequency_penalty must be 0.0 with"),
+    "repetition_penalty": ([1.5], "repetition_penalty must be 1.0 with"),
+    "stop": ([["x"]], "stop must be [] with"),
+    "stop_token_ids": (
+        [list(range(65))],
+        "stop_token_ids must have at most 64 token ids with use_beam_search (got 65)",
+    ),
+    "logprobs": ([0], "logprobs must be None with"),
+    "prompt_logprobs": ([0], "prompt_logprobs must be None with"),
+    "thinking_token_budget": ([1], "thinking_token_budget must be None with"),
+    "structured_outputs": ([StructuredOutputs(regex="a+")], "structured_outputs must be None with"),
+    "repetition_detection": ([RepetitionDetection(max_pattern_size=1)], "repetition_detection must be None with"),
+    "extra_args": ([{"a": 1}], "extra_args must be {} with"),
+    "allowed_token_ids": ([[1, 2, 3]], "must have at least beam_width=4 token ids with use_beam_search (got 3)"),
 }
 
 
@@ -108,6 +139,21 @@ def test_error_names_the_field_and_its_range(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert BAD[name][1] in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "value"), cases({name: values for name, (values, _) in BAD_WITH_BEAMS.items()}))
+def test_beam_search_refuses_what_it_does_not_use(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{"use_beam_search": True, "beam_width": 4, name: value})
+    assert caught.value.param == name
+    assert BAD_WITH_BEAMS[name][1] in caught.value.message
+
+
+@pytest.mark.parametrize(("width", "most"), [(1, 9), (4, 12), (8, 16), (64, 128)])
+def test_workers_report_enough_candidates(width: int, most: int) -> None:
+    params = SamplingParams(use_beam_search=True, beam_width=width, length_penalty=-10, early_stopping="never")
+    assert (params.num_candidates, params.num_outputs) == (most, width)
+    assert (SamplingParams(logprobs=3, n=2).num_candidates, SamplingParams(n=2).num_outputs) == (3, 2)
 
 
 def test_both_tables_cover_every_field() -> None:

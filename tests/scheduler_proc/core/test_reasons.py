@@ -127,6 +127,14 @@ def fork() -> Driver:
     return driver
 
 
+def beams() -> Driver:
+    driver = Driver()
+    driver.add("second", [1, 2, 3], max_tokens=5, use_beam_search=True, beam_width=2)
+    driver.step()
+    driver.schedule()
+    return driver
+
+
 def held(reason: WaitReason) -> Callable[[], Driver]:
     def case() -> Driver:
         driver = pair()
@@ -150,6 +158,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.SUSPECT: lambda: suspect(),
     WaitReason.LOADING: loading,
     WaitReason.FORK: fork,
+    WaitReason.BEAMS: beams,
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 

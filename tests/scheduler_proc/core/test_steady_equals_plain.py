@@ -33,7 +33,7 @@ TOTALS = dict.fromkeys(COUNTED, 0)
 def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the probe intervals, because outputs are short here."""
     monkeypatch.setattr("quire.scheduler_proc.requests.draft_state.PROBE_INTERVAL", 6)
-    monkeypatch.setattr("quire.scheduler_proc.core.drafting.MAX_PROBE_INTERVAL", 12)
+    monkeypatch.setattr("quire.scheduler_proc.requests.drafting.MAX_PROBE_INTERVAL", 12)
 
 
 def plain_driver(**settings: Any) -> Driver:

@@ -16,7 +16,7 @@ from fake_pages import FakePages
 from log_replay import appended_blocks
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
-from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
@@ -32,6 +32,15 @@ def extend_context(context: int, token: int) -> int:
 def next_token(context: int, vocab_size: int) -> int:
     """Return the token that the fake model samples after ``context``."""
     return (context >> 40) % vocab_size
+
+
+def candidates_after(context: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """Return (token, log probability) of the tokens that the fake model thinks most likely after ``context``."""
+    found: dict[int, float] = {}
+    while len(found) < count:
+        context = extend_context(context, len(found))
+        found.setdefault(next_token(context, vocab_size), -0.1 - 0.25 * len(found) - (context >> 50) / 2**17)
+    return list(found.items())
 
 
 def prompt_logprob(context: int) -> float:
@@ -51,7 +60,7 @@ class Row:
     """One request as the worker holds it; ``contexts[i]`` is the context up to token ``i``.
 
     ``tables``: block ids per group; entries that no later position reads may belong to other requests by now.
-    ``prompt_width``: log probabilities per prompt token; 0 for none.
+    ``prompt_width``: log probabilities per prompt token; 0 for none. ``num_candidates``: those of a sampled token.
     """
 
     handle: int
@@ -64,6 +73,7 @@ class Row:
     contexts: list[int] = field(default_factory=list)
     num_computed: int = 0
     prompt_width: int = 0
+    num_candidates: int = 0
     active: bool = True
 
     @property
@@ -227,19 +237,23 @@ class FakeWorker:
         for new in diff.new_requests:
             assert new.handle not in self.rows, f"handle {new.handle} is held already"
             assert len(new.num_blocks) == len(self.groups)
-            copied = dict(diff.forks).get(new.handle) is not None or {target for _, target in diff.block_copies}
+            is_forked = dict(diff.forks).get(new.handle) is not None
+            is_beam = "/" in new.request_id  # one that continues keeps its own block
+            copied = is_forked or is_beam or {target for _, target in diff.block_copies}
             self._add_row(new, tokens[: new.num_tokens], blocks[: sum(new.num_blocks)], copied)
             del tokens[: new.num_tokens], blocks[: sum(new.num_blocks)]
         assert not tokens and not blocks, "packed arrays are longer than the requests say"
 
     def _add_row(self, new: NewRequestData, tokens: list[int], blocks: list[int], copied: set[int] | bool) -> None:
-        """``copied``: blocks that a copy fills in part; True for a forked row, which gets its copies later."""
-        salt = crc32(self.salt_of(new.request_id).encode())
+        """``copied``: blocks that a copy fills in part; True for a row that may have others: a forked row gets its
+        copies later."""
+        salt = crc32(self.salt_of(client_id(new.request_id)).encode())
         tables: list[list[int]] = [[] for _ in self.groups]
         row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, salt, tables)
         row.num_computed = new.num_computed_tokens
         wanted = new.sampling.prompt_logprobs
         row.prompt_width = 0 if wanted is None else wanted + 1
+        row.num_candidates = new.sampling.num_candidates or 0
         assert not row.prompt_width or not row.num_computed, "a cached prefix has no logits"
         for token in tokens:
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
@@ -400,16 +414,20 @@ class FakeWorker:
     def _sample(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         handles, tokens, counts, bad, drafts = [], [], [], [], []
         failed = []
+        logprobs: dict[int, list[tuple[int, float]]] = {}
         for chunk in chunks:
             row, sampled = chunk.row, self._settle(chunk)
             if not sampled:
                 continue
+            if row.num_candidates:
+                found = candidates_after(row.contexts[-2], row.num_candidates, self.vocab_size)
+                logprobs[len(tokens)] = [(sampled[0], 0.0), *found]
             num_output = len(row.tokens) - row.num_prompt_tokens
             once = (row.request_id, num_output)
-            if num_output > self.bad_from.get(row.request_id, 1 << 40) or once in self.bad_once:
+            if num_output > self.bad_from.get(client_id(row.request_id), 1 << 40) or once in self.bad_once:
                 self.bad_once.discard(once)
                 bad.append(row.handle)
-            if num_output > self.failed_at.get(row.request_id, 1 << 40):
+            if num_output > self.failed_at.get(client_id(row.request_id), 1 << 40):
                 failed.append((row.handle, "no token is allowed"))
             handles.append(row.handle)
             counts.append(len(sampled))
@@ -426,4 +444,21 @@ class FakeWorker:
             seconds=self.step_seconds(sum(c.end - c.start for c in chunks), sum(drafts)),
             drafts=np.array(drafts, np.int32) if any(drafts) else None,
             failed=failed,
+            logprobs=_logprobs(logprobs),
         )
+
+
+def client_id(request_id: str) -> str:
+    """Return the id of the client's request: that of a beam begins with it."""
+    return request_id.split("/", 1)[0]
+
+
+def _logprobs(found: dict[int, list[tuple[int, float]]]) -> Logprobs | None:
+    """``found``: (token, log probability) of the token itself and of the most likely ones, by index of the token."""
+    if not found:
+        return None
+    width = max(map(len, found.values()))
+    filled = [own + own[-1:] * (width - len(own)) for own in found.values()]
+    ids = np.array([[token for token, _ in own] for own in filled], np.int32)
+    values = np.array([[value for _, value in own] for own in filled], np.float32)
+    return Logprobs(list(found), LogprobArrays.of(ids, values, np.ones(len(found), np.int32)))

@@ -32,6 +32,7 @@ from quire.protocol.wire.front_end_messages import (
     Control,
     Ended,
     EndReason,
+    Hypothesis,
     Rejected,
     Statistics,
     StepOutputs,
@@ -114,6 +115,7 @@ class Answer:
     num_cached_tokens: int = -1
     prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Position → (token, log probability)."""
+    hypotheses: list[Hypothesis] = field(default_factory=list)
 
     @property
     def reason(self) -> EndReason | None:
@@ -488,6 +490,8 @@ class Driver:
                 answer = self.answers[self._clients[client, handle]]
                 assert answer.ended is None, "a token after the end"
                 answer.tokens.append(token)
+        for handle, found in message.hypotheses:
+            self.answers[self._clients[client, handle]].hypotheses = found
         for ended in message.ended:
             answer = self.answers[self._clients[client, ended.handle]]
             assert answer.ended is None and answer.rejected is None, "ended twice"
@@ -496,15 +500,19 @@ class Driver:
 
 def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
     """Once ``worker`` has run all steps: raise AssertionError unless it holds what ``scheduler`` assumes."""
+    removed, _ = scheduler.table.ended_handles
     for request in scheduler.table.running.values():
         row = worker.rows.get(request.handle)
-        assert (row is not None) == request.on_worker, f"{request!r}: on_worker {request.on_worker}"
-        if row is None:
+        held = request.on_worker or request.handle in removed  # a beam that continues becomes another row
+        assert (row is not None) == held, f"{request!r}: on_worker {request.on_worker}"
+        if row is None or not request.on_worker:
             continue
         assert row.request_id == request.request_id and row.active == (not request.parked)
         rejected = request.num_computed_tokens - row.num_computed  # of the drafts whose result is in flight
         assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
-        assert len(row.tokens) == request.num_tokens + request.num_output_placeholders - rejected
+        unused = request.leader is not None and not request.num_output_placeholders and row.num_computed > 0
+        unused = unused and row.num_computed == request.num_tokens  # the sampled token of a beam is not used
+        assert len(row.tokens) == request.num_tokens + request.num_output_placeholders - rejected + unused
         _compare_tables(scheduler, request, worker, row)
 
 

@@ -10,14 +10,16 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from fake_worker import extend_context, prompt_logprob
+from fake_worker import candidates_after, extend_context, prompt_logprob
 from log_replay import appended_blocks, describe
-from scheduler_driver import VOCAB_SIZE, Driver, change, expected_tokens
+from scheduler_driver import VOCAB_SIZE, Answer, Driver, change, expected_tokens, make_request
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.beams.search import BeamSearch
 
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40
@@ -44,6 +46,7 @@ class Asked:
     prompt_logprobs: int | None = None
     salt: str = ""
     tenant: int = 0
+    search: SamplingParams | None = None
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -94,6 +97,7 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
 EVENTS = {
     "arrive": 30,
     "fork": 10,
+    "search": 6,
     "abort": 4,
     "stop": 4,
     "leave": 1,
@@ -191,10 +195,37 @@ class Load:
                 tenant=tenant,
             )
 
+    def search(self) -> None:
+        """Add a beam search."""
+        rng, request_id = self.rng, f"r{len(self.asked)}"
+        if len(self.driver.scheduler.table.requests) >= 14:
+            return
+        prompt = [*rng.choice(self.prefixes)[: rng.choice((1, 5, 8, 16))], rng.randrange(VOCAB_SIZE)]
+        asked = Asked(rng.randrange(NUM_CLIENTS), prompt, rng.randrange(1, 9), frozenset(EOS), [])
+        asked.salt, asked.tenant = rng.choice(("", "salt")), FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
+        if rng.random() < 0.1:
+            asked.bad = rng.randrange(6)
+        asked.search = SamplingParams(
+            use_beam_search=True,
+            beam_width=rng.choice((1, 2, 3, 5)),
+            length_penalty=rng.choice((-1.0, 0.0, 1.0)),
+            early_stopping=rng.choice((False, True, "never")),
+            max_tokens=asked.max_tokens,
+        )
+        self.asked[request_id] = asked
+        for driver in self.drivers:
+            if asked.bad is not None:
+                driver.worker.bad_from[request_id] = asked.bad
+            driver.salts[request_id] = asked.salt
+            driver.answers[request_id] = Answer()
+            arrival = float(len(self.asked))
+            request = make_request(request_id, prompt, arrival=arrival, cache_salt=asked.salt, tenant=asked.tenant)
+            driver.consume(change(request, sampling=asked.search), asked.client)
+
     def fork(self) -> None:
         """Fork any request into several, at any token."""
         parent = self._anyone()
-        if parent is None:
+        if parent is None or self.asked[parent].search is not None:
             return
         of, request = self.asked[parent], self.driver.request(parent, self.asked[parent].client)
         known = (
@@ -246,7 +277,7 @@ class Load:
     def leave(self) -> None:
         client = self.rng.randrange(NUM_CLIENTS)
         for owner, request_id in self.driver.scheduler.table.requests:
-            if owner == client:
+            if owner == client and owner >= 0:
                 self.asked[request_id].gone = True
         for driver in self.drivers:
             driver.drop_client(client)
@@ -325,7 +356,7 @@ class Load:
             self.advance()
 
     def _anyone(self) -> str | None:
-        alive = [request_id for _, request_id in self.driver.scheduler.table.requests]
+        alive = [request_id for client, request_id in self.driver.scheduler.table.requests if client >= 0]
         return self.rng.choice(alive) if alive else None
 
     # ---- steps
@@ -358,9 +389,10 @@ class Load:
             assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
         elif diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
-            for request in [by_handle[new.handle] for new in diff.new_requests]:
+            admitted = [new.handle for new in diff.new_requests if new.handle not in diff.removed]
+            for request in [by_handle[handle] for handle in admitted]:
                 behind = [table.waiting.key(r) for r in table.waiting if r.tenant == request.tenant]
-                assert all(table.waiting.key(request) < key for key in behind), "somebody was overtaken"
+                assert all(table.waiting.key(request) <= key for key in behind), "somebody was overtaken"
         assert 0 not in [block for _, group, block in appended_blocks(diff) if self._is_full(group)]
 
     def _is_full(self, group: int) -> bool:
@@ -378,7 +410,7 @@ class Load:
             before, idle = -1, 0
             while driver.scheduler.table.requests or driver.scheduler.in_flight:
                 driver.step()
-                done = sum(len(a.tokens) + (a.ended is not None) for a in driver.answers.values())
+                done = driver.scheduler.num_generated_tokens + sum(a.ended is not None for a in driver.answers.values())
                 idle = 0 if done > before else idle + 1
                 before = max(done, before)
                 assert idle < patience, f"nothing happens: {list(driver.scheduler.table.requests.values())}"
@@ -395,7 +427,13 @@ class Load:
         """Check that the stream equals the tokens that the prompt alone gives, up to where this request had to end."""
         answer = driver.answers[request_id]
         if answer.rejected is not None:
-            assert answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar") and not answer.tokens
+            assert (
+                answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar", "invalid_value")
+                and not answer.tokens
+            )
+            return
+        if asked.search is not None:
+            check_search(driver, asked, answer)
             return
         limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
         limit = min(limit, asked.max_tokens) - len(asked.output)
@@ -422,6 +460,29 @@ class Load:
             assert answer.ended.num_output_tokens == len(want) + len(asked.output)
         if asked.prompt_logprobs is not None and answer.tokens:
             assert answer.num_cached_tokens == 0 and answer.prompt_logprobs == prompt_logprobs_of(asked.prompt)
+
+
+def check_search(driver: Driver, asked: Asked, answer: Answer) -> None:
+    """Check that a search found what it finds without a scheduler."""
+    params = asked.search
+    assert params is not None and not answer.tokens and answer.ended is not None
+    if asked.gone or answer.reason is EndReason.ERROR:
+        assert asked.gone or asked.bad is not None
+        return
+    limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
+    search = BeamSearch(params, asked.stops, min(limit, asked.max_tokens))
+    beams = [0]
+    for token in asked.prompt:
+        beams = [extend_context(beams[0], token)]
+    assert params.num_candidates is not None
+    while True:
+        found = [candidates_after(context, params.num_candidates, VOCAB_SIZE) for context in beams]
+        choice = search.step([[(token, float(np.float32(value))) for token, value in own] for own in found])
+        if choice is None:
+            break
+        beams = [extend_context(beams[at], token) for at, token in zip(choice.parents, choice.tokens, strict=True)]
+    assert answer.hypotheses == search.ended, "another search than alone"
+    assert answer.ended.num_output_tokens == sum(len(each.tokens) for each in search.ended)
 
 
 def first_repetition(answer: list[int], asked: Asked) -> int | None:

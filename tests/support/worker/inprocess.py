@@ -14,7 +14,15 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.front_end_messages import Abort, AddRequest, Ended, Rejected, Statistics, StepOutputs
+from quire.protocol.wire.front_end_messages import (
+    Abort,
+    AddRequest,
+    Ended,
+    Hypothesis,
+    Rejected,
+    Statistics,
+    StepOutputs,
+)
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.events import Hold
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
@@ -32,6 +40,7 @@ class Answer:
     ended: Ended | None = None
     rejected: Rejected | None = None
     num_cached_tokens: int = 0
+    hypotheses: list[Hypothesis] = field(default_factory=list)
 
 
 class InProcessEngine:
@@ -167,6 +176,8 @@ class InProcessEngine:
                     assert answer.ended is None, "a token after the end"
                     answer.tokens.append(token)
                 self._collect_logprobs(message)
+            for handle, found in message.hypotheses:
+                self.answers[self._handles[handle]].hypotheses = found
             for ended in message.ended:
                 answer = self.answers[self._handles[ended.handle]]
                 assert answer.ended is None, "ended twice"

@@ -9,7 +9,8 @@ import pytest
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.core.drafting import (
+from quire.scheduler_proc.requests.draft_state import PROBE_INTERVAL, Acceptance, DraftState
+from quire.scheduler_proc.requests.drafting import (
     MAX_PROBE_INTERVAL,
     DraftController,
     MostDrafts,
@@ -17,7 +18,6 @@ from quire.scheduler_proc.core.drafting import (
     StepTimes,
     make_draft_policy,
 )
-from quire.scheduler_proc.requests.draft_state import PROBE_INTERVAL, Acceptance, DraftState
 
 
 @dataclass

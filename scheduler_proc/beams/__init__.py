@@ -1,0 +1,1 @@
+"""Beam search: the choice of continuations, and the state of one search."""
