@@ -239,6 +239,7 @@ async def start_answers(
     answers: list[StreamedAnswer] = []
     try:
         for prompt, sample_params in zip(prompts, fitted, strict=True):
+            first: Sequence | None = None
             for sample in range(params.n):
                 sequence = await engine.add(
                     f"{request_id}-{len(answers)}",
@@ -248,8 +249,10 @@ async def start_answers(
                     priority,
                     cache_salt,
                     tenant,
+                    parent=None if params.prompt_logprobs is not None else first,
                     on_update=on_update,
                 )
+                first = first or sequence
                 answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
     except BaseException:  # also for a cancelled task
         for answer in answers:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq.asyncio
 
-from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.engine_client import Sequence, Update
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -53,13 +53,13 @@ class ZmqSequence:
         self.request_id = stream.request_id
         self.take: Callable[[], Update | None] = stream.take
         self._session = session
-        self._stream = stream
+        self.stream = stream
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._session.stop_at(self._stream, num_output_tokens)
+        self._session.stop_at(self.stream, num_output_tokens)
 
     def abort(self) -> None:
-        self._session.abort(self._stream)
+        self._session.abort(self.stream)
 
 
 class ZmqEngineClient:
@@ -129,6 +129,7 @@ class ZmqEngineClient:
         cache_salt: str,
         tenant: int = 0,
         *,
+        parent: Sequence | None = None,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
@@ -143,7 +144,8 @@ class ZmqEngineClient:
             arrival=time.monotonic(),
             tenant=tenant,
         )
-        stream = self._session.add(request, on_update)
+        root = parent.stream if isinstance(parent, ZmqSequence) else None
+        stream = self._session.add(request, on_update, root)
         self._idle.clear()
         return ZmqSequence(self._session, stream)
 

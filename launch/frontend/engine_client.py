@@ -109,6 +109,7 @@ class EngineClient(Protocol):
         cache_salt: str,
         tenant: int = 0,
         *,
+        parent: Sequence | None = None,
         on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
@@ -116,6 +117,7 @@ class EngineClient(Protocol):
         Args:
             priority: an int32; lower values are scheduled first with ``--scheduling-policy priority``.
             tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
+            parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
 

@@ -96,6 +96,9 @@ class Session:
         match message:
             case StepOutputs():
                 return self._take_outputs(message)
+            case Rejected(code="parent_not_found"):  # it ended just before
+                if (stream := self.table.get(message.request_id)) is not None:
+                    self._post(stream.request)
             case Rejected():
                 self.table.reject(message)
             case Welcome() | Statistics() | Heartbeat():
@@ -144,8 +147,12 @@ class Session:
 
     # ---- requests
 
-    def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
+    def add(
+        self, request: AddRequest, on_update: Callable[[], None] | None = None, parent: Stream | None = None
+    ) -> Stream:
         """Submit a request now, or as soon as the engine accepts requests.
+
+        ``parent``: a stream with the same prompt, of which the request becomes a fork if that can be.
 
         Raises:
             InvalidRequest: the request id is in use.
@@ -154,7 +161,7 @@ class Session:
         self.require_alive()
         if not len(self.table):
             self.progress_at = self._clock()
-        stream = self.table.add(request, on_update)
+        stream = self.table.add(request, on_update, parent)
         if self.accepts:
             self._submit(stream)
         return stream
@@ -183,7 +190,7 @@ class Session:
         stream.muted = True
 
     def _submit(self, stream: Stream) -> None:
-        request = stream.submission()
+        request = stream.submission(self.link_number)
         stream.link_number = self.link_number
         self._post(request)
 

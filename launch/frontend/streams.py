@@ -20,7 +20,8 @@ class Stream:
     """One answer in flight: its request, all tokens received, and the unread update.
 
     Attributes:
-        request: the request as first submitted.
+        request: the request as first submitted, unless that is a fork.
+        parent: the stream whose prompt it shares, until it is submitted.
         tokens: output tokens received so far, int32; sent to the next scheduler if this one dies.
         link_number: the session's link on which it was last submitted; 0 before the first submission.
         on_update: notifies the reader of an update or an error.
@@ -32,12 +33,15 @@ class Stream:
 
     __slots__ = (
         "_num_deaths", "_num_tokens_at_death", "_prompt_logprobs", "_update", "admitted", "error", "handle",
-        "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over", "request",
+        "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over", "parent", "request",
         "request_id", "tokens", "was_introduced",
     )  # fmt: skip
 
-    def __init__(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, request: AddRequest, on_update: Callable[[], None] | None = None, parent: "Stream | None" = None
+    ) -> None:
         self.request = request
+        self.parent = parent
         self.request_id = request.request_id
         self.tokens = array("i")
         self.link_number = 0
@@ -66,10 +70,19 @@ class Stream:
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return update
 
-    def submission(self) -> AddRequest:
-        """Return the request to submit; from the second time on with the output tokens received."""
+    def submission(self, link_number: int) -> AddRequest:
+        """Return the request to submit on this link; from the second time on with the output tokens received.
+
+        The first time it is a fork without a prompt if its parent was submitted on this link and has not ended.
+        """
+        parent, self.parent = self.parent, None
         if not self.link_number:
-            return self.request
+            if parent is None or parent.link_number != link_number or parent.over or parent.muted:
+                return self.request
+            num_tokens, none = len(self.request.prompt_token_ids), np.zeros(0, np.int32)
+            return msgspec.structs.replace(
+                self.request, prompt_token_ids=none, forked_from=parent.request_id, num_forked_tokens=num_tokens
+            )
         delivered = np.array(self.tokens, np.int32) if self.tokens else None
         return msgspec.structs.replace(self.request, output_token_ids=delivered, resubmitted=True)
 
@@ -127,11 +140,13 @@ class StreamTable:
         """The streams in order of arrival."""
         return list(self._by_id.values())
 
-    def add(self, request: AddRequest, on_update: Callable[[], None] | None = None) -> Stream:
+    def add(
+        self, request: AddRequest, on_update: Callable[[], None] | None = None, parent: Stream | None = None
+    ) -> Stream:
         """Add a stream; raise InvalidRequest if the request id is in use."""
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
-        stream = self._by_id[request.request_id] = Stream(request, on_update)
+        stream = self._by_id[request.request_id] = Stream(request, on_update, parent)
         return stream
 
     def forget_handles(self) -> None:
@@ -183,6 +198,9 @@ class StreamTable:
             stream.over = True
             touched[ended.handle] = stream
         self._wake(touched.values())
+
+    def get(self, request_id: str) -> Stream | None:
+        return self._by_id.get(request_id)
 
     def reject(self, message: Rejected) -> None:
         """End the stream of a request that the scheduler refused."""

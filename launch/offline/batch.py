@@ -33,8 +33,8 @@ class BlockingEngine(ModelLimits, Protocol):
     config: EngineConfig
     session: Session
 
-    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
-        """Submit a request; raise EngineError if the client is closed."""
+    def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
+        """Submit a request; raise EngineError if the client is closed. ``parent``: as of ``Session.add``."""
         ...
 
     def receive(self) -> None:
@@ -107,6 +107,8 @@ class Batch:
         self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
         self._touched: deque[str] = deque()
         self._open: dict[str, _Sample] = {}
+        self._roots: dict[int, Stream] = {}
+        """By prompt, the answer in flight that further ones are forked from."""
         self._num_queued = 0
         self._refused = False
         """A request was refused because the queue was full, and no update has arrived since the refusal."""
@@ -166,7 +168,10 @@ class Batch:
             priority=request.priority,
             arrival=time.monotonic(),
         )
-        stream = engine.submit(added, lambda: self._touched.append(request_id))
+        root = self._roots.get(prompt)
+        stream = engine.submit(added, lambda: self._touched.append(request_id), root)
+        if root is None or root.over:
+            self._roots[prompt] = stream
         sequence = _OfflineSequence(engine.session, stream)
         answer = Answer(sequence, self._text_in, request.prompt, params)
         self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
@@ -203,7 +208,8 @@ class Batch:
     def _end(self, sample: _Sample, delta: OutputDelta, bar: "tqdm[Any]") -> None:
         del self._open[sample.sequence.request_id]
         output = self.outputs[sample.prompt]
-        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        if not sample.index:  # the others may be forks of it, which compute no prompt
+            output.num_cached_tokens = delta.num_cached_tokens
         self._left[sample.prompt] -= 1
         if not self._left[sample.prompt]:
             output.finished = True

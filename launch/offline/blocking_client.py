@@ -55,9 +55,9 @@ class BlockingClient:
             self._channel.close()
         self._closed = True
 
-    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
+    def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
         self._check_open()
-        return self.session.add(request, on_update)
+        return self.session.add(request, on_update, parent)
 
     def ask(self, control: Control) -> Statistics:
         """Send a Control message and wait for its reply."""

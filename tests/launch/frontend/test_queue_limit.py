@@ -61,7 +61,7 @@ class ScheduledEngine(Driver):
     def send(self, message: Message) -> None:
         if isinstance(message, AddRequest):
             self.arrivals.append(message)
-            if self.refuse_from is not None and len(self.scheduler.table.waiting) >= self.refuse_from:
+            if self.refuse_from is not None and self.scheduler.table.num_waiting >= self.refuse_from:
                 self._reject(Rejected(message.request_id, "queue_full", "", "the queue is full"))
                 return
         self.num_aborts += isinstance(message, Abort)
@@ -70,8 +70,8 @@ class ScheduledEngine(Driver):
 
     # ---- as quire.launch.offline.batch.BlockingEngine
 
-    def submit(self, request: AddRequest, on_update: Callable[[], None]) -> Stream:
-        return self.session.add(request, on_update)
+    def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
+        return self.session.add(request, on_update, parent)
 
     def receive(self) -> None:
         self.step()
@@ -88,12 +88,12 @@ class ScheduledEngine(Driver):
         cache_salt: str,
         tenant: int,
         *,
+        parent: "ScheduledSequence | None" = None,
         on_update: Callable[[], None],
     ) -> "ScheduledSequence":
         tokens = np.asarray(prompt_token_ids, np.int32)
-        stream = self.session.add(
-            AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt)
-        )
+        added = AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt)
+        stream = self.session.add(added, parent=None if parent is None else parent.stream)
         sequence = ScheduledSequence(self, stream)
         sequence.start(self.readers, on_update)
         return sequence
@@ -120,11 +120,11 @@ class ScheduledSequence(PulledSequence):
     def __init__(self, engine: ScheduledEngine, stream: Stream) -> None:
         self.request_id = stream.request_id
         self._engine = engine
-        self._stream = stream
+        self.stream = stream
 
     async def updates(self) -> AsyncIterator[Update]:
         while True:
-            update = self._stream.take()
+            update = self.stream.take()
             if update is not None:
                 yield update
                 if update.ended is not None:
@@ -133,10 +133,10 @@ class ScheduledSequence(PulledSequence):
             self._engine.step()
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._engine.session.stop_at(self._stream, num_output_tokens)
+        self._engine.session.stop_at(self.stream, num_output_tokens)
 
     def abort(self) -> None:
-        self._engine.session.abort(self._stream)
+        self._engine.session.abort(self.stream)
 
 
 class TestOverHttp:

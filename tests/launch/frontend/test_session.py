@@ -78,6 +78,60 @@ def test_requests_in_flight_are_resubmitted_with_their_tokens() -> None:
     assert two.take() is None and len(link.session.table) == 1
 
 
+def adds(link: Link) -> list[tuple[str, str, list[int]]]:
+    """Return (id, parent, prompt) of each submitted request."""
+    sent = [message for message in link.sent if isinstance(message, AddRequest)]
+    return [(each.request_id, each.forked_from, each.prompt_token_ids.tolist()) for each in sent]
+
+
+def test_a_prompt_is_sent_once_for_several_answers() -> None:
+    link = Link()
+    first = link.add("1")
+    request = AddRequest("2", np.array([1, 2, 3], np.int32), SamplingParams(), 6)
+    second = link.session.add(request, parent=first)
+    assert adds(link) == [("1", "", [1, 2, 3]), ("2", "1", [])]
+    assert link.sent[-1].num_forked_tokens == 3 and link.sent[-1].seed == 6
+    link.give(second, 7)
+    link.die()
+    assert adds(link) == [("1", "", [1, 2, 3]), ("2", "", [1, 2, 3])], "a restart does not depend on the parent"
+    assert link.submitted() == [("1", []), ("2", [7])]
+
+
+@pytest.mark.parametrize("how", ["ended", "aborted", "stopped"])
+def test_an_answer_whose_parent_is_over_has_its_own_prompt(how: str) -> None:
+    link = Link()
+    first = link.add("1")
+    if how == "ended":
+        link.give(first, 5, ended=EndReason.LENGTH)
+    elif how == "aborted":
+        link.session.abort(first)
+    else:
+        link.session.stop_at(first, 0)
+    link.session.add(AddRequest("2", np.array([1, 2, 3], np.int32), SamplingParams(), 6), parent=first)
+    assert adds(link)[-1] == ("2", "", [1, 2, 3])
+
+
+def test_answers_added_while_there_is_no_scheduler_share_a_prompt() -> None:
+    link = Link()
+    link.begin(after_death=True, ready=False)
+    first = link.add("1")
+    link.session.add(AddRequest("2", np.array([1, 2, 3], np.int32), SamplingParams(), 6), parent=first)
+    link.session.take(EngineState("ready"))
+    assert adds(link) == [("1", "", [1, 2, 3]), ("2", "1", [])]
+
+
+def test_a_late_fork_is_submitted_whole() -> None:
+    link = Link()
+    first = link.add("1")
+    second = link.session.add(AddRequest("2", np.array([1, 2, 3], np.int32), SamplingParams(), 6), parent=first)
+    assert link.session.take(Rejected("2", "parent_not_found", "forked_from", "there is no request '1' to fork"))
+    assert adds(link)[-1] == ("2", "", [1, 2, 3])
+    link.give(second, 5, ended=EndReason.LENGTH)
+    update = second.take()
+    assert update is not None and update.token_ids == [5]
+    assert link.session.take(Rejected("9", "parent_not_found", "forked_from", "it was aborted since"))
+
+
 def test_requests_wait_while_there_is_no_scheduler() -> None:
     link = Link()
     link.begin(after_death=True, ready=False)

@@ -136,6 +136,7 @@ class FakeEngine:
         cache_salt: str,
         tenant: int,
         *,
+        parent: Any = None,
         on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:

@@ -106,6 +106,7 @@ class EndlessEngine:
         cache_salt: str,
         tenant: int,
         *,
+        parent: Any = None,
         on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)
