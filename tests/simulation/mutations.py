@@ -16,7 +16,7 @@ from quire.launch.frontend import session, streams
 from quire.launch.supervision import policy
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
-from quire.scheduler_proc.kv import block_pool, manager
+from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.requests.request import RequestStatus
@@ -183,6 +183,21 @@ def never_reconsidered() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _copies_at_once() -> Iterator[None]:
+    """Copies are sent with the step that writes their source."""
+    real = forks.BlockForks.take
+
+    def take(self: Any) -> Any:
+        for copies in self._copies.values():
+            for copy in copies:
+                copy.is_written = True
+        return real(self)
+
+    with mock.patch.object(forks.BlockForks, "take", take):
+        yield
+
+
 def removals_not_sent() -> contextlib.AbstractContextManager[Any]:
     """Ended requests stay on the workers."""
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: [])
@@ -292,8 +307,8 @@ MUTATIONS = (
         "requests with prompt logprobs get prefix cache hits",
         "9",
         without.prompt_logprobs_skip_the_prefix_cache,
-        seed=3,
     ),
     Mutation("a block hash covers only the block's own tokens", "14, I5", without.hashes_cover_earlier_blocks),
     Mutation("removals are sent repeatedly", "20", without.removals_are_sent_once),
+    Mutation("a copy is sent before its source is written", "I5", _copies_at_once, seed=2),
 )

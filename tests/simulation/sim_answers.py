@@ -23,14 +23,19 @@ LATE_S = 4.0
 """Most seconds between the commit of a token and its arrival at the client."""
 
 
-def expected_answer(request: SimRequest, max_tokens: int) -> tuple[list[int], EndReason]:
-    """Return the answer of an undisturbed engine with room for ``max_tokens`` in its pool."""
-    prompt = request.prompt
-    context = 0
-    for token in prompt:
-        context = extend_context(context, token)
-    limit = min(request.max_tokens, min(MAX_MODEL_LEN, max_tokens + 1) - len(prompt))
-    answer: list[int] = []
+def most_output_tokens(request: SimRequest, max_tokens: int) -> int:
+    return min(request.max_tokens, min(MAX_MODEL_LEN, max_tokens + 1) - len(request.prompt))
+
+
+def expected_answer(request: SimRequest, max_tokens: int, known: list[int]) -> tuple[list[int], EndReason]:
+    """Return the answer of an undisturbed engine with room for ``max_tokens`` in its pool.
+
+    Args:
+        known: output tokens with which the request was forked.
+    """
+    context = reduce(extend_context, [*request.prompt, *known], 0)
+    limit = most_output_tokens(request, max_tokens)
+    answer = list(known)
     while len(answer) < limit:
         token = next_token(context, VOCAB_SIZE)
         answer.append(token & ~1 if request.even else token)
@@ -44,7 +49,7 @@ def check_update(world: "World", client: "SimClient", update: Update) -> None:
     """Record an update. Raises AssertionError if a token is not the next one."""
     request = world.requests[client.request.name]
     assert world.max_tokens is not None
-    want, _ = expected_answer(request, world.max_tokens)
+    want, _ = expected_answer(request, world.max_tokens, client.forked_tokens)
     first = len(client.tokens)
     client.tokens += update.token_ids
     assert client.tokens[first:] == want[first : len(client.tokens)], f"{request.name}: tokens differ from {first} on"
@@ -100,7 +105,7 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
         assert world.fatal_error is not None, f"{name} got an engine error: {client.error}"
         return
     assert world.max_tokens is not None
-    want, reason = expected_answer(request, world.max_tokens)
+    want, reason = expected_answer(request, world.max_tokens, client.forked_tokens)
     if client.ended is EndReason.ERROR:
         if client.detail.startswith("numerical_error"):
             assert name in world.faults.bad_logits, f"{name} ended for bad logits without a fault"
@@ -122,7 +127,8 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
 
 def _check_rejection(world: "World", front: "SimFront", client: "SimClient", error: InvalidRequest) -> None:
     request = world.requests[client.request.name]
-    assert not client.tokens, f"{request.name} was rejected after {len(client.tokens)} tokens: {error.code}"
+    num_received = len(client.tokens) - client.num_forked
+    assert not num_received, f"{request.name} was rejected after {num_received} tokens: {error.code}"
     if error.code == "queue_full":
         assert world.config.max_num_queued_reqs
         assert front.submitted[request.name] == 1, f"{request.name} was rejected when it was resubmitted"

@@ -1,7 +1,10 @@
 """Fairness check: no request waits long while less urgent requests that arrived later run (I14)."""
 
+from collections.abc import Collection
+
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.request import Request
 
 MOST_OVERTAKEN = 100
 """Maximum number of steps that a request waits while requests of its tenant behind it in scheduling order run. Those
@@ -15,8 +18,12 @@ class FairnessCheck:
         self.longest = 0
         self._overtaken: dict[int, int] = {}
 
-    def decided(self, scheduler: Scheduler, step: SchedulerOutput) -> None:
-        """Raise AssertionError if an admitted request was not first in order, or if a request has waited too long."""
+    def decided(self, scheduler: Scheduler, step: SchedulerOutput, forked: Collection[Request] = ()) -> None:
+        """Raise AssertionError if an admitted request was not first in order, or if a request has waited too long.
+
+        Args:
+            forked: children admitted in this step, before another tenant's request may have preempted an older one.
+        """
         table = scheduler.table
         waiting, key = list(table.waiting), table.waiting.key
         if scheduler.suspects.alone is not None:
@@ -25,7 +32,8 @@ class FairnessCheck:
         by_handle = {request.handle: request for request in table.running.values()}
         for new in step.new_requests:
             admitted = by_handle[new.handle]
-            behind = [other for other in waiting if other.tenant == admitted.tenant]
+            before = step.removed if admitted in forked else ()
+            behind = [other for other in waiting if other.tenant == admitted.tenant and other.handle not in before]
             assert all(key(admitted) < key(other) for other in behind), (
                 f"{admitted!r} was admitted before a request ahead of it"
             )

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+from msgspec.structs import replace
+from sim_answers import most_output_tokens
 from sim_process import SimProcess
 from sim_scenario import SimRequest
 from sim_wire import WireChannel
@@ -14,7 +17,7 @@ from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason, Rejected
 from quire.protocol.wire.link_messages import Message
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class SimClient:
         left: it aborted or stopped the request; nothing may arrive after that.
         lost: its front end died.
         last_token_at: time of its last token, or of its arrival.
+        num_forked: output tokens of the parent that are its first tokens.
     """
 
     request: SimRequest
@@ -46,6 +50,11 @@ class SimClient:
     stopped_at: int | None = None
     lost: bool = False
     last_token_at: float = 0.0
+    num_forked: int = 0
+
+    @property
+    def forked_tokens(self) -> list[int]:
+        return self.tokens[: self.num_forked]
 
     @property
     def is_over(self) -> bool:
@@ -68,6 +77,8 @@ class SimFront(SimProcess):
         self.clients: list[SimClient] = []
         self.submitted: Counter[str] = Counter()
         self.scheduler_deaths: list[float] = []
+        self._forks: dict[str, tuple[Stream, list[int]]] = {}
+        """Request → the stream from which it is forked, and the output tokens that it continues."""
         self._incarnation = 0
         self._peer = b""
         self._channel: WireChannel | None = None
@@ -114,9 +125,32 @@ class SimFront(SimProcess):
         if self._channel is None:
             return  # no link yet: the session sends everything needed after connecting
         if isinstance(message, AddRequest):
+            message = self._with_fork(message)
             self.submitted[message.request_id] += 1
             self.world.num_submissions[message.request_id] += 1
         self._channel.send(message)
+
+    def _with_fork(self, request: AddRequest) -> AddRequest:
+        """Return a request as it is submitted: a child names its parent, if the scheduler may have it, once."""
+        parent, known = self._forks.get(request.request_id, (None, []))
+        if parent is None:
+            return request
+        if not request.resubmitted and not parent.over and parent.link_number == self.session.link_number:
+            num_known = len(request.prompt_token_ids) + len(known)
+            fork = {"forked_from": parent.request_id, "num_forked_tokens": num_known}
+            return replace(request, prompt_token_ids=np.zeros(0, np.int32), **fork)
+        delivered = [] if request.output_token_ids is None else request.output_token_ids.tolist()
+        return replace(request, output_token_ids=np.array([*known, *delivered], np.int32))
+
+    def _take_message(self, message: Message) -> bool:
+        """Give a message to the session. A child of a request that has ended is submitted with its tokens."""
+        if isinstance(message, Rejected) and message.code == "parent_not_found":
+            stream = next((s for s in self.session.table.streams if s.request_id == message.request_id), None)
+            if stream is not None and not stream.muted:
+                self.world.num_orphans += 1
+                self._post(stream.submission())
+                return True
+        return self.session.take(message)
 
     def _wake(self) -> None:
         if self.alive and not self._relinking:
@@ -132,7 +166,7 @@ class SimFront(SimProcess):
             else:
                 if received is None:
                     break
-                going_on = self.session.take(received.message)
+                going_on = self._take_message(received.message)
             if not going_on:
                 self._relinking = True
                 self.world.events.after(RELINK_S, partial(self._link_again, self._incarnation))
@@ -157,6 +191,10 @@ class SimFront(SimProcess):
         client: SimClient | None = None
         if all(r.request.name != request.name or r.stream.over for r in self.clients):
             del self.submitted[request.name]
+        parent = self._parent_of(request)
+        known = [] if parent is None else self._forked_tokens(request, parent)
+        if parent is not None:
+            self._forks[request.name] = parent.stream, known
 
         def on_update() -> None:
             if client is not None:
@@ -171,12 +209,23 @@ class SimFront(SimProcess):
         except EngineError:
             assert self.world.fatal_error is not None, "refused as if the engine had failed"
             return
-        client = SimClient(request, stream, last_token_at=self.world.events.now)
+        client = SimClient(request, stream, [*known], last_token_at=self.world.events.now, num_forked=len(known))
         self.clients.append(client)
         self.world.num_requests += 1
         self._take(client)
         if request.then[0] == "leave_at":
             self.world.events.after(request.then[1] / 10, lambda: self._leave(client))
+
+    def _parent_of(self, request: SimRequest) -> SimClient | None:
+        """Return the client of the request from which another one is forked, unless it has ended."""
+        streams = self.session.table.streams
+        return next((c for c in self.clients if c.request.name == request.fork[0] and c.stream in streams), None)
+
+    def _forked_tokens(self, request: SimRequest, parent: SimClient) -> list[int]:
+        num_known = request.fork[1]
+        if self.world.max_tokens is not None:
+            num_known = min(num_known, most_output_tokens(request, self.world.max_tokens) - 1)
+        return parent.tokens[:num_known]
 
     def _leave(self, client: SimClient) -> None:
         if self.alive and not client.is_over:
@@ -198,6 +247,7 @@ class SimFront(SimProcess):
             return
         self.world.on_update(client, update)
         kind, after = client.request.then
+        after += client.num_forked
         if client.ended is not None:
             self.world.check_ending(self, client)
         elif kind == "abort" and len(client.tokens) >= after:
@@ -205,6 +255,8 @@ class SimFront(SimProcess):
         elif kind == "stop" and len(client.tokens) > after:
             client.left, client.stopped_at = True, after
             self.session.stop_at(client.stream, after)
+        for child in self.world.due_children(client):
+            self.submit(child)
 
     def drop_finished(self) -> None:
         """Drop clients of ended requests."""

@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from sim_scenario import Scenario, scenario_of, without
 from sim_world import World
 
+COUNTS = ("num_requests", "num_tokens", "num_steps", "num_given_up", "num_forks", "num_copies", "num_orphans")
+
 
 @dataclass
 class Outcome:
-    """``failure``: the violation, or empty. ``faults``: number of faults by kind."""
+    """What one run did.
+
+    Attributes:
+        failure: the violation, or empty.
+        faults: number of faults by kind.
+        num_forks: requests that got the blocks of their parent.
+        num_copies: blocks that were copied for them.
+        num_orphans: children whose parent had ended when they arrived.
+    """
 
     failure: str
     faults: Counter[str]
@@ -19,6 +29,9 @@ class Outcome:
     num_tokens: int
     num_steps: int
     num_given_up: int
+    num_forks: int
+    num_copies: int
+    num_orphans: int
 
 
 @dataclass
@@ -31,6 +44,9 @@ class Total:
     num_tokens: int = 0
     num_steps: int = 0
     num_given_up: int = 0
+    num_forks: int = 0
+    num_copies: int = 0
+    num_orphans: int = 0
     failures: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -40,10 +56,7 @@ class Total:
     def add(self, seed: int, outcome: Outcome) -> None:
         self.num_seeds += 1
         self.faults += outcome.faults
-        self.num_requests += outcome.num_requests
-        self.num_tokens += outcome.num_tokens
-        self.num_steps += outcome.num_steps
-        self.num_given_up += outcome.num_given_up
+        self._add(outcome)
         if outcome.failure:
             self.failures[seed] = outcome.failure
 
@@ -51,11 +64,12 @@ class Total:
         """Add the total of other seeds."""
         self.num_seeds += part.num_seeds
         self.faults += part.faults
-        self.num_requests += part.num_requests
-        self.num_tokens += part.num_tokens
-        self.num_steps += part.num_steps
-        self.num_given_up += part.num_given_up
+        self._add(part)
         self.failures.update(part.failures)
+
+    def _add(self, part: "Total | Outcome") -> None:
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(part, name))
 
 
 def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: None) -> Outcome:
@@ -68,7 +82,8 @@ def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: No
     except Exception as error:  # any exception is a defect of the engine or of the simulation
         failure = f"{type(error).__name__}: {error}"
     given_up = world.faults.counts.pop("engine gave up", 0)
-    return Outcome(failure, world.faults.counts, world.num_requests, world.num_tokens, world.num_steps, given_up)
+    counts = {name: getattr(world, name) for name in COUNTS if name != "num_given_up"}
+    return Outcome(failure, world.faults.counts, num_given_up=given_up, **counts)
 
 
 def play_seeds(seeds: Iterable[int], prepare: Callable[[World], None] = lambda world: None) -> Total:

@@ -85,8 +85,11 @@ class Oracle:
         assert self.runner is not None and self.model is not None
         batch = self.runner.batch
         rows = np.flatnonzero(batch.active[: batch.num_rows])
-        running = [chunks[handle] for handle in batch.handles[rows].tolist()]
-        assert len(running) == len(chunks), "other requests run than the step names"
+        active = [chunks[handle] for handle in batch.handles[rows].tolist()]
+        assert len(active) == len(chunks), "other requests run than the step names"
+        running = [
+            chunk for chunk in active if chunk.end > chunk.start
+        ]  # the others sample from logits of their parent
         assert [c.end - c.start for c in running] == batches[0].query_lens_cpu.tolist(), "chunk lengths differ"
         assert [c.end for c in running] == batches[0].seq_lens_cpu.tolist(), "sequence lengths differ"
         place = 0

@@ -37,6 +37,8 @@ BUG_SHARE = 0.3
 TRACE_SHARE = 0.15
 TENANT_SHARE = 0.25
 """Fraction of seeds with three tenants."""
+FORK_SHARE = 0.6
+"""Fraction of seeds with forks, of those with room for two requests in a step."""
 DISK_SHARE = 0.5
 """Fraction of seeds with a disk, of those with a prefix cache."""
 PAGE_BYTES = 4096
@@ -65,6 +67,9 @@ class SimRequest:
         even: a grammar allows only even tokens.
         logprobs: number of most likely tokens with log probabilities, in addition to the sampled one.
         bug: number of output tokens from which it makes the scheduler fail; None: never.
+        fork: name of the request from which it is forked, and number of that request's output tokens from which it
+            continues, or less if that is all; ("", 0) for none. It arrives when its parent has got this number of
+            tokens, or at the end of its parent. The prompts are equal.
     """
 
     at: float
@@ -83,6 +88,7 @@ class SimRequest:
     logprobs: int | None = None
     bug: int | None = None
     tenant: int = 0
+    fork: tuple[str, int] = ("", 0)
 
     @property
     def prompt(self) -> list[int]:
@@ -101,6 +107,10 @@ class Scenario:
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
     disk: bool = False
+
+    @property
+    def has_forks(self) -> bool:
+        return any(request.fork[0] for request in self.requests)
 
     def paste(self) -> str:
         """Return the source text of this scenario, for a test."""
@@ -127,7 +137,7 @@ class Shape:
     real_runner: bool
 
 
-def shape_of(seed: int, *, disk: bool = False) -> Shape:
+def shape_of(seed: int, *, disk: bool = False, forks: bool = False) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
     num_host_pages = settings.pop("num_host_pages")
@@ -147,6 +157,7 @@ def shape_of(seed: int, *, disk: bool = False) -> Shape:
             "tensor_parallel_size": num_ranks,
             "cpu_offload_bytes": num_host_pages * num_ranks * PAGE_BYTES if settings["enable_prefix_caching"] else 0,
             **(_disk_settings(seed, num_ranks) if disk else {}),
+            **(_fork_settings(seed, settings) if forks else {}),
         },
         real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
@@ -162,6 +173,11 @@ def _disk_settings(seed: int, num_ranks: int) -> dict[str, Any]:
         "ssd_cache_bytes": rng.choice((12, 80, 300)) * page,
         "cpu_offload_bytes": rng.choice((0, 4, 12)) * page,
     }
+
+
+def _fork_settings(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a larger pool in most cases, in which children and their parents run at once."""
+    return {"num_blocks": max(settings["num_blocks"], random.Random(f"pool of forks {seed}").choice((10, 40, 80)))}
 
 
 def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
@@ -201,7 +217,47 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         lengths = (0, 8, 16, 24, 24)
         requests = [replace(r, prefix=(of_disk.randrange(4), of_disk.choice(lengths))) for r in requests]
         faults += [Fault(round(of_disk.uniform(BEGIN_S, at), 3), "reset", of_disk.randrange(6))]
+    of_forks = random.Random(f"forks {seed}")
+    if of_forks.random() < FORK_SHARE * (shape.settings["max_num_seqs"] > 1):
+        requests = _with_forks(of_forks, requests)
     return Scenario(seed, tuple(requests), tuple(faults), disk)
+
+
+def _with_forks(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:
+    """Return half of the requests, and others with children and children of children, many with longer answers."""
+    made: list[SimRequest] = []
+    names: set[str] = set()
+    for request in requests:
+        if request.name in names or rng.random() < 0.6:
+            made += [request][: rng.randrange(2)]
+        else:
+            parents = [replace(request, max_tokens=rng.choice((request.max_tokens, 12, 25)))]
+            while parents:
+                parent = parents.pop()
+                made.append(parent)
+                for _ in range(rng.choice((1, 1, 2, 3, 5)) if len(made) < 2 * len(requests) else 0):
+                    child = _draw_child(rng, parent, f"f{len(made) + len(parents)}")
+                    (parents if rng.random() < 0.3 else made).append(child)
+        names.add(request.name)
+    return made
+
+
+def _draw_child(rng: random.Random, parent: SimRequest, name: str) -> SimRequest:
+    then: Any = rng.choice((("", 0),) * 7 + (("abort", 1), ("stop", rng.randrange(5)), ("leave_at", 5)))
+    return replace(
+        parent,
+        at=parent.at + rng.choice((0.0, 0.0, 0.001, 0.1, 1.0)),
+        name=name,
+        max_tokens=rng.choice((parent.max_tokens, rng.randrange(1, 30))),
+        ignore_eos=not parent.even and rng.random() < 0.6,
+        priority=rng.choice((parent.priority, parent.priority, 0, 5)),
+        then=then,
+        poison=None,
+        prompt_logprobs=None,
+        logprobs=rng.choice((None, None, 0, 2)),
+        bug=None,
+        fork=(parent.name, rng.choice((0, 0, 1, 2, 5, 10))),
+    )
 
 
 def _draw_request(

@@ -22,6 +22,8 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 from quire.scheduler_proc.process.loop import SchedulerLoop
 from quire.scheduler_proc.process.worker_group import WorkerGroup
+from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.requests.request import RequestStatus
 
 if TYPE_CHECKING:
     from sim_world import World
@@ -188,9 +190,13 @@ class SimScheduler(SimProcess):
                 num_output = request.num_output_tokens
                 if self.world.faults.is_bug(request.request_id, num_output):
                     raise SchedulerBug(request.request_id)
+            children = [r for r in scheduler.table.skipped_waiting.values() if r.wait_reason is WaitReason.FORK]
             step = decide(now)
             if step is not None:
-                self.fairness.decided(scheduler, step)
+                forked = [child for child in children if child.status is RequestStatus.RUNNING]
+                self.fairness.decided(scheduler, step, forked)
+                self.world.num_forks += len(forked)
+                self.world.num_copies += len(step.block_copies)
             return step
 
         scheduler.schedule = schedule  # type: ignore[method-assign]

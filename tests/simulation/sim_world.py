@@ -74,7 +74,7 @@ class World:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.shape = shape = shape_of(scenario.seed, disk=scenario.disk)
+        self.shape = shape = shape_of(scenario.seed, disk=scenario.disk, forks=scenario.has_forks)
         settings = dict(shape.settings)
         layout = settings.pop("layout")
         self.host_pages: dict[str, dict[int, Page]] = {}
@@ -94,8 +94,10 @@ class World:
         self.schedulers: list[SimScheduler] = []
         self.fatal_error: QuireError | None = None
         self.requests = {request.name: request for request in reversed(scenario.requests)}
+        self._unborn = [request for request in scenario.requests if request.fork[1]]
         self.even = frozenset(name for name, request in self.requests.items() if request.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
+        self.num_forks = self.num_copies = self.num_orphans = 0
         self.num_submissions: Counter[str] = Counter()
         self.max_tokens: int | None = None
         self._last_progress = self.events.now
@@ -110,7 +112,8 @@ class World:
             self.policy.admit_front_ends(self.events.now)
             self._tick()
             for request in self.scenario.requests:
-                self.events.after(request.at, lambda request=request: self._submit(request))  # type: ignore[misc]
+                if not request.fork[1]:
+                    self.events.after(request.at, lambda request=request: self._submit(request))  # type: ignore[misc]
             for fault in self.scenario.faults:
                 self.events.after(fault.at, lambda fault=fault: self.faults.inject(fault))  # type: ignore[misc]
             last = max([x.at for x in (*self.scenario.requests, *self.scenario.faults)], default=0.0)
@@ -154,6 +157,13 @@ class World:
         process = self.scheduler
         ready = all(m.ready for m in self.policy.members if m.role != "worker")
         return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
+
+    def due_children(self, parent: SimClient) -> list[SimRequest]:
+        """Remove and return the requests that are forked from as many output tokens as ``parent`` has by now."""
+        mine = [request for request in self._unborn if request.fork[0] == parent.request.name]
+        due = [request for request in mine if parent.ended is not None or len(parent.tokens) >= request.fork[1]]
+        self._unborn = [request for request in self._unborn if request not in due]
+        return due
 
     def _submit(self, request: SimRequest) -> None:
         front = self.fronts.get(request.front % self.shape.num_fronts)

@@ -35,6 +35,7 @@ def test_slice_has_no_failures(total: Total) -> None:
 def test_slice_has_many_faults(total: Total) -> None:
     assert total.num_faults >= AT_LEAST
     assert total.num_requests > 1000 and total.num_tokens > 3000
+    assert total.num_forks > 50 and total.num_copies > 25 and total.num_orphans > 10
 
 
 @pytest.mark.full
@@ -59,7 +60,7 @@ def test_same_seed_gives_same_run() -> None:
 
 
 def test_paste_has_all_requests_and_faults() -> None:
-    scenario = without(without(scenario_of(3), "requests", range(4, 100)), "faults", range(4, 100))
+    scenario = without(without(scenario_of(3), "requests", range(4, 1000)), "faults", range(4, 1000))
     text = scenario.paste()
     assert len(scenario.requests) == len(scenario.faults) == 4 and text.startswith("Scenario(")
     assert all(f"{part!r}," in text for part in (*scenario.requests, *scenario.faults))

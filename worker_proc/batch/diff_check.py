@@ -44,7 +44,7 @@ class DiffCheck:
         after = _After(self._batch, step, self._max_tokens)
         self._require_new(step)
         self._require_blocks(step, after)
-        self._tables.require_copies(step.block_copies)
+        self._tables.require_copies(step.block_copies, after.leaving)
 
     def _require_appends(self, step: SchedulerOutput) -> None:
         """Check a diff that only appends blocks, as in steady decode for rows whose next token starts a block."""

@@ -69,10 +69,14 @@ class MultiGroupBlockTable:
         if self._owners is not None and len(block_ids):
             self._owners.require_free(block_ids, leaving)
 
-    def require_copies(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Raise StepRefused unless blocks of these ids may be copied, each from the first to the second."""
+    def require_copies(self, copies: Sequence[tuple[int, int]], leaving: Sequence[int]) -> None:
+        """Raise StepRefused unless blocks of these ids may be copied, each from the first to the second.
+
+        Args:
+            leaving: rows that the step removes.
+        """
         if self._owners is not None:
-            self._owners.require_copies(copies)
+            self._owners.require_copies(copies, leaving)
 
     def move_row(self, source: int, target: int) -> None:
         self.version += 1

@@ -122,11 +122,12 @@ class SlotOwners:
         if taken.any():
             raise StepRefused(f"slot overlap: block {block_ids[taken][0]} to write is in use by another row")
 
-    def require_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+    def require_copies(self, copies: Sequence[tuple[int, int]], leaving: Sequence[int] = ()) -> None:
         """Check that blocks may be copied.
 
         Args:
             copies: source and target of each.
+            leaving: rows that the step removes; their reads do not count.
 
         Raises:
             StepRefused: a block is out of range, a target occurs twice or is a source, or a row reads it.
@@ -139,8 +140,9 @@ class SlotOwners:
             raise StepRefused(f"blocks to copy must be between 1 and {last} (got {pairs.min()} to {pairs.max()})")
         if len(np.unique(targets)) < len(targets) or np.isin(targets, pairs[:, 0]).any():
             raise StepRefused("a block to copy to occurs twice, or is copied from")
-        if self._readers[targets].any():
-            raise StepRefused(f"block {targets[self._readers[targets] > 0][0]} to copy to is read by a row")
+        is_read = self._readers[targets] > self._num_reads(self._place_of_row[list(leaving)], targets)
+        if is_read.any():
+            raise StepRefused(f"block {targets[is_read][0]} to copy to is read by a row")
 
     def _num_reads(self, places: Ints, block_ids: Ints) -> Ints | int:
         """Return for each block the number of its reads by the rows at ``places``."""

@@ -40,6 +40,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(count):
             self.event(seed + index, "arrive")
 
+    @precondition(lambda self: self.load.driver.scheduler.table.requests)
+    @rule(seed=SEEDS)
+    def fork(self, seed: int) -> None:
+        self.event(seed, "fork")
+
     @rule(seed=SEEDS, count=st.integers(10, 60))
     def advance(self, seed: int, count: int) -> None:
         self.load.rng = random.Random(seed)

@@ -104,6 +104,14 @@ def test_copy_to_a_block_that_a_row_reads_is_refused() -> None:
         runner.step(block_copies=[(2, 1)])
 
 
+def test_copy_to_a_block_that_only_removed_rows_read() -> None:
+    """A child gets a block of a request that the same step removes."""
+    runner = Runner()
+    runner.step(**rows_of((0, PROMPT, [1, 2, 3], 0)))
+    runner.step(**rows_of((1, PROMPT, [1, 4], 4)))
+    runner.step(**rows_of((2, PROMPT[:3], [1], 2)), block_copies=[(2, 1)], removed=[0, 1])
+
+
 def test_fork_without_a_block_for_its_last_tokens_is_refused() -> None:
     runner = Runner()
     rows = rows_of((0, PROMPT, [1, 2], 0), (1, PROMPT, [1], len(PROMPT)))
