@@ -70,11 +70,11 @@ def _ignore_disagreement(self: Any) -> Any:
     return (0, self._held.popleft()) if len(digests) == self.size else None
 
 
-def _from_the_start(self: Any) -> Any:
+def _from_the_start(self: Any, link_number: int) -> Any:
     return msgspec.structs.replace(self.request, resubmitted=self.link_number > 0)
 
 
-def _never_again(self: Any) -> Any:
+def _never_again(self: Any, link_number: int) -> Any:
     if not self.tokens:
         return self.request
     return msgspec.structs.replace(self.request, output_token_ids=streams.np.array(self.tokens, streams.np.int32))

@@ -148,7 +148,7 @@ class SimFront(SimProcess):
             stream = next((s for s in self.session.table.streams if s.request_id == message.request_id), None)
             if stream is not None and not stream.muted:
                 self.world.num_orphans += 1
-                self._post(stream.submission())
+                self._post(stream.submission(self.session.link_number))
                 return True
         return self.session.take(message)
 
