@@ -261,7 +261,7 @@ COMMANDS = {
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, serve, wire, scheduler, sampling, kernels.",
+        "Run a benchmark: engine, serve, beams, wire, scheduler, sampling, kernels.",
         lambda parser: None,
         lambda args: None,
     ),
@@ -272,6 +272,11 @@ COMMANDS = {
     ),
     "bench serve": Command(
         "Measure a running server with a dataset's prompts.", _lazy("bench.flags:serve"), _lazy("bench.serve:run")
+    ),
+    "bench beams": Command(
+        "Measure beam search beside one that submits each token again.",
+        _lazy("bench.flags:beams"),
+        _with_options("bench.beams:run"),
     ),
     "bench wire": Command(
         "Measure size and cost of the messages of a decoding batch.",

@@ -62,6 +62,18 @@ def serve(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def beams(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", metavar="NAME", help="model shape with random weights, such as smollm2-135m")
+    parser.add_argument("--beam-width", type=int, metavar="N", default=8, help="beams of each search (8)")
+    parser.add_argument("--num-prompts", type=int, metavar="N", default=1, help="searches at once (1)")
+    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per prompt (128)")
+    parser.add_argument("--output-len", type=int, metavar="N", default=64, help="tokens per output (64)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="timed rounds, reported as median (5)")
+    _add_json(parser)
+    add_config_file(parser)
+    add_options(parser, EngineOptions)
+
+
 def wire(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-requests", type=int, metavar="N", default=256, help="decoding requests (256)")
     parser.add_argument("--steps", type=int, metavar="N", default=1024, help="steps to record (1024)")

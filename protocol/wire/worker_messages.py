@@ -52,7 +52,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerOutput(Message, frozen=True, tag=31):
     """One step, as a diff. An active request that it does not mention computes one token.
 
-    Applied in the order: removed and parked, new, unparked, appended, row moves, block copies, counts.
+    Applied in the order: removed and parked, new, unparked, chosen, appended, row moves, block copies, counts.
 
     Attributes:
         step: number of the step, which continues over epochs.
@@ -65,6 +65,7 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         block_copies: (source, target) of blocks whose content is copied before the step computes anything.
         forks: (handle, parent) of new requests without a token to compute: the parent computes their last token in this
             step, and both sample from its logits. A block that the parent is filling is copied by a later step.
+        chosen: (handle, token) of requests whose last sampled token is replaced by this one: beams of a search.
         drafts: (handle, drafts) of each request that may verify drafts: up to this many of its tokens, the last ones.
             Only the worker knows the drafts and their actual number, since its proposer makes them as the step begins.
         awaits_sample_inputs: a request that samples in this step has a grammar. The worker launches the forward pass
@@ -90,6 +91,7 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     awaits_sample_inputs: bool = False
     drafts: list[tuple[int, int]] = []
     forks: list[tuple[int, int]] = []
+    chosen: list[tuple[int, int]] = []
 
 
 class Shutdown(Message, frozen=True, tag=32):

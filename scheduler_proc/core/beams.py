@@ -101,11 +101,9 @@ class Beams:
                 self._drop(beam)
 
     def _continue(self, beam: Request, token: int) -> Request:
-        beam.tokens.append(token)
+        self._table.choose(beam, token)
         beam.max_total_tokens = beam.num_tokens + 1
-        if beam.status is RequestStatus.RUNNING:
-            self._table.renew(beam)
-        elif beam.handle in self._table.skipped_waiting and beam.wait_reason is WaitReason.BEAMS:
+        if beam.handle in self._table.skipped_waiting and beam.wait_reason is WaitReason.BEAMS:
             self._table.release(beam)
         return beam
 

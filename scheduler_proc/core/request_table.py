@@ -41,6 +41,7 @@ class RequestTable:
         self.handles = HandlePool()
         self.rows: Counter[int] = Counter()
         self._removed: list[int] = []
+        self._chosen: dict[int, int] = {}
         self._retired: list[int] = []
         self._num_retired_in_flight = 0
         self._num_added = self._num_admitted = 0
@@ -107,11 +108,11 @@ class RequestTable:
                 if record.step > request.joined_step:
                     record.rows[request.handle] = StepRow(request, 1, (), samples=True)
 
-    def renew(self, request: Request) -> None:
-        """Let the next step with this running request send it to the workers as new: their tokens of it are wrong."""
+    def choose(self, request: Request, token: int) -> None:
+        """Append a token to a running request that the workers have not sampled; they get it with the next step."""
+        request.tokens.append(token)
         if request.on_worker:
-            self._removed.append(request.handle)
-            request.on_worker = request.parked = False
+            self._chosen[request.handle] = token
 
     def move_to_leaving(self, request: Request) -> None:
         """Move a running request that needs no more steps to ``leaving``; only its last result is missing."""
@@ -158,6 +159,11 @@ class RequestTable:
         removed, self._removed = self._removed, []
         return removed
 
+    def take_chosen(self) -> list[tuple[int, int]]:
+        """Return and clear the (handle, token) that replace sampled tokens on the workers."""
+        chosen, self._chosen = list(self._chosen.items()), {}
+        return chosen
+
     def take_retired(self) -> list[int]:
         """Return and clear the handles of ended requests; ``release_handles`` them when the next diff is answered."""
         retired, self._retired = self._retired, []
@@ -197,6 +203,7 @@ class RequestTable:
             del self.rows[request.tenant]
         if request.on_worker:
             self._removed.append(request.handle)
+            self._chosen.pop(request.handle, None)
             request.on_worker = request.parked = False
 
     def check(self) -> None:

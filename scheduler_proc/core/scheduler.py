@@ -326,7 +326,7 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Commit the plan: build the diff, then advance the scheduled requests."""
         table, step = self.table, plan.step
-        diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv)
+        diff = build_diff(plan, table.unsteady.values(), table.take_removed(), table.take_chosen(), self.kv)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():

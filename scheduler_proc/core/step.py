@@ -100,13 +100,19 @@ class StepPlan:
             self.new_blocks.remove(request.handle)
 
 
-def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], kv: KVCacheManager) -> SchedulerOutput:
+def build_diff(
+    plan: StepPlan,
+    unsteady: Iterable[Request],
+    removed: list[int],
+    chosen: list[tuple[int, int]],
+    kv: KVCacheManager,
+) -> SchedulerOutput:
     """Return the diff between the workers' state and ``plan``, and update the requests' worker state.
 
     ``unsteady``: all running requests outside of steady decode; those without a row are parked.
     """
     handles, block_ids, groups = plan.new_blocks
-    if not plan.rows and not removed:  # all requests are in steady decode or already parked
+    if not plan.rows and not removed and not chosen:  # all requests are in steady decode or already parked
         return SchedulerOutput(
             step=plan.step,
             parked=_park_the_rest(plan, unsteady),
@@ -121,7 +127,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
     unparked: list[int] = []
     for handle, row in plan.rows.items():
         request = row.request
-        if not request.on_worker:
+        if row.new_blocks is None:
             held = kv.block_ids(request)
             new.append(_new_request_data(request, [len(ids) for ids in held]))
             tokens.append(request.tokens.array())
@@ -129,7 +135,6 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
                 new_ids += ids
             request.on_worker, request.parked = True, False
             continue
-        assert row.new_blocks is not None
         for group, blocks in enumerate(row.new_blocks):
             if blocks:
                 handles += [handle] * len(blocks)
@@ -152,6 +157,7 @@ def build_diff(plan: StepPlan, unsteady: Iterable[Request], removed: list[int], 
         counts=[(handle, row.num_tokens) for handle, row in plan.rows.items() if row.num_tokens > 1],
         block_copies=kv.forks.take(),
         forks=[(handle, row.parent.handle) for handle, row in plan.rows.items() if row.parent is not None],
+        chosen=chosen,
         drafts=[(handle, row.num_drafts) for handle, row in plan.rows.items() if row.num_drafts],
     )
 
@@ -173,7 +179,7 @@ def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
     """Park the requests without a row, which the workers would otherwise decode. Returns their handles, sorted."""
     parked: list[int] = []
     for request in unsteady:
-        if request.on_worker and request.handle not in plan.rows and not request.parked:
+        if request.handle not in plan.rows and not request.parked:
             request.parked = True
             parked.append(request.handle)
     return sorted(parked) if parked else parked

@@ -178,6 +178,7 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
         appended: handle, group, block id, handle, ... of blocks appended to existing rows.
         counts, drafts: (handle, tokens) and (handle, drafts) of requests that compute other than one token.
         copies: (source, target) of copied blocks.
+        chosen: handles of beams that continue with another token than they sampled.
         forks: (handle, parent) of new rows that sample from the logits of another row, and compute nothing.
         reasons: decisions since the last line with reasons.
         hashes: (handle, hash) of blocks that became full during the decision.
@@ -195,6 +196,7 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
     drafts: list[tuple[int, int]] = []
     copies: list[tuple[int, int]] = []
     forks: list[tuple[int, int]] = []
+    chosen: list[int] = []
     awaits_sample_inputs: bool = False
     reasons: list[Reason] = []
     hashes: list[tuple[int, bytes]] = []

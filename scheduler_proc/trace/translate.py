@@ -245,6 +245,7 @@ def decision_line(
         drafts=diff.drafts,
         copies=diff.block_copies,
         forks=diff.forks,
+        chosen=[handle for handle, _ in diff.chosen],
         awaits_sample_inputs=diff.awaits_sample_inputs,
         reasons=reasons,
         hashes=hashes,

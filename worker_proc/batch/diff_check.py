@@ -42,6 +42,7 @@ class DiffCheck:
             self._require_appends(step)
             return
         after = _After(self._batch, step, self._max_tokens)
+        self._require_chosen(step)
         self._require_new(step)
         self._require_blocks(step, after)
         self._tables.require_copies(step.block_copies, after.leaving)
@@ -89,6 +90,18 @@ class DiffCheck:
 
     def _outside(self, token_id: int) -> str:
         return f"has id {token_id}, which is outside the vocabulary of {self._vocab_size} tokens"
+
+    def _require_chosen(self, step: SchedulerOutput) -> None:
+        """Check that each row with a chosen token stays, and that its last token was sampled and is not computed."""
+        for handle, token in _once(step.chosen):
+            row = self._batch.row(handle)
+            if handle in step.removed:
+                raise StepRefused(f"handle {handle} has a chosen token, but this step removes it")
+            known, computed = int(self._batch.num_known[row]), int(self._batch.num_computed[row])
+            if known != computed + 1 or known <= self._batch.num_prompt[row]:
+                raise StepRefused(f"handle {handle} has a chosen token, but {computed} of {known} tokens are computed")
+            if not 0 <= token < self._vocab_size:
+                raise StepRefused(f"handle {handle}: the chosen token {self._outside(token)}")
 
     def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
         """Check that every position to compute has a block that no other row writes or reads."""
@@ -265,7 +278,7 @@ def _only_appends(step: SchedulerOutput) -> bool:
 
 def _lists(step: SchedulerOutput) -> bool:
     rows = step.removed or step.parked or step.new_requests or step.unparked
-    return bool(rows or step.counts or step.drafts or step.forks or step.block_copies)
+    return bool(rows or step.counts or step.drafts or step.forks or step.chosen or step.block_copies)
 
 
 def _require_groups(groups: Ints, num_groups: int) -> None:

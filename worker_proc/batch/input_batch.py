@@ -170,6 +170,14 @@ class InputBatch:
         self._fill_gaps()
         return [self.row_of[n.handle] for n in new]
 
+    def replace_last(self, handle: int, token: int) -> None:
+        """Replace the last token of a request, which the host must have."""
+        row = self.row_of[handle]
+        self.tokens.data[row, self.tokens.length[row] - 1] = token
+        output = self.outputs.data[row]
+        if output is not None:
+            output[-1] = token
+
     def _take_row(self) -> int:
         """Return a row for a new request: the first gap, or else a row at the end."""
         row = self.builder.pop_removed()

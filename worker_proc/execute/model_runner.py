@@ -303,7 +303,7 @@ class ModelRunner:
     # ---- apply the diff
 
     def _apply(self, step: SchedulerOutput) -> None:
-        """Apply the diff in the protocol's order: removed, parked, new, unparked, appended, moves, copies, update."""
+        """Apply the diff in the order of the protocol (``SchedulerOutput``)."""
         batch = self.batch
         for handle in step.parked:
             batch.active[batch.row(handle)] = False
@@ -311,8 +311,8 @@ class ModelRunner:
             self._sampling_handles = HANDLES_UNSENT
         rows = batch.change_rows(step.removed, step.new_requests, step.token_ids)
         self._add_blocks(step, rows)
-        for handle in step.unparked:
-            batch.active[batch.row(handle)] = True
+        batch.active[[batch.row(handle) for handle in step.unparked]] = True
+        self.history.replace_last(step.chosen)
         self._append_blocks(step)
         self.tables.commit()
         self._block_copies.run(step.block_copies)

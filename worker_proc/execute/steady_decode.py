@@ -45,7 +45,8 @@ class SteadyDecode:
         Raises:
             StepRefused: it is a steady decode step, but a row has no block for its token.
         """
-        changed = step.removed or step.new_requests or step.parked or step.unparked or step.counts or step.drafts
+        rows = step.removed or step.new_requests or step.parked or step.unparked or step.chosen
+        changed = rows or step.counts or step.drafts
         if changed or not self._steady:
             self._steady = self._all_decode(step)
             if not self._steady:

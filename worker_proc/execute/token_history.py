@@ -60,6 +60,13 @@ class TokenHistory:
         while self._pending:
             self._take(self._pending.popleft())
 
+    def replace_last(self, chosen: list[tuple[int, int]]) -> None:
+        """Replace the last token, which was sampled, of each (handle, token)."""
+        if chosen:
+            self.catch_up()
+        for handle, token in chosen:
+            self._batch.replace_last(handle, token)
+
     def extend(self, row: int, tokens: list[int]) -> None:
         """Add several tokens, already on the host, to ``row``; call ``catch_up`` first."""
         column = self._batch.tokens

@@ -81,6 +81,12 @@ class Row:
         """The block ids of group 0."""
         return self.tables[0]
 
+    def choose(self, token: int) -> None:
+        """Replace the last token, which was sampled and is not computed."""
+        assert self.num_computed == len(self.tokens) - 1 >= self.num_prompt_tokens, "a token that was not sampled"
+        del self.tokens[-1], self.contexts[-1]
+        self.know(token)
+
     def know(self, token: int) -> None:
         self.tokens.append(token)
         self.contexts.append(extend_context(self.contexts[-1] if self.contexts else 0, token))
@@ -217,6 +223,8 @@ class FakeWorker:
         for handle in diff.unparked:
             assert not self.rows[handle].active, f"handle {handle} is not parked"
             self.rows[handle].active = True
+        for handle, token in diff.chosen:
+            self.rows[handle].choose(token)
         for handle, group, block in appended_blocks(diff):
             self._hold(self.rows[handle], group, block, shared=False)
         targets = [target for _, target in diff.block_copies]
@@ -237,16 +245,13 @@ class FakeWorker:
         for new in diff.new_requests:
             assert new.handle not in self.rows, f"handle {new.handle} is held already"
             assert len(new.num_blocks) == len(self.groups)
-            is_forked = dict(diff.forks).get(new.handle) is not None
-            is_beam = "/" in new.request_id  # one that continues keeps its own block
-            copied = is_forked or is_beam or {target for _, target in diff.block_copies}
+            copied = dict(diff.forks).get(new.handle) is not None or {target for _, target in diff.block_copies}
             self._add_row(new, tokens[: new.num_tokens], blocks[: sum(new.num_blocks)], copied)
             del tokens[: new.num_tokens], blocks[: sum(new.num_blocks)]
         assert not tokens and not blocks, "packed arrays are longer than the requests say"
 
     def _add_row(self, new: NewRequestData, tokens: list[int], blocks: list[int], copied: set[int] | bool) -> None:
-        """``copied``: blocks that a copy fills in part; True for a row that may have others: a forked row gets its
-        copies later."""
+        """``copied``: blocks that a copy fills in part; True for a forked row, which gets its copies later."""
         salt = crc32(self.salt_of(client_id(new.request_id)).encode())
         tables: list[list[int]] = [[] for _ in self.groups]
         row = Row(new.handle, new.request_id, self.step, new.num_prompt_tokens, salt, tables)

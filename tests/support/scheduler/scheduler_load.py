@@ -389,8 +389,7 @@ class Load:
             assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
         elif diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
-            admitted = [new.handle for new in diff.new_requests if new.handle not in diff.removed]
-            for request in [by_handle[handle] for handle in admitted]:
+            for request in [by_handle[new.handle] for new in diff.new_requests]:
                 behind = [table.waiting.key(r) for r in table.waiting if r.tenant == request.tenant]
                 assert all(table.waiting.key(request) <= key for key in behind), "somebody was overtaken"
         assert 0 not in [block for _, group, block in appended_blocks(diff) if self._is_full(group)]

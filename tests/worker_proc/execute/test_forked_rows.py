@@ -96,6 +96,35 @@ def test_wrong_fork_or_copy_is_refused(fields: dict[str, Any], text: str) -> Non
         runner.step(**rows | fields)
 
 
+def test_row_continues_with_a_chosen_token() -> None:
+    """The token replaces the one that the row sampled, in a general step and in a row of decode steps."""
+    runner = Runner()
+    runner.step(**rows_of((0, PROMPT, [1, 2, 3], 0)))
+    got = [runner.step(chosen=[(0, 7)])[0], runner.step()[0], runner.step(chosen=[(0, 9)])[0]]
+    known = [*PROMPT, 7]
+    other = Runner()
+    new = NewRequestData(0, "r0", len(PROMPT), len(known), 0, [3], SAMPLING, 0)
+    fields = rows_of((0, known, [1, 2, 3], 0)) | {"new_requests": [new]}
+    assert got == [other.step(**fields)[0], other.step()[0], other.step(chosen=[(0, 9)])[0]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ([(5, 1)], "handle 5 is not held"),
+        ([(0, 10**6)], "handle 0: the chosen token has id 1000000, which is outside"),
+        ([(0, -1)], "handle 0: the chosen token has id -1, which is outside"),
+        ([(0, 1), (0, 2)], "duplicate handle 0"),
+        ([(1, 1)], "handle 1 has a chosen token, but 4 of 6 tokens are computed"),
+    ],
+)
+def test_wrong_chosen_token_is_refused(chosen: list[tuple[int, int]], text: str) -> None:
+    runner = Runner()
+    runner.step(**rows_of((0, PROMPT, [1, 2, 3], 0), (1, PROMPT, [4, 5], 0)) | {"counts": [(0, len(PROMPT)), (1, 4)]})
+    with pytest.raises(StepRefused, match=text):
+        runner.step(chosen=chosen)
+
+
 def test_copy_to_a_block_that_a_row_reads_is_refused() -> None:
     runner = Runner()
     runner.step(**adding((0, PROMPT, [1, 2])))
