@@ -99,8 +99,7 @@ class Planner:
             self._schedule_waiting(plan, pause)
         if can_claim:
             self._cache_rows(plan)
-        if not pause:
-            self._forks.plan(plan, keep_free, sampling=True)
+        self._forks.plan(plan, keep_free, sampling=True, paused=bool(pause))
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -343,6 +342,7 @@ class Planner:
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
             if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request)):
+                self._transfers.yields(others_run=bool(self.table.running))
                 return reason
         self.note_evictions(plan, evicted, request)
         self.table.admit(request)

@@ -299,9 +299,9 @@ class Transfers:
 
     # ---- saves
 
-    def yields(self) -> bool:
-        """Whether stores in flight hold blocks, which a running request lacks; it can wait for them."""
-        delays = self._saves.delays_requests
+    def yields(self, *, others_run: bool = False) -> bool:
+        """Whether only stores in flight hold the blocks that a request lacks: it waits, and no store begins."""
+        delays = not others_run and self._saves.delays_requests
         if delays:
             self._stores_yield_at = self._clock.sent + 1
         return delays

@@ -44,7 +44,7 @@ from quire.scheduler_proc.trace.lines import decode_line
 if TYPE_CHECKING:
     from sim_runner import RealRunner
 
-SETTLE_S = 240.0
+SETTLE_S = 900.0
 """Seconds after the last fault and the last request within which every request must have ended."""
 STANDSTILL_S = 120.0
 """Longest time without any progress while a request waits: a first step may take a minute, after which three groups of
