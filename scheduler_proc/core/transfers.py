@@ -198,7 +198,8 @@ class Transfers:
         load = Load(self._numbers.next(), targets, found.pages, found.keys, hold, choice)
         self._open[load.number] = load
         ids = [block.block_id for block in targets]
-        self._loads.append(move_blocks(load.number, MoveKind.LOAD, ids, found.pages, found.keys))
+        tiers, pages = zip(*found.pages, strict=True)
+        self._loads.append(move_blocks(load.number, MoveKind.LOAD, ids, tiers, pages, found.keys))
         return load
 
     def load_limit(self, number: int) -> float:

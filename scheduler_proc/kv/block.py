@@ -102,12 +102,25 @@ class FreeKVCacheBlockQueue:
             block = block.next_free_block
 
     def take_out(self, blocks: Sequence[KVCacheBlock]) -> Any:
-        """Remove blocks that return with ``put_back``. Returns what it needs to know."""
-        self.remove_n(blocks)
+        """Remove blocks that return with ``put_back``. Returns their places: the block before each, and its key."""
+        places: list[tuple[Any, bytes | None]] = []
+        for block in blocks:
+            before: Any = block.prev_free_block
+            self.remove(block)
+            places.append((before, before.block_hash))
+        return places
 
     def put_back(self, blocks: Sequence[KVCacheBlock], places: Any) -> None:
-        """Put those of the blocks that nothing holds in front."""
-        self.prepend_n([block for block in blocks if block.ref_cnt == 0])
+        """Return those of the blocks that nothing holds to their places.
+
+        If the block before one was allocated in the meantime, this one would be allocated soon: it is put in front.
+        """
+        for block, (before, key) in zip(reversed(blocks), reversed(places), strict=True):
+            if block.ref_cnt == 0:
+                after = before.next_free_block
+                if after is None or before.block_hash != key:
+                    before, after = self._head, self._head.next_free_block
+                self._link(before, (block,), after)
 
     def _link(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
         for block in blocks:

@@ -132,7 +132,7 @@ class BlockPool:
         return places
 
     def end_copy(self, blocks: Sequence[KVCacheBlock], places: Any) -> None:
-        """Release copied blocks. Those that nothing else holds are reused next, as they would be without the copy."""
+        """Release copied blocks. Those that nothing else holds are reused when they would be without the copy."""
         self.num_changes += 1
         for block in blocks:
             block.ref_cnt -= 1

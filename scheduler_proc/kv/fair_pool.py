@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -120,20 +121,21 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         for tenant in sorted(self._queues, key=self._weight, reverse=True):
             yield from self._queues[tenant].blocks.upcoming()
 
-    def take_out(self, blocks: Sequence[KVCacheBlock]) -> list[tuple[int, int]]:
-        """Remove cached blocks, which still count for their tenants. Returns (tenant, used_at) of each block."""
-        places: list[tuple[int, int]] = []
+    def take_out(self, blocks: Sequence[KVCacheBlock]) -> list[tuple[int, int, Any]]:
+        """Remove cached blocks, which still count for their tenants. Returns (tenant, used_at, place) of each block."""
+        places: list[tuple[int, int, Any]] = []
         for block in blocks:
             owner = self._owners.pop(block.block_id)
-            places.append((owner, self._queues[owner].used_at))
-            self._queues[owner].blocks.remove_n((block,))
+            queue = self._queues[owner]
+            (place,) = queue.blocks.take_out((block,))
+            places.append((owner, queue.used_at, place))
             self._remove_if_empty(owner)
             self.held[owner] += 1
         self.num_free_blocks -= len(blocks)
         return places
 
-    def put_back(self, blocks: Sequence[KVCacheBlock], places: list[tuple[int, int]]) -> None:
-        for block, (owner, used_at) in zip(reversed(blocks), reversed(places), strict=True):
+    def put_back(self, blocks: Sequence[KVCacheBlock], places: list[tuple[int, int, Any]]) -> None:
+        for block, (owner, used_at, place) in zip(reversed(blocks), reversed(places), strict=True):
             self.held[owner] -= 1
             if not self.held[owner]:
                 del self.held[owner]
@@ -143,7 +145,10 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
                 self._uncached.prepend_n((block,))
             else:
                 queue = self._queues.setdefault(owner, _TenantQueue(used_at=used_at))
-                queue.blocks.prepend_n((block,))
+                if self._owners.get(place[0].block_id) == owner:
+                    queue.blocks.put_back((block,), (place,))
+                else:
+                    queue.blocks.prepend_n((block,))
                 self._owners[block.block_id] = owner
             self.num_free_blocks += 1
 

@@ -39,14 +39,20 @@ class Numbers:
 
 
 def move_blocks(
-    number: int, kind: MoveKind, blocks: list[int], pages: Sequence[tuple[Tier, KVCacheBlock]], keys: Sequence[bytes]
+    number: int,
+    kind: MoveKind,
+    blocks: list[int],
+    tiers: Sequence[Tier],
+    pages: Sequence[KVCacheBlock],
+    keys: Sequence[bytes],
 ) -> MoveBlocks:
-    """Return the message of a transfer. ``blocks``: ids."""
+    """Return the message of a transfer. ``blocks``: ids. ``tiers``: those of the pages."""
     hashes, groups = split_keys(keys)
-    ids = np.array([page.block_id for _, page in pages], np.int32)
+    ids = np.array([page.block_id for page in pages], np.int32)
     generations = np.zeros(len(ids), np.int64)
-    for tier in {id(tier): tier for tier, _ in pages}.values():
-        of_tier = np.array([each is tier for each, _ in pages])
+    distinct = set(tiers)
+    for tier in distinct:
+        of_tier = np.array([each is tier for each in tiers]) if len(distinct) > 1 else slice(None)
         generations[of_tier] = tier.generations[ids[of_tier]]
         ids[of_tier] += tier.first_id
     return MoveBlocks(
@@ -209,7 +215,7 @@ class Saves:
             kind, first = MoveKind.DEMOTE, save.route.source.first_id
         target = save.route.target
         ids = [first + block.block_id for block in save.blocks]
-        self._messages.append(move_blocks(save.number, kind, ids, [(target, page) for page in save.pages], save.keys))
+        self._messages.append(move_blocks(save.number, kind, ids, [target] * len(ids), save.pages, save.keys))
 
     def moved(self, answer: BlocksMoved, acknowledged: int) -> bool:
         """Apply the answer of all ranks. Returns False, without any effect, if it cannot be the answer."""
@@ -236,17 +242,15 @@ class Saves:
         """Name the pages, except those whose source has lost its key: its content was invalidated."""
         route = save.route
         self._remove(save)
-        good: list[int] = []
-        bad: list[KVCacheBlock] = []
-        for at, (block, key) in enumerate(zip(save.blocks, save.keys, strict=True)):
-            if at not in failed and block.block_hash == key:
-                good.append(at)
-            else:
-                bad.append(save.pages[at])
-        route.target.publish([save.pages[at] for at in good], [save.keys[at] for at in good])
+        pages, keys, bad = save.pages, save.keys, []
+        if failed or [block.block_hash for block in save.blocks] != keys:
+            good = [at for at, key in enumerate(keys) if at not in failed and save.blocks[at].block_hash == key]
+            bad = [pages[at] for at in sorted(set(range(len(pages))) - set(good))]
+            pages, keys = [pages[at] for at in good], [keys[at] for at in good]
+        route.target.publish(pages, keys)
         route.target.discard(bad)
         route.holds.end(save.hold)
-        route.choice.stored(len(good))
+        route.choice.stored(len(pages))
 
     def _remove(self, save: Save) -> None:
         del self._open[save.number]
