@@ -261,10 +261,14 @@ def logprobs_fault(
     if not set(rows) <= set(range(len(token_handles))):
         return f"logprobs for token {max(rows, key=abs)}, but the result has {len(token_handles)} tokens"
     handles = token_handles[rows].tolist() if rows else []
+    most = 0
     for handle in handles:
         request = record.member(handle)
-        if request is None or request.sampling.num_candidates is None:
+        if request is None or (wanted := request.sampling.num_candidates) is None:
             return f"logprobs for handle {handle}, which did not request them"
+        most = max(most, wanted)
+    if logprobs.arrays.width > most + 1:
+        return f"log probabilities of {logprobs.arrays.width - 1} tokens at a position, but {most} were requested"
     if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault
     # Values of bad and failed rows are not checked: their logits may not be finite, and their clients get an error.

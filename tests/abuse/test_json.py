@@ -95,7 +95,7 @@ WRONG_NAMES: list[str] = [
     *("temprature", "Temperature", "max_token", "maxTokens", " n", "n ", "n\n", "n\x00", "", "x", "é", "😀"),
     "__class__",
     *("prompt.0", "a\nb\x1b[31m", "n" * 100_000, "‮gnol", "constructor", "__proto__", "request_id", "X-Request-Id"),
-    *("prompt_token_ids", "beam_width", "length_penalty", "truncate_prompt_tokens"),
+    *("prompt_token_ids", "num_beams", "beam_size", "truncate_prompt_tokens"),
     *("mm_processor_kwargs", "kv_transfer_params", "bad_words_token_ids", "n_", "stop_", "session_id", "resumable"),
     "output_token_ids",
 ]
@@ -141,7 +141,16 @@ def names(path: str) -> list[str]:
 
 
 # If two fields contradict each other, the error may name either.
-NEIGHBOURS = ("messages", "prompt", "logprobs", "stream", "max_tokens", "continue_final_message", "ignore_eos")
+NEIGHBOURS = (
+    "messages",
+    "prompt",
+    "logprobs",
+    "stream",
+    "max_tokens",
+    "continue_final_message",
+    "ignore_eos",
+    "beam_width",
+)
 
 
 @pytest.mark.parametrize("values", thinned([VALUES[place::10] for place in range(10)], keep=1), ids=range(10))

@@ -53,6 +53,35 @@ class TestOpenAIClient:
         assert usage.completion_tokens == whole.usage.completion_tokens
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
+    def test_best_of_returns_the_most_likely_completions(self, client: openai.OpenAI) -> None:
+        create = client.completions.create
+        given = {"model": "quire-demo", "prompt": ["Once upon", "The capital of"], "max_tokens": 9, "seed": 3}
+        generated = create(**given, n=6, logprobs=0)
+        sums = [sum(choice.logprobs.token_logprobs) for choice in generated.choices]
+        wanted: list[str] = []
+        for first in (0, 6):
+            best = sorted(range(first, first + 6), key=lambda index: -sums[index])[:2]
+            wanted += [generated.choices[index].text for index in best]
+        answer = create(**given, n=2, best_of=6)
+        assert [choice.text for choice in answer.choices] == wanted
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert all(choice.logprobs is None for choice in answer.choices)
+        assert answer.usage.completion_tokens == generated.usage.completion_tokens
+        echoed = create(**given, n=2, best_of=6, echo=True, logprobs=1)
+        prompts = [given["prompt"][index // 2] for index in range(4)]
+        assert [choice.text for choice in echoed.choices] == [p + text for p, text in zip(prompts, wanted, strict=True)]
+        assert all(len(choice.logprobs.top_logprobs[-1]) >= 1 for choice in echoed.choices)
+
+    def test_beam_search_returns_its_outputs(self, client: openai.OpenAI) -> None:
+        extra = {"use_beam_search": True, "beam_width": 3}
+        found = client.completions.create(model="quire-demo", prompt="Once upon", max_tokens=8, extra_body=extra)
+        scores = [choice.model_extra["score"] for choice in found.choices]
+        assert len({choice.text for choice in found.choices}) == 3 and scores == sorted(scores, reverse=True)
+        assert found.usage.completion_tokens == 24
+        for wrong in ({"stream": True}, {"n": 2}, {"best_of": 4}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                client.completions.create(model="quire-demo", prompt="Once", max_tokens=8, extra_body=extra, **wrong)
+
     def test_cached_tokens_are_reported(self, client: openai.OpenAI) -> None:
         messages = [{"role": "user", "content": "Please tell me a rather long story about a green garden." * 3}]
         create = client.chat.completions.create

@@ -83,9 +83,11 @@ class CompletionFormatter:
         self._token_texts = server.token_texts
         self._num_logprobs = request.params.logprobs
         self._num_prompt_logprobs = request.prompt_logprobs
+        self._num_generated, self._num_returned = request.params.num_outputs, request.num_returned
+        self._hides_logprobs = request.hides_logprobs
         # The prompts to write before the output text, and the choices that are still without it.
         echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
-        self._echoes = [echo for echo in echoes for _ in range(request.params.num_outputs)]
+        self._echoes = [echo for echo in echoes for _ in range(request.num_returned)]
         self._not_started = set(range(len(self._echoes)))
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
@@ -95,8 +97,20 @@ class CompletionFormatter:
         return self._object([], usage)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        if self._num_returned < self._num_generated:
+            answers = self._best(answers)
         choices = encode_choices(answers, lambda index, answer: self._choice(index, "".join(answer.texts), answer))
         return self._object(choices, usage)
+
+    def _best(self, answers: Sequence[Collected]) -> list[Collected]:
+        """Return the best answers of each prompt: those with the highest sum of log probabilities, in this order."""
+        best: list[Collected] = []
+        for first in range(0, len(answers), self._num_generated):
+            of_prompt = answers[first : first + self._num_generated]
+            best += sorted(of_prompt, key=cumulative_logprob, reverse=True)[: self._num_returned]
+        for answer in best if self._hides_logprobs else ():
+            answer.logprobs = None
+        return best
 
     def _choice(self, index: int, text: str, answer: OutputDelta | Collected) -> CompletionChoice:
         logprobs = None
@@ -131,6 +145,10 @@ def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: 
         top_logprobs=[_best(entry.logprobs, texts) for entry in placed],
         text_offset=[shift + entry.text_offset for entry in placed],
     )
+
+
+def cumulative_logprob(answer: Collected) -> float:
+    return sum(placed.logprobs.logprob for placed in answer.logprobs or ())
 
 
 def beam_scores(answer: OutputDelta | Collected) -> tuple[float | UnsetType, float | UnsetType]:

@@ -100,7 +100,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: Any = None
     echo: bool = False
     add_special_tokens: bool = True
-    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):

@@ -64,11 +64,15 @@ class CompletionRequest(CommonRequest):
     """``echo``: start the text and its log probabilities with the prompt.
 
     ``add_special_tokens``: let the tokenizer add its own special tokens to a prompt that is text.
+    ``num_returned``: choices of each prompt; if ``params.n`` are more, the best of these, which then have log
+    probabilities to compare, and ``hides_logprobs`` leaves them out of the response.
     """
 
     prompts: list[str | list[int]]
     echo: bool
     add_special_tokens: bool
+    num_returned: int
+    hides_logprobs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +117,17 @@ class Parser:
         num_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
         echo_logprobs = body.logprobs if body.echo else None
         params = self._params(body, raw, ignored, num_tokens, body.logprobs, echo_logprobs=echo_logprobs)
-        if body.best_of > params.n:
-            raise InvalidRequest(
-                f"best_of must be at most n, which is {params.n} (got {body.best_of}): this server returns every "
-                "answer that it generates",
-                "best_of",
-                "unsupported_value",
-            )
+        num_returned, hides_logprobs = params.num_outputs, params.logprobs is None
+        if body.best_of is not None and body.best_of != params.n:
+            params = ranked(params, body.best_of, stream=body.stream)
         return CompletionRequest(
             **self._common(body, params, max_tokens, raw, ignored),
             prompts=split_prompts(body.prompt),
             echo=body.echo,
             add_special_tokens=body.add_special_tokens,
             prompt_only=max_tokens == 0,
+            num_returned=num_returned,
+            hides_logprobs=hides_logprobs,
         )
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
@@ -250,6 +252,18 @@ class Parser:
             "prompt_logprobs": raw.get("prompt_logprobs"),
             "ignored": ignored.names,
         }
+
+
+def ranked(params: SamplingParams, best_of: int, *, stream: bool) -> SamplingParams:
+    """Return the parameters for ``best_of`` completions, of which the best ``params.n`` will be returned."""
+    if best_of < params.n:
+        raise InvalidRequest(f"best_of must be at least n, which is {params.n} (got {best_of})", "best_of")
+    if stream:
+        text = f"best_of must be n, which is {params.n}, if stream is true (got {best_of})"
+        raise InvalidRequest(text, "best_of", "unsupported_value")
+    if params.use_beam_search:
+        raise InvalidRequest(f"best_of must be 1 with use_beam_search (got {best_of})", "best_of", "unsupported_value")
+    return msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
 
 
 def template_variables(effort: str | None, kwargs: Any) -> dict[str, Any] | None:

@@ -139,7 +139,7 @@ COMPLETION = [
     ("logprobs", 21, "logprobs must be an integer from 0 to 20"),
     ("echo", 1, "echo must be true or false"),
     ("best_of", 0, "best_of must be an integer from 1 to 128"),
-    ("best_of", 2, "best_of must be at most n, which is 1 (got 2)"),
+    ("best_of", 129, "best_of must be an integer from 1 to 128"),
     ("suffix", 7, "suffix is not supported: write the whole prompt"),
     ("add_special_tokens", 1, "add_special_tokens must be true or false"),
 ]

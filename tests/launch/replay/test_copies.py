@@ -139,7 +139,7 @@ class TestSimulation:
         tier = record.tiers["host"]
         assert (tier["num_late"], tier["hit_tokens"]) == (1, 36)
         late, last = record.requests[4:]
-        assert late.scheduled - late.arrival >= LOAD_LIMIT_S and late.num_cached_tokens == 0
+        assert late.scheduled - late.arrival >= LOAD_LIMIT_S and late.num_cached_tokens < 36
         assert last.num_cached_tokens == 36, "by now it is known that computing takes longer"
 
     def test_a_load_at_the_limit_is_not_late(self) -> None:
