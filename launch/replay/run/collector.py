@@ -112,7 +112,8 @@ class RunCollector:
         """Record a step that the Scheduler has just scheduled."""
         if self._decision_log.hits:
             for hit in self._decision_log.hits:
-                self._admit(now, self._by_handle[hit.handle], hit.num_hit_tokens)
+                if (run := self._by_handle.get(hit.handle)) is not None:  # a beam has none
+                    self._admit(now, run, hit.num_hit_tokens)
             self._decision_log.hits.clear()
         self._note_decisions(now)
         self._in_flight[step] = self._step_state(shape.num_tokens, shape.num_decodes)

@@ -1,6 +1,7 @@
 """``quire replay`` on the command line: kinds of replay, outputs, contradicting flags, bad input."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,18 @@ class TestExact:
         found = read_json(replay(trace, "--json", "-")[1])
         assert (found["decisions_equal"], found["first_difference"], found["requests"]) == (True, None, 6)
         assert found["preemptions"] > 0 and found["num_usable_blocks"] == 11
+
+    def test_reports_beam_searches_and_forks_as_one_request_each(self, replay: Replay, tmp_path: Path) -> None:
+        driver = Driver(num_blocks=40, async_scheduling=True)
+        driver.add("search", [1, 2, 3, 4, 5], max_tokens=9, use_beam_search=True, beam_width=3)
+        driver.add("one", [7, 8, 9], max_tokens=9)
+        driver.add("two", [], max_tokens=9, forked_from="one")
+        driver.run()
+        path = tmp_path / "searches.jsonl"
+        path.write_bytes(b"".join(encode_line(line) + b"\n" for line in driver.lines()))
+        status, out, _ = replay(path)
+        assert (status, "all decisions are equal" in out) == (0, True)
+        assert re.search(r"requests +3\n", out)
 
     def test_reports_first_difference(self, replay: Replay, trace: Path) -> None:
         lines = trace.read_bytes().splitlines()
