@@ -145,7 +145,7 @@ class Answer:
         return OutputDelta(  # without names, which would double the time of the call
             text,
             update.token_ids[:kept],
-            None if update.logprobs is None else self._place(update.logprobs[:kept], offsets),
+            None if update.logprobs is None else self._place(update.logprobs, offsets, kept),
             finish_reason,
             stop_reason,
             num_output_tokens,
@@ -173,11 +173,16 @@ class Answer:
             texts.append(self._text_out.push((token,)))
         return "".join(texts), offsets
 
-    def _place(self, logprobs: list[TokenLogprobs], offsets: list[int]) -> list[PlacedLogprobs]:
-        """Attach offsets, and cut the top tokens to the requested number: a step may return more."""
-        for entry in logprobs:
+    def _place(self, logprobs: list[TokenLogprobs], offsets: list[int], num_tokens: int) -> list[PlacedLogprobs]:
+        """Attach offsets to those of the first tokens, and cut their top tokens to the requested number.
+
+        A step may return more top tokens. The tokens that a fork begins with have no log probabilities.
+        """
+        num_without = len(offsets) - len(logprobs)
+        kept = logprobs[: max(num_tokens - num_without, 0)]
+        for entry in kept:
             del entry.top[self._num_logprobs :]
-        return [PlacedLogprobs(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False)]
+        return [PlacedLogprobs(entry, offset) for entry, offset in zip(kept, offsets[num_without:], strict=False)]
 
     def _prompt_logprobs(self, table: LogprobArrays | None) -> LogprobArrays:
         """Return them for the first delta; empty for a prompt of one token, which has none."""
@@ -185,16 +190,25 @@ class Answer:
         return table or LogprobArrays.empty()
 
 
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """The first ``num_tokens`` output tokens of a sequence in flight."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
 class StreamedAnswer(Answer):
     """An answer whose deltas are taken as they arrive."""
 
-    __slots__ = ("_prompt_only", "_take")
+    __slots__ = ("_prompt_only", "_take", "sequence")
 
     def __init__(
         self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
     ) -> None:
         """``prompt_only``: the deltas contain nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
+        self.sequence = sequence
         self._take = sequence.take
         self._prompt_only = prompt_only
 
@@ -223,9 +237,12 @@ async def start_answers(
     cache_salt: str = "",
     prompt_only: bool = False,
     tenant: int = 0,
+    fork: ForkPoint | None = None,
     on_update: Callable[[], None],
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
+
+    ``fork``: where in a sequence with the one prompt all of them begin.
 
     The seed of sample ``i`` is derived from the request's seed and ``i``, so that it does not depend on ``n``.
 
@@ -239,7 +256,7 @@ async def start_answers(
     answers: list[StreamedAnswer] = []
     try:
         for prompt, sample_params in zip(prompts, fitted, strict=True):
-            first: Sequence | None = None
+            first = None if fork is None else fork.sequence
             for sample in range(params.n):
                 sequence = await engine.add(
                     f"{request_id}-{len(answers)}",
@@ -250,6 +267,7 @@ async def start_answers(
                     cache_salt,
                     tenant,
                     parent=None if params.prompt_logprobs is not None else first,
+                    num_shared=0 if fork is None else fork.num_tokens,
                     on_update=on_update,
                 )
                 first = first or sequence

@@ -130,21 +130,24 @@ class ZmqEngineClient:
         tenant: int = 0,
         *,
         parent: Sequence | None = None,
+        num_shared: int = 0,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
             raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
+        root = parent.stream if isinstance(parent, ZmqSequence) else None
+        shared = root.tokens[:num_shared] if root is not None and num_shared else None
         request = AddRequest(
             request_id=request_id,
             prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
             sampling=params,
             seed=seed,
+            output_token_ids=None if shared is None else np.array(shared, np.int32),
             priority=priority,
             cache_salt=cache_salt,
             arrival=time.monotonic(),
             tenant=tenant,
         )
-        root = parent.stream if isinstance(parent, ZmqSequence) else None
         stream = self._session.add(request, on_update, root)
         self._idle.clear()
         return ZmqSequence(self._session, stream)

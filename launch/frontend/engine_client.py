@@ -110,6 +110,7 @@ class EngineClient(Protocol):
         tenant: int = 0,
         *,
         parent: Sequence | None = None,
+        num_shared: int = 0,
         on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
@@ -118,6 +119,7 @@ class EngineClient(Protocol):
             priority: an int32; lower values are scheduled first with ``--scheduling-policy priority``.
             tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
             parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
+            num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
 

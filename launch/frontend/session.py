@@ -152,7 +152,7 @@ class Session:
     ) -> Stream:
         """Submit a request now, or as soon as the engine accepts requests.
 
-        ``parent``: a stream with the same prompt, of which the request becomes a fork if that can be.
+        ``parent``: a stream that begins with the same tokens, of which the request becomes a fork if that can be.
 
         Raises:
             InvalidRequest: the request id is in use.

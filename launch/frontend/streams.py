@@ -21,8 +21,9 @@ class Stream:
 
     Attributes:
         request: the request as first submitted, unless that is a fork.
-        parent: the stream whose prompt it shares, until it is submitted.
-        tokens: output tokens received so far, int32; sent to the next scheduler if this one dies.
+        parent: the stream whose first tokens it shares, until it is submitted.
+        tokens: output tokens so far, int32: those that the request has from the start, which are its first update, and
+            those received. They are sent to the next scheduler if this one dies.
         link_number: the session's link on which it was last submitted; 0 before the first submission.
         on_update: notifies the reader of an update or an error.
         handle: the scheduler's handle of the request; None before the first message about it.
@@ -43,19 +44,20 @@ class Stream:
         self.request = request
         self.parent = parent
         self.request_id = request.request_id
-        self.tokens = array("i")
+        known = [] if request.output_token_ids is None else request.output_token_ids.tolist()
+        self.tokens = array("i", known)
         self.link_number = 0
         self._num_deaths = self._num_tokens_at_death = 0
         self.on_update = on_update
         self.handle: int | None = None
-        self.num_output_tokens = 0
+        self.num_output_tokens = len(known)
         self.num_cached_tokens = 0
         self.was_introduced = False
         self.admitted = 0.0
         self.error: QuireError | None = None
         self.muted = False
         self.over = False
-        self._update: Update | None = None
+        self._update = Update(known) if known else None
         self._prompt_logprobs: LogprobArrays | None = None
 
     def take(self) -> Update | None:
@@ -73,15 +75,19 @@ class Stream:
     def submission(self, link_number: int) -> AddRequest:
         """Return the request to submit on this link; from the second time on with the output tokens received.
 
-        The first time it is a fork without a prompt if its parent was submitted on this link and has not ended.
+        The first time it is a fork without tokens of its own, if its parent was submitted on this link and has not
+        ended.
         """
         parent, self.parent = self.parent, None
         if not self.link_number:
             if parent is None or parent.link_number != link_number or parent.over or parent.muted:
                 return self.request
-            num_tokens, none = len(self.request.prompt_token_ids), np.zeros(0, np.int32)
             return msgspec.structs.replace(
-                self.request, prompt_token_ids=none, forked_from=parent.request_id, num_forked_tokens=num_tokens
+                self.request,
+                prompt_token_ids=np.zeros(0, np.int32),
+                output_token_ids=None,
+                forked_from=parent.request_id,
+                num_forked_tokens=len(self.request.prompt_token_ids) + len(self.tokens),
             )
         delivered = np.array(self.tokens, np.int32) if self.tokens else None
         return msgspec.structs.replace(self.request, output_token_ids=delivered, resubmitted=True)

@@ -12,6 +12,7 @@ from quire.launch.config.network_options import tls_context
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
+from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
@@ -57,6 +58,8 @@ class FrontEnd:
         config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
         server = self._make_server(text_in)
+        if self._others:
+            self._forks = await share_forks(self._fork, fork_address(self._directory, self._index))
         if self._others and self._response_store.is_enabled:
             self._sharing = await share_responses(self._response_store, peer_address(self._directory, self._index))
         self._take_commands()
@@ -109,10 +112,12 @@ class FrontEnd:
                 unknown_fields=settings.unknown_fields,
                 address_salt=self._directory.name.encode(),
                 max_stored_response_bytes=settings.max_stored_response_bytes,
+                fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
         )
         self._response_store: ResponseStore = app.state.response_store
+        self._fork: Fork = app.state.fork
         return HttpServer(app, tls_context(settings))
 
     def _take_commands(self) -> None:

@@ -28,6 +28,7 @@ from quire.launch.http.page.page import show_page
 from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
+from quire.launch.http.routes.fork import fork, fork_here
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
@@ -118,6 +119,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses/compact", compact),
     ("GET DELETE", "/v1/responses/{id:response}", stored_response),
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
+    ("POST", "/v1/requests/{id:path}/fork", fork),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/tokenizer_info", tokenizer_info),
@@ -144,7 +146,9 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )
-    app.state.response_store = server.response_store  # for the other front ends
+    # For the other front ends.
+    app.state.response_store = server.response_store
+    app.state.fork = partial(fork_here, server)
     # A redirect would contain the client's Host header.
     app.router.redirect_slashes = False
     return app

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from quire.launch.frontend.answers import Answer, BeamOutput, OutputDelta
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
-from quire.launch.offline.request_output import CompletionOutput, RequestOutput, logprob_by_id
+from quire.launch.offline.request_output import CompletionOutput, RequestOutput, append_delta, logprob_by_id
 from quire.launch.text.prompts import ModelLimits, Prompt, fit_params
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
@@ -56,7 +56,7 @@ class BatchRequest:
     priority: int = 0
 
 
-class _OfflineSequence:
+class OfflineSequence:
     """The methods of a sequence that an Answer needs without asyncio: ``stop_at`` and ``abort``."""
 
     def __init__(self, session: Session, stream: Stream) -> None:
@@ -79,7 +79,7 @@ class _Sample:
     prompt: int
     index: int
     answer: Answer
-    sequence: _OfflineSequence
+    sequence: OfflineSequence
     queued: bool = True
 
 
@@ -172,7 +172,7 @@ class Batch:
         stream = engine.submit(added, lambda: self._touched.append(request_id), root)
         if root is None or root.over:
             self._roots[prompt] = stream
-        sequence = _OfflineSequence(engine.session, stream)
+        sequence = OfflineSequence(engine.session, stream)
         answer = Answer(sequence, self._text_in, request.prompt, params)
         self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
         self._num_queued += 1
@@ -190,7 +190,7 @@ class Batch:
         self._refused = False
         self._leave_queue(sample)
         delta = sample.answer.assemble(update)
-        self._append(self.outputs[sample.prompt].outputs[sample.index], delta)
+        append_delta(self.outputs[sample.prompt].outputs[sample.index], delta, self._token_texts)
         if self._on_text is not None and delta.text and not sample.index:
             self._on_text(sample.prompt, delta.text)
         if delta.prompt_logprobs is not None:
@@ -225,17 +225,6 @@ class Batch:
     def _leave_queue(self, sample: _Sample) -> None:
         self._num_queued -= sample.queued
         sample.queued = False
-
-    def _append(self, output: CompletionOutput, delta: OutputDelta) -> None:
-        output.text += delta.text
-        output.token_ids += delta.token_ids
-        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + [
-                logprob_by_id(placed.logprobs, self._token_texts) for placed in delta.logprobs
-            ]
-            total = sum(placed.logprobs.logprob for placed in delta.logprobs)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
 
 
 def _of_beam(index: int, beam: BeamOutput) -> CompletionOutput:

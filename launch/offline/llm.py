@@ -1,6 +1,7 @@
 """The offline API: the engine's processes, used from Python without HTTP."""
 
 import atexit
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.engine_thread import EngineThread
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
+from quire.launch.offline.running import Reading, RunningRequest, begin, num_shared
 from quire.launch.supervision.supervisor import Supervisor
 from quire.launch.text.messages import check_messages
 from quire.launch.text.prompts import (
@@ -33,7 +35,7 @@ from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request import plugins
-from quire.protocol.request.sampling_params import SamplingParams, check_int
+from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
 from quire.protocol.wire.front_end_messages import Control, Statistics
 
 PromptInput = str | list[int] | Mapping[str, Any]
@@ -175,6 +177,56 @@ class LLM:
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
         return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
 
+    def start(
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RunningRequest:
+        """Begin one answer, and return it while it is generated.
+
+        Args:
+            prompt, priority: as of ``generate``.
+            sampling_params: with n 1, and without beam search or prompt log probabilities.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter is refused.
+            EngineError: the engine has failed.
+        """
+        encoded, (params,) = self._encode(prompt), self._params_for(sampling_params, 1)
+        (order,) = _priorities_for(priority, 1)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return self._begin(encoded, params, order, seed_for_sample(seed, 0))
+
+    def fork(
+        self,
+        request: RunningRequest,
+        n: int = 1,
+        *,
+        num_tokens: int | None = None,
+        seed: int | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RunningRequest]:
+        """Begin ``n`` further answers that continue what has been read of a running one, and return them.
+
+        Their prompt and first tokens are computed once. The request continues, and may be forked many times.
+
+        Args:
+            n: from 1 to 128.
+            num_tokens: output tokens of the request that the answers begin with. None: all that have been read.
+            seed: the answers have the seeds that ``n`` samples of one prompt would have. None: random ones.
+            sampling_params: parameters for the answers, but for the seed. None: those of the request.
+
+        Raises:
+            InvalidRequest: the request has been read to its end, or a parameter is refused.
+            EngineError: the engine has failed.
+        """
+        params = request.params
+        if sampling_params is not None:
+            (params,) = self._params_for(sampling_params, 1)
+        check_int("n", n, 1, MAX_N)
+        first = secrets.randbits(64) if seed is None else check_int("seed", seed, -(2**63), 2**64 - 1)
+        fork = {"parent": request, "num_shared": num_shared(request, num_tokens, params)}
+        order = request.sequence.stream.request.priority
+        return [self._begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
+
     def default_sampling_params(self) -> SamplingParams:
         """Return the engine's sampling parameters with those that ``generation_config`` changes."""
         given: dict[str, Any] = dict(self.config.sampling_defaults)
@@ -191,6 +243,12 @@ class LLM:
     def _ask(self, control: Control) -> Statistics:
         with self._lock:
             return self._open_client().ask(control)
+
+    def _begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **fork: Any) -> RunningRequest:
+        with self._lock:
+            reading = Reading(self._open_client(), self._text_in, self._token_texts, self._lock)
+            self._num_requests += 1
+            return begin(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **fork)
 
     # ---- one call of generate
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from quire.launch.frontend.answers import OutputDelta
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.logprobs import TokenLogprobs
@@ -63,6 +64,17 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts) -> None:
+    """Add a part of the answer to it."""
+    output.text += delta.text
+    output.token_ids += delta.token_ids
+    output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+    if delta.logprobs is not None:
+        output.logprobs = (output.logprobs or []) + [logprob_by_id(placed.logprobs, texts) for placed in delta.logprobs]
+        total = sum(placed.logprobs.logprob for placed in delta.logprobs)
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
 
 
 class EngineStatistics(dict[str, int]):

@@ -10,7 +10,7 @@ from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.dialects.messages_body import MessagesRequest
 from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.launch.http.routes.conversation import AnswerReader
-from quire.launch.http.routes.generate import Collected, Usage
+from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.serving.sse import EventStyle
 
 UNSIGNED = "unsigned"

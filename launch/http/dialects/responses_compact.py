@@ -18,7 +18,8 @@ from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, 
 from quire.launch.http.dialects.responses_events import token_counts
 from quire.launch.http.dialects.responses_input import input_items, sealed_summary
 from quire.launch.http.routes.conversation import AnswerReader
-from quire.launch.http.routes.generate import Collected, Generation, Usage
+from quire.launch.http.routes.formatter import Collected, Usage
+from quire.launch.http.routes.generate import Generation
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.serving.body import read_body

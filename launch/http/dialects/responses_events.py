@@ -14,7 +14,7 @@ from quire.launch.http.dialects.responses_body import ResponsesRequest
 from quire.launch.http.dialects.responses_items import OpenItem, new_item
 from quire.launch.http.routes.chat import format_logprobs
 from quire.launch.http.routes.conversation import AnswerReader
-from quire.launch.http.routes.generate import Collected, Usage
+from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import EventStyle

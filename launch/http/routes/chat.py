@@ -11,21 +11,16 @@ from starlette.types import ASGIApp
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
-from quire.launch.http.routes.generate import (
-    Collected,
-    Generation,
-    ReasoningTokens,
-    Usage,
-    encode_choices,
-    new_request_id,
-)
+from quire.launch.http.routes.formatter import Collected, ReasoningTokens, ResponseFormatter, Usage, encode_choices
+from quire.launch.http.routes.generate import Generation, new_request_id
 from quire.launch.http.routes.text_template import TextTemplate
 from quire.launch.http.routes.tool_calls import new_call_id
-from quire.launch.http.schema.schema import ChatRequest
+from quire.launch.http.schema.schema import ChatRequest, CommonRequest
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.offline.request_output import Logprob
 from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
+from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_out import TokenTexts
 
 
@@ -132,7 +127,13 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     parsed, size = await read_json(request, server.texts, server.parser.chat)
     prompt, new_reader = await encode_conversation(server, parsed, size)
     request_id = new_request_id("chatcmpl", request)
-    return Generation(server, parsed, [prompt], ChatFormatter(server, parsed, request_id, new_reader))
+
+    def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
+        assert isinstance(parsed, ChatRequest)
+        return ChatFormatter(server, parsed, request_id, new_reader)
+
+    formatter = new_formatter(parsed, [prompt], request_id)
+    return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter)
 
 
 class ChatFormatter:

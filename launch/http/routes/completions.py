@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.routes.generate import Collected, Generation, Usage, encode_choices, new_request_id
-from quire.launch.http.schema.schema import CompletionRequest
+from quire.launch.http.routes.formatter import Collected, ResponseFormatter, Usage, encode_choices
+from quire.launch.http.routes.generate import Generation, new_request_id
+from quire.launch.http.schema.schema import CommonRequest, CompletionRequest
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.offline.request_output import Logprob, logprob_by_id
@@ -69,7 +70,13 @@ async def completions(server: Server, request: Request) -> ASGIApp:
         ],
     )
     request_id = new_request_id("cmpl", request)
-    return Generation(server, parsed, prompts, CompletionFormatter(server, parsed, prompts, request_id))
+
+    def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
+        assert isinstance(parsed, CompletionRequest)
+        return CompletionFormatter(server, parsed, prompts, request_id)
+
+    formatter = new_formatter(parsed, prompts, request_id)
+    return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter)
 
 
 class CompletionFormatter:

@@ -6,19 +6,17 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer, start_answers
+from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, start_answers
+from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage
+from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
-from quire.launch.http.schema.schema import CommonRequest
+from quire.launch.http.schema.schema import CommonRequest, fork_request
 from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.metrics import SequenceClock
@@ -36,7 +34,6 @@ from quire.launch.http.serving.tracing import RequestSpan
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.logprobs import LogprobArrays
 
 log = event_logger("http")
 
@@ -49,74 +46,7 @@ WRITE_BYTES = 1024 * 1024
 
 # Deltas of one step, with the indices of their sequences.
 Batch = list[tuple[int, OutputDelta]]
-
-
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts. ``completion_tokens_details``: of conversations only."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
-
-
-@dataclass(slots=True)
-class Collected:
-    """The collected output of one sequence, for a response that is not streamed."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[PlacedLogprobs] | None = None
-    prompt_logprobs: LogprobArrays | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    beam: BeamOutput | None = None
-    """The output of a beam search that this one is."""
-    beams: list[BeamOutput] | None = None
-    """All of them, in the order of their scores."""
-
-    def add(self, delta: OutputDelta) -> None:
-        self.texts.append(delta.text)
-        if delta.logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
-            self.logprobs += delta.logprobs
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.beams = delta.beams
-
-    def outputs(self) -> "list[Collected]":
-        """Return one for each output: this one alone, or those of a beam search."""
-        if self.beams is None:
-            return [self]
-        return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
-
-
-class ResponseFormatter(Protocol):
-    """Formats the responses of one endpoint as JSON."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
-        """Return the event for one delta of sequence ``index``."""
-        ...
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the last event, which holds the usage if the client requested it."""
-        ...
-
-    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
-        """Return the body of a response that is not streamed."""
-        ...
+NewFormatter = Callable[[CommonRequest, Sequence[Prompt], str], ResponseFormatter]
 
 
 def new_request_id(prefix: str, request: Request) -> str:
@@ -129,9 +59,9 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     __slots__ = (
-        "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_formatter", "_has_prompt_logprobs",
-        "_has_running_usage", "_num_sequences", "_prompts", "_request", "_running", "_server", "_style", "_tenant",
-        "_turn", "_waiting",
+        "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter", "_has_prompt_logprobs",
+        "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request", "_running", "_server",
+        "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -141,26 +71,37 @@ class Generation:
         prompts: Sequence[Prompt],
         formatter: ResponseFormatter,
         style: EventStyle = DATA_EVENTS,
+        *,
+        new_formatter: NewFormatter | None = None,
+        fork: ForkPoint | None = None,
     ) -> None:
-        """``style``: how events are written, if the request is streamed."""
+        """
+        Args:
+            style: how events are written, if the request is streamed.
+            new_formatter: returns the formatter of a fork, from request, prompts and request id; None: the endpoint
+                has no forks.
+            fork: where in another answer all of the sequences begin.
+        """
         self._server = server
         self._style = style
         self._request = request
         self._prompts = prompts
         self._formatter = formatter
+        self._new_formatter = new_formatter
+        self._fork = fork
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
         self._running: list[tuple[int, StreamedAnswer, SequenceClock]] = []
         """The submitted sequences that have not ended, with their indices."""
-        self._tenant = 0
+        self.tenant = 0
         self._finish_reasons: set[str] = set()
         self._clocks: list[SequenceClock] = []
         self._turn: asyncio.Future[SlowWork | None] | None = None
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._tenant = scope["state"][TENANT]
+        self.tenant = scope["state"][TENANT]
         scope["state"][IGNORED_FIELDS] = self._request.ignored
         streamed = self._request.stream
         self._begin()
@@ -175,6 +116,40 @@ class Generation:
                 answered.request_id = self._formatter.request_id
                 answered.prompt_tokens, answered.output_tokens = usage.prompt_tokens, usage.completion_tokens
                 answered.finish = ",".join(self._finished())
+
+    def fork(self, body: ForkBody, request_id: str) -> "Generation":
+        """Return the response to further answers, which begin with the tokens that one of these has so far.
+
+        Raises:
+            InvalidRequest: a field is out of range, the answer has ended, or the request cannot be forked.
+        """
+        request, num_sequences = self._request, self._num_sequences
+        if self._new_formatter is None:
+            text = "only requests of /v1/completions and /v1/chat/completions can be forked"
+            raise InvalidRequest(text, "id", "unsupported_value")
+        if request.params.use_beam_search or request.params.n != request.num_returned:
+            text = "requests with use_beam_search, or with best_of above n, cannot be forked"
+            raise InvalidRequest(text, "id", "unsupported_value")
+        if body.index >= num_sequences:
+            raise InvalidRequest(f"index must be from 0 to {num_sequences - 1} (got {body.index})", "index")
+        answer = next((answer for index, answer, _ in self._running if index == body.index), None)
+        if answer is None:
+            raise InvalidRequest(f"answer {body.index} of the request has ended", "index", "request_ended")
+        so_far = self._clocks[body.index].num_shared + self._clocks[body.index].num_tokens
+        num_tokens = so_far if body.num_tokens is None else body.num_tokens
+        if num_tokens > so_far:
+            text = f"num_tokens must be from 0 to {so_far}, the tokens that the answer has so far (got {num_tokens})"
+            raise InvalidRequest(text, "num_tokens")
+        if body.max_tokens is not None and body.max_tokens <= num_tokens:
+            text = f"max_tokens must be at least {num_tokens + 1}: the fork begins with {num_tokens} output tokens"
+            raise InvalidRequest(f"{text} (got {body.max_tokens})", "max_tokens")
+        prompts = [self._prompts[body.index // request.params.n]]
+        forked = fork_request(request, body)
+        formatter = self._new_formatter(forked, prompts, request_id)
+        point = ForkPoint(answer.sequence, num_tokens)
+        return Generation(
+            self._server, forked, prompts, formatter, self._style, new_formatter=self._new_formatter, fork=point
+        )
 
     def _finished(self) -> list[str]:
         """Return the finish reasons of the sequences, each once."""
@@ -295,12 +270,14 @@ class Generation:
         """
         self._consume = consume
         try:
-            with self._server.key_queues.enter(self._tenant, self._num_sequences) as self._waiting:
+            with self._server.key_queues.enter(self.tenant, self._num_sequences) as self._waiting:
                 await self._start()
+                self._server.running[self._formatter.request_id] = self
                 try:
                     while (work := await self._next_slow_work()) is not None:
                         await work()
                 finally:
+                    del self._server.running[self._formatter.request_id]
                     for _, answer, clock in self._running:
                         answer.abort()
                         clock.end("abort")
@@ -336,7 +313,7 @@ class Generation:
                 delta = answer.take()
                 if delta is None:
                     continue
-                if not clock.num_tokens:
+                if not clock.num_tokens and delta.num_output_tokens > clock.num_shared:
                     self._waiting.remove(index)
                 clock.record(delta)
                 if delta.finish_reason is not None:
@@ -364,34 +341,26 @@ class Generation:
             priority=request.priority,
             cache_salt=request.cache_salt,
             prompt_only=request.prompt_only,
-            tenant=self._tenant,
+            tenant=self.tenant,
+            fork=self._fork,
             on_update=self._advance,
         )
         metrics = self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
-        self._clocks = [SequenceClock(metrics, self._arrival, length) for length in lengths]
+        num_shared = 0 if self._fork is None else self._fork.num_tokens
+        self._clocks = [SequenceClock(metrics, self._arrival, length, num_shared) for length in lengths]
         self._running = [*zip(range(self._num_sequences), answers, self._clocks, strict=True)]
 
     def _usage(self) -> Usage:
-        """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's."""
+        """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's.
+
+        What a fork begins with is a part of its prompt.
+        """
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+        num_prompt_tokens += 0 if self._fork is None else self._fork.num_tokens
         num_output_tokens = sum(clock.num_tokens for clock in self._clocks)
         cached = sum(clock.num_cached_tokens for clock in self._clocks[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
-
-
-def encode_choices(
-    answers: Sequence[Collected], choice: Callable[[int, Collected], msgspec.Struct]
-) -> list[msgspec.Raw]:
-    """Return each choice as JSON. One after the other, because encoding holds the interpreter lock.
-
-    The log probabilities are dropped as soon as they are encoded, because freeing many at once takes long, too.
-    """
-    encoded = []
-    for index, answer in enumerate(answers):
-        encoded.append(msgspec.Raw(msgspec.json.encode(choice(index, answer))))
-        answer.logprobs = None
-    return encoded
 
 
 def _num_values(delta: OutputDelta) -> int:

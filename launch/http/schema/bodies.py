@@ -103,6 +103,24 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
 
 
+class ForkBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a fork; all other parameters are those of the answer that it continues.
+
+    Attributes:
+        index: index of that answer in its response.
+        num_tokens: output tokens of it that the fork begins with. None: all that it has so far.
+    """
+
+    n: Any = 1
+    index: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    num_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    seed: Any = None
+    temperature: Any = None
+    max_tokens: Any = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     messages: Any
     max_completion_tokens: Any = None

@@ -27,6 +27,7 @@ STATUS_OF_CODE = {
     "model_not_found": 404,
     "parent_not_found": 404,
     "duplicate_request_id": 409,
+    "request_ended": 409,
     "rate_limit_exceeded": 429,
     "queue_full": 503,
     "loading": 503,

@@ -13,6 +13,7 @@ from quire.launch.http.schema.bodies import (
     SAMPLING_FIELDS,
     ChatBody,
     CompletionBody,
+    ForkBody,
     GenerationBody,
     StreamOptions,
     TokenizeBody,
@@ -42,6 +43,7 @@ class CommonRequest:
 
     Attributes:
         clamp_max_tokens: max_tokens is a default, to be reduced until it fits in the context.
+        num_returned: choices of each prompt; if ``params.n`` are more, the best of these.
         prompt_only: leave out the output, because the client asked for max_tokens 0.
         prompt_logprobs: the value of the field of this name.
         ignored: names of unknown fields that the client sent.
@@ -50,6 +52,7 @@ class CommonRequest:
     model: str
     params: SamplingParams
     clamp_max_tokens: bool
+    num_returned: int
     stream: bool
     stream_options: StreamOptions
     priority: int
@@ -64,14 +67,12 @@ class CompletionRequest(CommonRequest):
     """``echo``: start the text and its log probabilities with the prompt.
 
     ``add_special_tokens``: let the tokenizer add its own special tokens to a prompt that is text.
-    ``num_returned``: choices of each prompt; if ``params.n`` are more, the best of these, which then have log
-    probabilities to compare, and ``hides_logprobs`` leaves them out of the response.
+    ``hides_logprobs``: log probabilities serve only to find the best choices, and are left out of the response.
     """
 
     prompts: list[str | list[int]]
     echo: bool
     add_special_tokens: bool
-    num_returned: int
     hides_logprobs: bool
 
 
@@ -121,12 +122,11 @@ class Parser:
         if body.best_of is not None and body.best_of != params.n:
             params = ranked(params, body.best_of, stream=body.stream)
         return CompletionRequest(
-            **self._common(body, params, max_tokens, raw, ignored),
+            **self._common(body, params, max_tokens, raw, ignored, num_returned),
             prompts=split_prompts(body.prompt),
             echo=body.echo,
             add_special_tokens=body.add_special_tokens,
             prompt_only=max_tokens == 0,
-            num_returned=num_returned,
             hides_logprobs=hides_logprobs,
         )
 
@@ -151,7 +151,7 @@ class Parser:
             params = msgspec.structs.replace(params, structured_outputs=form)
         messages, options = self.conversation(body)
         return ChatRequest(
-            **self._common(body, params, max_tokens, raw, ignored),
+            **self._common(body, params, max_tokens, raw, ignored, params.num_outputs),
             messages=messages,
             options=replace(options, tools=tools),
             tool_use=tool_use,
@@ -169,6 +169,15 @@ class Parser:
             raise InvalidRequest(f"{name} and add_generation_prompt cannot both be true", name)
         variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
         return messages, ChatOptions(opens, continues, variables)
+
+    def fork(self, raw: Mapping[str, Any]) -> ForkBody:
+        body = read(ForkBody, raw)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        read(StreamOptions, body.stream_options or {}, "stream_options")
+        given = {name: getattr(body, name) for name in ("n", "seed", "temperature", "max_tokens")}
+        SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return body
 
     def model(self, name: str | None) -> str:
         """Return the requested served name, by default the first."""
@@ -237,6 +246,7 @@ class Parser:
         max_tokens: int | None,
         raw: Mapping[str, Any],
         ignored: Ignored,
+        num_returned: int,
     ) -> dict[str, Any]:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
@@ -245,6 +255,7 @@ class Parser:
             "model": self.model(body.model),
             "params": params,
             "clamp_max_tokens": max_tokens is None,
+            "num_returned": num_returned,
             "stream": body.stream,
             "stream_options": options,
             "priority": body.priority,
@@ -252,6 +263,29 @@ class Parser:
             "prompt_logprobs": raw.get("prompt_logprobs"),
             "ignored": ignored.names,
         }
+
+
+def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
+    """Return the request of a fork: that of its parent, with the fields of ``body``."""
+    params = msgspec.structs.replace(
+        request.params,
+        n=body.n,
+        seed=body.seed,
+        temperature=request.params.temperature if body.temperature is None else body.temperature,
+        max_tokens=request.params.max_tokens if body.max_tokens is None else body.max_tokens,
+        prompt_logprobs=None,
+    )
+    options = read(StreamOptions, body.stream_options or {}, "stream_options")
+    return replace(
+        request,
+        params=params,
+        num_returned=params.n,
+        clamp_max_tokens=request.clamp_max_tokens and body.max_tokens is None,
+        stream=body.stream,
+        stream_options=options,
+        prompt_logprobs=None,
+        ignored=(),
+    )
 
 
 def ranked(params: SamplingParams, best_of: int, *, stream: bool) -> SamplingParams:

@@ -17,6 +17,8 @@ KEYLESS_PATHS = OPEN_PATHS | {"/"}
 """Paths without a check of API keys. The page is the same for all, and asks for a key itself."""
 ADMIN_PATH = "/admin/"
 """The paths that begin with it need a key of their own, and do not exist without one."""
+REQUESTS_PATH = "/v1/requests/"
+"""The paths that begin with it accept an administrator's key, too."""
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
@@ -26,6 +28,8 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
 
+ANY_TENANT = -1
+"""Tenant of an administrator on REQUESTS_PATH, to which the requests of all tenants are open."""
 # Keys of the request's state.
 TENANT = "tenant"
 """1 + the index of its API key. Without keys, a number from the client's address, or 0 for a unix socket."""
@@ -100,6 +104,9 @@ class Gate:
                 text = "missing or invalid administrator's key: send 'Authorization: Bearer KEY' with --admin-api-key"
                 raise ApiError(401, text, None, "invalid_admin_api_key")
             return 0
+        accepts_admin = self._admin_keys and scope["path"].startswith(REQUESTS_PATH)
+        if accepts_admin and _index_of(_given_key(scope), self._admin_keys) is not None:
+            return ANY_TENANT
         if not self._keys:
             return tenant_of_address(scope["state"].get(CLIENT, ""), self._address_salt)
         index = _index_of(_given_key(scope), self._keys)

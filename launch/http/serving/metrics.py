@@ -185,17 +185,19 @@ class SequenceClock:
     Attributes:
         admitted, first_token, last_token: when these were, in seconds of the metrics' clock; 0 before.
         num_tokens, num_cached_tokens: output tokens so far, and prompt tokens found in the prefix cache.
+        num_shared: output tokens that a fork began with, which count as prompt tokens.
     """
 
     __slots__ = (
         "_arrival", "_metrics", "_num_prompt_tokens", "admitted", "first_token", "last_token", "num_cached_tokens",
-        "num_tokens",
+        "num_shared", "num_tokens",
     )  # fmt: skip
 
-    def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, num_prompt_tokens: int, num_shared: int = 0) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = num_prompt_tokens + num_shared
+        self.num_shared = num_shared
         self.admitted = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
@@ -203,7 +205,8 @@ class SequenceClock:
 
     def record(self, delta: OutputDelta) -> None:
         now = self._metrics.now()
-        new = delta.num_output_tokens - self.num_tokens
+        num_tokens = delta.num_output_tokens - self.num_shared
+        new = num_tokens - self.num_tokens
         self.num_cached_tokens = delta.num_cached_tokens
         if new > 0 and not self.num_tokens:
             self.first_token = now
@@ -213,7 +216,7 @@ class SequenceClock:
             self._metrics.inter_token_latency.observe((now - self.last_token) / new)
         if new > 0:
             self.last_token = now
-            self.num_tokens = delta.num_output_tokens
+            self.num_tokens = num_tokens
         if delta.finish_reason is not None:
             self.end(delta.finish_reason)
 

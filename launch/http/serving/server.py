@@ -3,8 +3,13 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from starlette.types import ASGIApp
 
 from quire.launch.frontend.engine_client import EngineClient
+from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
@@ -46,6 +51,7 @@ class ServerSettings:
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
         response_peers: the front ends that have others.
+        fork_peers: sockets of the other front ends, which may have a request to fork.
     """
 
     text_in: TextIn
@@ -68,6 +74,7 @@ class ServerSettings:
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
     response_peers: ResponsePeers = field(default_factory=ResponsePeers)
+    fork_peers: tuple[Path, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -80,6 +87,20 @@ class ServerSettings:
             raise ConfigError(
                 f"max_num_queued_reqs_per_key must be at least 0 (got {self.max_num_queued_reqs_per_key})"
             )
+
+
+class Forkable(Protocol):
+    """A request whose answers are generated now. ``tenant``: its tenant."""
+
+    tenant: int
+
+    def fork(self, body: ForkBody, request_id: str) -> ASGIApp:
+        """Return the response to answers that begin with what one of these has so far.
+
+        Raises:
+            InvalidRequest: the fork is not possible.
+        """
+        ...
 
 
 class Server:
@@ -103,6 +124,8 @@ class Server:
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
         self.response_peers = settings.response_peers
+        self.running: dict[str, Forkable] = {}
+        """By id of the response."""
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
 
     @property

@@ -4,19 +4,17 @@ A response is in the memory of the front end that made it. The next request may 
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from quire.launch.http.schema.errors import ApiError
+from quire.launch.http.stored.peer_frames import FRONT_END_SILENT, TIMEOUT_S, listen, read_frame, write_frame
 from quire.launch.http.stored.response_store import ResponseStore, StoredResponse
 
-TIMEOUT_S = 5.0
 MAX_QUESTION_BYTES = 64 * 1024
-SIZE_BYTES = 8
 T = TypeVar("T")
 
 
@@ -44,22 +42,20 @@ def peer_address(directory: Path, index: int) -> Path:
 
 
 async def share_responses(store: ResponseStore, address: Path) -> asyncio.Server:
-    """Answer the questions of other front ends. A socket that an earlier process left is replaced."""
+    """Answer the questions of other front ends."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                question = msgspec.msgpack.decode(await _read(reader, MAX_QUESTION_BYTES), type=Question)
-                _write(writer, _answer(store, question))
+                question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=Question)
+                write_frame(writer, _answer(store, question))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, msgspec.MsgspecError):
             pass  # the other process has ended, or gave up
         finally:
             writer.close()
 
-    with contextlib.suppress(FileNotFoundError):
-        address.unlink()
-    return await asyncio.start_unix_server(answer, str(address))
+    return await listen(address, answer)
 
 
 def _answer(store: ResponseStore, question: Question) -> SharedResponse | bool | None:
@@ -111,24 +107,11 @@ async def _ask(address: Path, question: Question, kind: type[T]) -> T | None:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(str(address))
             try:
-                _write(writer, question)
-                return msgspec.msgpack.decode(await _read(reader, None), type=kind | None)
+                write_frame(writer, question)
+                return msgspec.msgpack.decode(await read_frame(reader), type=kind | None)
             finally:
                 writer.close()
     except TimeoutError:
-        text = "the front end that may have the response does not answer: retry later"
-        raise ApiError(503, text, None, "engine_unavailable") from None
+        raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
     except (OSError, EOFError):
         return None
-
-
-def _write(writer: asyncio.StreamWriter, message: Any) -> None:
-    data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(SIZE_BYTES) + data)
-
-
-async def _read(reader: asyncio.StreamReader, most: int | None) -> bytes:
-    size = int.from_bytes(await reader.readexactly(SIZE_BYTES))
-    if most is not None and size > most:
-        raise EOFError
-    return await reader.readexactly(size)

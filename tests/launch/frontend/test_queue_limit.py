@@ -89,6 +89,7 @@ class ScheduledEngine(Driver):
         tenant: int,
         *,
         parent: "ScheduledSequence | None" = None,
+        num_shared: int = 0,
         on_update: Callable[[], None],
     ) -> "ScheduledSequence":
         tokens = np.asarray(prompt_token_ids, np.int32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.launch.frontend.client import Readers
 from quire.launch.http.routes.chat import ChatChunk, ChunkChoice, Delta
-from quire.launch.http.routes.generate import CachedTokens, Usage
+from quire.launch.http.routes.formatter import CachedTokens, Usage
 from quire.launch.http.routes.text_template import TextTemplate
 from quire.launch.http.serving.outbox import ChunkWriter, Outbox
 

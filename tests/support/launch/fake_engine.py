@@ -137,6 +137,7 @@ class FakeEngine:
         tenant: int,
         *,
         parent: Any = None,
+        num_shared: int = 0,
         on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:

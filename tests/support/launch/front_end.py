@@ -107,6 +107,7 @@ class EndlessEngine:
         tenant: int,
         *,
         parent: Any = None,
+        num_shared: int = 0,
         on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)

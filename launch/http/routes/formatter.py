@@ -1,0 +1,93 @@
+"""Response formatters: the collected outputs of a request, its token counts, and what writes them as JSON."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs
+from quire.protocol.wire.logprobs import LogprobArrays
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts. ``completion_tokens_details``: of conversations only."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+
+
+@dataclass(slots=True)
+class Collected:
+    """The collected output of one sequence, for a response that is not streamed."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PlacedLogprobs] | None = None
+    prompt_logprobs: LogprobArrays | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    beam: BeamOutput | None = None
+    """The output of a beam search that this one is."""
+    beams: list[BeamOutput] | None = None
+    """All of them, in the order of their scores."""
+
+    def add(self, delta: OutputDelta) -> None:
+        self.texts.append(delta.text)
+        if delta.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.beams = delta.beams
+
+    def outputs(self) -> "list[Collected]":
+        """Return one for each output: this one alone, or those of a beam search."""
+        if self.beams is None:
+            return [self]
+        return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
+
+
+class ResponseFormatter(Protocol):
+    """Formats the responses of one endpoint as JSON."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
+        """Return the event for one delta of sequence ``index``."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the last event, which holds the usage if the client requested it."""
+        ...
+
+    def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
+        """Return the body of a response that is not streamed."""
+        ...
+
+
+def encode_choices(
+    answers: Sequence[Collected], choice: Callable[[int, Collected], msgspec.Struct]
+) -> list[msgspec.Raw]:
+    """Return each choice as JSON. One after the other, because encoding holds the interpreter lock.
+
+    The log probabilities are dropped as soon as they are encoded, because freeing many at once takes long, too.
+    """
+    encoded = []
+    for index, answer in enumerate(answers):
+        encoded.append(msgspec.Raw(msgspec.json.encode(choice(index, answer))))
+        answer.logprobs = None
+    return encoded

@@ -1,0 +1,158 @@
+"""One answer of the offline API that is generated while its caller does other things."""
+
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.launch.frontend.answers import Answer
+from quire.launch.offline.batch import BlockingEngine, OfflineSequence
+from quire.launch.offline.request_output import CompletionOutput, append_delta
+from quire.launch.text.prompts import Prompt, fit_params
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import TokenTexts
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.sampling_params import SamplingParams, check_int
+from quire.protocol.wire.front_end_messages import AddRequest
+
+
+class Reading(NamedTuple):
+    """What all running requests of one engine are read with. ``lock``: for calls of the engine."""
+
+    engine: BlockingEngine
+    text_in: TextIn
+    token_texts: TokenTexts
+    lock: threading.Lock
+
+
+class RunningRequest:
+    """One answer that is being generated; made by ``LLM.start`` and ``LLM.fork``. It runs whether it is read or not.
+
+    Attributes:
+        request_id: id of the request in the engine.
+        prompt: its prompt.
+        params: its sampling parameters.
+        output: the answer as far as it has been read.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        sequence: OfflineSequence,
+        prompt: Prompt,
+        params: SamplingParams,
+        parent: "RunningRequest | None" = None,
+    ) -> None:
+        """``parent``: the request whose first tokens it begins with, which are read at once."""
+        self.request_id = sequence.request_id
+        self.prompt = prompt
+        self.params = params
+        self.output = CompletionOutput(0)
+        self.sequence = sequence
+        self._reading = reading
+        self._answer = Answer(sequence, reading.text_in, prompt, params)
+        if parent is not None:
+            self._take()
+            self._copy_logprobs(parent.output)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has been read to its end."""
+        return self.output.finish_reason is not None
+
+    def read(self, num_tokens: int | None = None) -> CompletionOutput:
+        """Wait until the answer has this many tokens, or has ended, and return it.
+
+        Args:
+            num_tokens: number of output tokens from the start of the answer. None: wait for the end.
+
+        Raises:
+            InvalidRequest: the scheduler refused the request.
+            EngineError: the engine has failed.
+        """
+        output = self.output
+        while not self.finished and (num_tokens is None or len(output.token_ids) < num_tokens):
+            with self._reading.lock:
+                if not self._take():
+                    self._reading.engine.receive()
+        return output
+
+    def abort(self) -> None:
+        """End the request now, with the finish reason abort. No effect if it has been read to its end."""
+        if not self.finished:
+            with self._reading.lock:
+                self.sequence.abort()
+            self.output.finish_reason = "abort"
+
+    def _take(self) -> bool:
+        """Add what has arrived to the output; return whether there was anything."""
+        update = self.sequence.stream.take()
+        if update is None:
+            return False
+        delta = self._answer.assemble(update)
+        append_delta(self.output, delta, self._reading.token_texts)
+        self.output.error = delta.detail or None
+        return True
+
+    def _copy_logprobs(self, parent: CompletionOutput) -> None:
+        """Copy the log probabilities of the tokens that the answer begins with."""
+        tokens = self.output.token_ids
+        if self.params.logprobs is None or parent.logprobs is None:
+            return
+        self.output.logprobs = parent.logprobs[: len(tokens)]
+        values = (entry[token].logprob for entry, token in zip(self.output.logprobs, tokens, strict=True))
+        self.output.cumulative_logprob = sum(values)
+
+
+def num_shared(parent: RunningRequest, num_tokens: int | None, params: SamplingParams) -> int:
+    """Return the number of output tokens that a fork begins with. ``num_tokens``: the wanted number, or None for all.
+
+    Raises:
+        InvalidRequest: the parent has ended, has fewer tokens, or has more than the fork may have.
+    """
+    num_read = len(parent.output.token_ids)
+    if parent.finished:
+        text = f"request {parent.request_id} has ended ({parent.output.finish_reason}): fork it while it is running"
+        raise InvalidRequest(text, "request", "request_ended")
+    shared = num_read if num_tokens is None else check_int("num_tokens", num_tokens, 0, num_read)
+    if params.max_tokens is not None and params.max_tokens <= shared:
+        text = f"max_tokens must be at least {shared + 1}: the fork begins with {shared} output tokens"
+        raise InvalidRequest(f"{text} (got {params.max_tokens})", "max_tokens")
+    return shared
+
+
+def begin(
+    reading: Reading,
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    priority: int,
+    seed: int,
+    parent: RunningRequest | None = None,
+    num_shared: int = 0,
+) -> RunningRequest:
+    """Submit one request; the caller holds the lock.
+
+    ``num_shared``: number of output tokens of ``parent`` that it begins with.
+
+    Raises:
+        InvalidRequest: parameters that only ``generate`` has, or more tokens than the context has.
+        EngineError: the engine has failed.
+    """
+    if params.n != 1 or params.use_beam_search or params.prompt_logprobs is not None:
+        name = "n" if params.n != 1 else "use_beam_search" if params.use_beam_search else "prompt_logprobs"
+        raise InvalidRequest(f"{name} cannot be used with a request that is started or forked: use generate", name)
+    root = None if parent is None else parent.sequence.stream
+    shared = root.tokens[:num_shared] if root is not None and num_shared else None
+    request = AddRequest(
+        request_id,
+        prompt.token_ids,
+        fit_params(params, prompt, reading.engine, clamp=True),
+        seed,
+        None if shared is None else np.array(shared, np.int32),
+        priority,
+        arrival=time.monotonic(),
+    )
+    stream = reading.engine.submit(request, lambda: None, root)
+    return RunningRequest(reading, OfflineSequence(reading.engine.session, stream), prompt, params, parent)

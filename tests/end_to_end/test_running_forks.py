@@ -1,0 +1,128 @@
+"""Forks of running requests: an answer that begins with what another one has equals a request of its own.
+
+The reference is the same request submitted whole, with its prompt and those tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiers import thinned
+
+from quire import LLM, SamplingParams
+from quire.launch.frontend.session import Session
+from quire.launch.offline.running import RunningRequest
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.front_end_messages import AddRequest
+
+PROMPT = "Once upon a time there was"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 10, "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "grammar": {"structured_outputs": StructuredOutputs(json=SCHEMA), "ignore_eos": False},
+    "thinking budget": {"thinking_token_budget": 11},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "logprobs": {"logprobs": 3},
+    "token limits": {"min_tokens": 20, "ignore_eos": False, "bad_words": ["the"], "logit_bias": {17: 4.0}},
+    "stop strings": {"stop": ["e "], "min_tokens": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    thinking = {"reasoning_start_str": "Once", "reasoning_end_str": " the end."}
+    with LLM(deterministic=True, max_model_len=256, max_num_seqs=8, num_gpu_blocks_override=40, **thinking) as llm:
+        yield llm
+
+
+def params_of(feature: str) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True, **FEATURES[feature]})
+
+
+def forked_answers(llm: LLM, feature: str) -> list[tuple[Any, ...]]:
+    root = llm.start(PROMPT, params_of(feature))
+    root.read(7)
+    children = llm.fork(root, 3, num_tokens=7, seed=9)
+    children += llm.fork(root, 2, num_tokens=4, seed=10)
+    assert all(child.output.token_ids == root.output.token_ids[:7] for child in children[:3])
+    assert all(child.output.token_ids == root.output.token_ids[:4] for child in children[3:])
+    grandchildren = llm.fork(children[0], 1, seed=11, sampling_params=SamplingParams(temperature=0.0, max_tokens=30))
+    return [summary(request) for request in (root, *children, *grandchildren)]
+
+
+def summary(request: RunningRequest) -> tuple[Any, ...]:
+    output = request.read()
+    chosen = [
+        round(entry[token].logprob, 4) for entry, token in zip(output.logprobs or [], output.token_ids, strict=False)
+    ]
+    return output.text, output.token_ids, output.finish_reason, output.stop_reason, chosen
+
+
+@pytest.mark.parametrize("feature", thinned(list(FEATURES), keep=2))
+def test_children_equal_requests_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+    sent: list[AddRequest] = []
+    session = llm._client.session if llm._client is not None else None
+    assert session is not None
+    post = session._post
+    monkeypatch.setattr(session, "_post", lambda message: (sent.append(message), post(message)))
+    forked = forked_answers(llm, feature)
+    arrivals = [message for message in sent if isinstance(message, AddRequest)]
+    assert sum(len(message.prompt_token_ids) > 0 for message in arrivals) == 1
+    add = Session.add
+    monkeypatch.setattr(Session, "add", lambda self, request, on_update, parent: add(self, request, on_update))
+    assert forked_answers(llm, feature) == forked
+    assert len({tuple(tokens) for _, tokens, *_ in forked}) > 3
+    if feature == "thinking budget":
+        assert all(" the end." in text for text, *_ in forked[:-1])
+
+
+@pytest.mark.full
+def test_a_running_request(llm: LLM) -> None:
+    """It is read in parts while others run, equals the sample of ``generate``, and can be aborted."""
+    params = SamplingParams(temperature=1.0, seed=8, max_tokens=60, ignore_eos=True)
+    (whole,) = llm.generate(PROMPT, params)
+    running = llm.start(PROMPT, params)
+    assert not running.finished
+    part = list(running.read(5).token_ids)
+    assert len(part) >= 5
+    llm.generate("Another", SamplingParams(max_tokens=3))
+    assert running.read().token_ids == whole.outputs[0].token_ids
+    assert (running.output.text, running.finished) == (whole.outputs[0].text, True)
+    running.abort()
+    assert running.output.finish_reason == "length"
+    left = llm.start(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
+    children = llm.fork(left, 3)
+    for each in (left, *children):
+        each.abort()
+        assert each.read().finish_reason == "abort"
+    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == whole.outputs[0].token_ids
+    assert llm.statistics().num_running == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"n": 0}, "n must be an integer from 1 to 128 (got 0)"),
+        ({"n": 129}, "n must be an integer from 1 to 128 (got 129)"),
+        ({"num_tokens": 300}, "num_tokens must be an integer from 0 to "),
+        ({"seed": -(2**64)}, "seed must be an integer from"),
+        ({"sampling_params": SamplingParams(max_tokens=2), "num_tokens": 3}, "max_tokens must be at least 4: the fork"),
+        ({"sampling_params": SamplingParams(n=2, max_tokens=9), "num_tokens": 3}, "n cannot be used with a request"),
+        ({"sampling_params": SamplingParams(prompt_logprobs=1, max_tokens=9), "num_tokens": 3}, "prompt_logprobs can"),
+        ({"sampling_params": SamplingParams(use_beam_search=True, beam_width=2)}, "use_beam_search cannot be used"),
+    ],
+)
+def test_refusals(llm: LLM, given: dict[str, Any], says: str) -> None:
+    running = llm.start(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    running.read(4)
+    with pytest.raises(InvalidRequest) as caught:
+        llm.fork(running, **given)
+    assert says in str(caught.value)
+    running.read()
+    with pytest.raises(InvalidRequest, match=r"has ended \(length\): fork it while it is running"):
+        llm.fork(running)
