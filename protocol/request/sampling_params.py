@@ -298,7 +298,6 @@ _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "thinking_token_budget": (None,),
-    "structured_outputs": (None,),
     "repetition_detection": (None,),
     "extra_args": ({},),
 }

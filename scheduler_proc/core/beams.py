@@ -72,9 +72,11 @@ class Beams:
             request.max_total_tokens = request.num_tokens + 1
 
     def wait(self, request: Request) -> bool:
-        """Whether a request has computed the prompt of its search, and waits until that ends."""
-        group = self._groups.get(request.handle)
-        return group is not None and group.beams[0] is not request
+        """Whether a request of a search has computed its part: the prompt, or its token of the current step."""
+        if request.leader is None:
+            return False
+        group = self._groups[request.leader.handle]
+        return request not in group.beams if request is group.leader else request.handle in group.answered
 
     def answered(self, request: Request, candidates: Candidates) -> BeamGroup | None:
         """Record the result of a beam. Returns its search if all beams have a result now."""

@@ -54,9 +54,11 @@ class Forks:
         return parent
 
     def hold(self, request: Request) -> None:
-        """Hold a request of the queue until it can be forked, if it has a parent."""
+        """Hold a request of the queue until it can be forked, if it has a parent that will run."""
         parent = request.parent
-        if parent is not None and not parent.status.is_finished:
+        if parent is not None and parent.wait_reason is WaitReason.BEAMS:
+            request.parent = None
+        elif parent is not None and not parent.status.is_finished:
             self._table.hold(request, WaitReason.FORK)
             step = self._table.steady_decode.clock.sent + 1
             self._decisions.note(Decision(step, "wait", request.request_id, WaitReason.FORK))

@@ -155,7 +155,7 @@ class Masking:
     def ask(self, record: InFlightStep, drafts: dict[int, list[int]], now: float) -> None:
         """Ask for the masks of a step. All tokens before it must be known."""
         requests = [row.request for row in record.constrained if not row.request.status.is_finished]
-        outputs = [(request, self._outputs[request.client, request.request_id]) for request in requests]
+        outputs = [(request, self._output_of(request)) for request in requests]
         num_private = sum(self._is_expensive(output) for _, output in outputs)
         num_rows = len(record.steady) + sum(row.samples for row in record.rows.values())
         until = now + self._patience.limit(len(outputs), now)
@@ -168,6 +168,14 @@ class Masking:
             output.awaits, output.reason = True, ""
             wanted.append(output)
         self._send(wanted, now)
+
+    def _output_of(self, request: Request) -> Output:
+        """Return the output of a request; that of a beam begins here, with the grammar of its leader."""
+        key = request.client, request.request_id
+        if key not in self._outputs and request.leader is not None:
+            leader = self._outputs[request.leader.client, request.leader.request_id]
+            self.add(key, leader.grammar, leader.tenant)
+        return self._outputs[key]
 
     def abandon(self) -> None:
         """Forget the step that awaits masks: its workers were lost."""

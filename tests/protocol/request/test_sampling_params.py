@@ -116,7 +116,6 @@ BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
     "logprobs": ([0], "logprobs must be None with"),
     "prompt_logprobs": ([0], "prompt_logprobs must be None with"),
     "thinking_token_budget": ([1], "thinking_token_budget must be None with"),
-    "structured_outputs": ([StructuredOutputs(regex="a+")], "structured_outputs must be None with"),
     "repetition_detection": ([RepetitionDetection(max_pattern_size=1)], "repetition_detection must be None with"),
     "extra_args": ([{"a": 1}], "extra_args must be {} with"),
     "allowed_token_ids": ([[1, 2, 3]], "must have at least beam_width=4 token ids with use_beam_search (got 3)"),

@@ -102,6 +102,7 @@ EVENTS = {
     "stop": 4,
     "leave": 1,
     "hold": 3,
+    "hold_beam": 2,
     "release": 4,
     "refuse": 1,
     "fail": 1,
@@ -211,6 +212,7 @@ class Load:
             length_penalty=rng.choice((-1.0, 0.0, 1.0)),
             early_stopping=rng.choice((False, True, "never")),
             max_tokens=asked.max_tokens,
+            structured_outputs=StructuredOutputs(regex="a*") if rng.random() < 0.3 else None,
         )
         self.asked[request_id] = asked
         for driver in self.drivers:
@@ -290,6 +292,15 @@ class Load:
             for driver in self.drivers:
                 driver.hold(victim, reason, client)
 
+    def hold_beam(self) -> None:
+        """Hold a beam, as when its masks are late."""
+        beams = [request_id for client, request_id in self.driver.scheduler.table.requests if client < 0]
+        if beams:
+            beam = self.rng.choice(beams)
+            self.held[beam] = -1
+            for driver in self.drivers:
+                driver.hold(beam, "grammar", -1)
+
     def release(self) -> None:
         if self.held:
             request_id = self.rng.choice(list(self.held))
@@ -299,8 +310,8 @@ class Load:
 
     def refuse(self) -> None:
         """Hold or release a request that is held, or one that has ended."""
-        if self.held:
-            request_id = self.rng.choice(list(self.held))
+        if held := [request_id for request_id, client in self.held.items() if client >= 0]:
+            request_id = self.rng.choice(held)
             client = self.held.pop(request_id)
             self.asked[request_id].gone = True
             for driver in self.drivers:

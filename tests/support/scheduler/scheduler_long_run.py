@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.extend(map(str, Path(__file__).parent.parent.iterdir()))
 
 from scheduler_driver import Driver
 from scheduler_load import Load, random_settings
