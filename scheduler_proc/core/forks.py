@@ -146,7 +146,8 @@ class Forks:
         if child.num_cached_tokens < 0:
             child.num_cached_tokens, child.admitted = num_shared, kv.pool.now
         self._hooks.admitted(child, num_shared)
-        plan.add(StepRow(child, child.num_tokens - num_shared, None, parent=parent if samples else None))
+        root = parent if samples else None
+        plan.add(StepRow(child, child.num_tokens - num_shared, None, parent=root, forked_from=parent.handle))
 
     def check(self) -> None:
         """Raise AssertionError unless each child that waits is held, and its parent has not ended."""

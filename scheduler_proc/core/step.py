@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -41,6 +42,7 @@ class StepRow:
         is_prefill: the positions count towards the prefill budget.
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
+        forked_from: handle of the request whose blocks it shares since this step, or -1.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class StepRow:
     is_prefill: bool = False
     samples: bool = False
     parent: Request | None = None
+    forked_from: int = -1
 
 
 class StepPlan:
@@ -122,17 +125,17 @@ def build_diff(
             block_copies=kv.forks.take(),
         )
     new: list[NewRequestData] = []
-    tokens: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
-    new_ids: list[int] = []
+    tokens: list[Int32] = []
+    new_ids: list[Int32] = []
+    contents = _NewContents(kv)
     unparked: list[int] = []
     for handle, row in plan.rows.items():
         request = row.request
         if row.new_blocks is None:
-            held = kv.block_ids(request)
+            known, held = contents.of(row)
             new.append(_new_request_data(request, [len(ids) for ids in held]))
-            tokens.append(request.tokens.array())
-            for ids in held:
-                new_ids += ids
+            tokens.append(known)
+            new_ids += held
             request.on_worker, request.parked = True, False
             continue
         for group, blocks in enumerate(row.new_blocks):
@@ -149,7 +152,7 @@ def build_diff(
         parked=_park_the_rest(plan, unsteady),
         new_requests=new,
         token_ids=np.concatenate(tokens) if tokens else None,
-        block_ids=np.array(new_ids, np.int32) if new else None,
+        block_ids=np.concatenate(new_ids) if new else None,
         unparked=unparked,
         appended_handles=np.array(handles, np.int32) if handles else None,
         appended_block_ids=np.array(block_ids, np.int32) if handles else None,
@@ -160,6 +163,25 @@ def build_diff(
         chosen=chosen,
         drafts=[(handle, row.num_drafts) for handle, row in plan.rows.items() if row.num_drafts],
     )
+
+
+class _NewContents:
+    """Tokens and block ids of requests that are new to the workers. Those that children share are read once."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._first: dict[tuple[int, int], tuple[Int32, list[Int32]]] = {}
+        """Those of the first child of each parent, by handle of the parent and number of shared tokens."""
+
+    def of(self, row: StepRow) -> tuple[Int32, list[Int32]]:
+        request, num_shared = row.request, row.request.num_computed_tokens
+        first = None if row.forked_from < 0 or request.diverges else self._first.get((row.forked_from, num_shared))
+        if first is not None:
+            return first[0], self._kv.block_ids(request, first[1], num_shared)
+        found = request.tokens.array(), self._kv.block_ids(request)
+        if row.forked_from >= 0 and not request.diverges:
+            self._first[row.forked_from, num_shared] = found
+        return found
 
 
 def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData:

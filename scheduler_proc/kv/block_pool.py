@@ -118,6 +118,12 @@ class BlockPool:
         self.num_evictable_blocks -= len(free)
         self.num_revived_blocks += len(free)
 
+    def share(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add an owner of blocks that a request holds; none of them is the null block."""
+        self.num_changes += 1
+        for block in blocks:
+            block.ref_cnt += 1
+
     def next_evicted(self) -> Iterator[KVCacheBlock]:
         """Yield free blocks with cached content, approximately in the order in which they will be evicted."""
         return (block for block in self.free_block_queue.upcoming() if block.block_hash is not None)

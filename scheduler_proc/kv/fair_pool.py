@@ -222,6 +222,10 @@ class FairBlockPool(BlockPool):
         super().touch(touched)
         self._add_held(sum(not block.is_null for block in touched))
 
+    def share(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().share(blocks)
+        self._add_held(len(blocks))
+
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         freed = list(ordered_blocks)
         super().free_blocks(freed)

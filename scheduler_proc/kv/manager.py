@@ -2,9 +2,13 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
+
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
@@ -12,6 +16,7 @@ from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
+_BLOCK_ID = attrgetter("block_id")
 _MANY_TOKENS = 2**31 - 1
 """Upper bound for a request's positions, when no group needs more blocks for more positions."""
 
@@ -232,9 +237,17 @@ class KVCacheManager:
         blocks = manager.req_to_blocks[request.handle]
         return manager.block_size * bisect_left(blocks, True, key=lambda block: block.ref_cnt == 1)
 
-    def block_ids(self, request: CacheRequest) -> list[list[int]]:
-        """Return the ids of all entries per group; 0, the null block, where an entry is skipped."""
-        return [[b.block_id for b in blocks] for blocks in self.coordinator.blocks(request.handle)]
+    def block_ids(self, request: CacheRequest, like: Sequence[Int32] = (), num_tokens: int = 0) -> list[Int32]:
+        """Return the ids of all entries per group; 0, the null block, where an entry is skipped.
+
+        ``like``: the result for another request that shares its first ``num_tokens``, or empty.
+        """
+        found: list[Int32] = []
+        for index, manager in enumerate(self.coordinator.managers):
+            blocks, known = manager.req_to_blocks.get(request.handle, []), num_tokens // manager.block_size
+            ids = np.fromiter(map(_BLOCK_ID, blocks[known:] if known else blocks), np.int32, len(blocks) - known)
+            found.append(np.concatenate((like[index][:known], ids)) if known else ids)
+        return found
 
     def drop_device_contents(self) -> None:
         """Drop the device's cached contents, which were lost. Raises AssertionError while a request holds blocks."""

@@ -79,7 +79,8 @@ class SingleTypeKVCacheManager(ABC):
         """
         held, full = self.req_to_blocks[parent], num_tokens // self.block_size
         self.req_to_blocks[child] = shared = held[:full]
-        self.pool.touch(shared)
+        own = self.pool.touch if self.skips else self.pool.share
+        own(shared)
         self.num_cached_block[child] = min(full, self.num_cached_block.get(parent, 0))
         return held[full] if num_tokens % self.block_size else None
 

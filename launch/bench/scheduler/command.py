@@ -51,6 +51,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "layouts": ("*.step_us", "*.ratio"),
     "loads": ("*_percent", "most_over_pure"),
     "tiers": ("*_us", "*.ratio", "*us_per_*"),
+    "forks": ("*_us", "*us_per_block", "*_bytes", "*.computed_tokens", "*.kv_blocks"),
 }
 
 

@@ -103,9 +103,11 @@ class BatchWorker:
         scheduled = self._active[:count].astype(np.int32)
         for handle, num_tokens in step.counts:
             scheduled[self._row_of[handle]] = num_tokens
+        samples = scheduled > 0
+        scheduled[[self._row_of[handle] for handle, _ in step.forks]] = 0  # they sample from their parents' logits
         self.num_active, self.num_tokens = int(np.count_nonzero(scheduled)), int(scheduled.sum())
         self._computed[:count] += scheduled
-        sampling = np.flatnonzero((scheduled > 0) & (self._computed[:count] == self._known[:count]))
+        sampling = np.flatnonzero(samples & (self._computed[:count] == self._known[:count]))
         self._known[sampling] += 1
         handles = self._handles[sampling]
         tokens = self._rng.integers(FIRST_TOKEN, self._vocab_size, len(handles), dtype=np.int32)
@@ -213,17 +215,24 @@ class Rig:
             RuntimeError: the scheduler refused it, so that the figures would be meaningless.
         """
         request_id = f"req-{self._serial:06d}"
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_p=0.95)
-        event = AddRequest(request_id, prompt, sampling, seed=self._serial)
+        event = AddRequest(request_id, prompt, self.sampling(max_tokens), seed=self._serial)
         self._serial += 1
+        return request_id, self.consume_ns(event, after)
+
+    @staticmethod
+    def sampling(max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_p=0.95)
+
+    def consume_ns(self, event: AddRequest, after: Callable[[], None] | None = None) -> int:
+        """Add a request, and return the time as ``add``; raise RuntimeError as that does."""
         start = now_ns()
         self.scheduler.consume(event)
         if after is not None:
             after()
         spent = now_ns() - start
-        if (0, request_id) not in self.scheduler.table.requests:
-            raise RuntimeError(f"{request_id} was refused: {self.scheduler.take_messages()}")
-        return request_id, spent
+        if (0, event.request_id) not in self.scheduler.table.requests:
+            raise RuntimeError(f"{event.request_id} was refused: {self.scheduler.take_messages()}")
+        return spent
 
     def abort(self, request_id: str) -> None:
         self.scheduler.consume(Abort([request_id]))

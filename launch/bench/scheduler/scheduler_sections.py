@@ -15,6 +15,7 @@ from typing import Any, Literal
 import psutil
 
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, measure_churn
+from quire.launch.bench.scheduler.scheduler_forks import ForkSizes, measure_forks
 from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes, measure_layouts
 from quire.launch.bench.scheduler.scheduler_loads import LoadSizes, measure_loads
 from quire.launch.bench.scheduler.scheduler_rig import (
@@ -67,6 +68,7 @@ class Sizes:
     layouts: LayoutSizes = field(default_factory=LayoutSizes)
     loads: LoadSizes = field(default_factory=LoadSizes)
     tiers: TierSizes = field(default_factory=TierSizes)
+    forks: ForkSizes = field(default_factory=ForkSizes)
 
 
 def steady(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
@@ -327,6 +329,11 @@ def tiers(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
     return measure_tiers(sizes.tiers, steady_decode)
 
 
+def forks(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
+    """Cost of a fork, and of samples of one prompt: see ``scheduler_forks``."""
+    return measure_forks(sizes.forks, steady_decode)
+
+
 SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "steady": steady,
     "admission": admission,
@@ -339,6 +346,7 @@ SECTIONS: dict[str, Callable[[Sizes, bool], dict[str, Any]]] = {
     "layouts": layouts,
     "loads": loads,
     "tiers": tiers,
+    "forks": forks,
 }
 
 

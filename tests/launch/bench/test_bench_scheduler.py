@@ -16,6 +16,7 @@ from quire.launch.bench.scheduler import command as scheduler_command
 from quire.launch.bench.scheduler.churn_trace import churn_trace
 from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
+from quire.launch.bench.scheduler.scheduler_forks import ForkSizes
 from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes
 from quire.launch.bench.scheduler.scheduler_loads import LoadSizes
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
@@ -48,6 +49,7 @@ TINY = Sizes(
     churn=ChurnSizes(usual=LOAD, large=LOAD),
     loads=LoadSizes(gb_per_s=(1.0, 10.0), found=(256, 8192), depths=(0, 4), first=30, visits=1),
     tiers=TierSizes(batch=16, prompt_len=32, units=1, rounds=4, load_len=256, loads=3),
+    forks=ForkSizes(lengths=(20, 90), children=(1, 3), rounds=4, samples=5, prompt_len=100),
     layouts=LayoutSizes(batch=16, prompt_len=32, window=20, units=1, rounds=2),
     trace=TraceSizes(batch=16, prompt_len=32, steps=32, chunks=2, names=("trace.jsonl",)),
 )
@@ -122,6 +124,14 @@ class TestSections:
         found = section("tiers")
         assert found["loaded_per_prompt"] == 15 and found["us_per_loaded_block"] > 0
         assert found["idle"]["ratio"] > 0 and 0 < found["storing"]["stored_per_step"] <= 2
+
+    def test_forks(self) -> None:
+        """Five samples of 100 tokens: six full blocks once, and one or two of each sample."""
+        found = section("forks")
+        assert found["children_3"]["20_tokens_us"] > 0
+        forks, requests = found["forks"], found["requests"]
+        assert (forks["computed_tokens"], forks["kv_blocks"]) == (100, 6 + 5)
+        assert requests["computed_tokens"] > 100 and requests["request_bytes"] > forks["request_bytes"]
 
     def test_each_section_has_its_table(self) -> None:
         assert set(SHOWN) == set(SECTIONS)

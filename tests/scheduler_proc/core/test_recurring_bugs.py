@@ -422,7 +422,7 @@ def test_bug_25_resumed_request_has_only_its_new_blocks(asynchronous: bool) -> N
     diff = next(d for d in reversed(driver.diffs) if d.new_requests)
     assert diff.block_ids is not None
     request = driver.request("young")
-    held = driver.scheduler.kv.block_ids(request)[0]
+    held = driver.scheduler.kv.block_ids(request)[0].tolist()
     assert held[: len(diff.block_ids)] == diff.block_ids.tolist()
     sent = [block for handle, _, block in appended_blocks(diff) if handle == request.handle]
     assert sent == []

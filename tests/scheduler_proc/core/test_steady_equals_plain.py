@@ -157,7 +157,10 @@ def test_layouts_have_these_groups() -> None:
 
 def tables_of(driver: Driver) -> dict[tuple[int, str], list[list[int]]]:
     """Return the block ids of each request; 0 where its windows have freed the block."""
-    return {key: driver.scheduler.kv.block_ids(r) for key, r in driver.scheduler.table.requests.items()}
+    kv = driver.scheduler.kv
+    return {
+        key: [ids.tolist() for ids in kv.block_ids(request)] for key, request in driver.scheduler.table.requests.items()
+    }
 
 
 @settings(max_examples=8)

@@ -75,7 +75,7 @@ def step(kv: KVCacheManager, request: CacheCase, num_tokens: int, *, answered: b
 
 def shape(kv: KVCacheManager, request: CacheCase, group: int = 0) -> str:
     """Return the request's entries in a group: ``.`` for the null block, ``#`` for any other."""
-    return "".join(".#"[block_id > 0] for block_id in kv.block_ids(request)[group])
+    return "".join(".#"[block_id > 0] for block_id in kv.block_ids(request)[group].tolist())
 
 
 def picture(kv: KVCacheManager) -> object:

@@ -235,7 +235,8 @@ class Load:
         )
         output = expected_tokens(of.prompt, known)
         for _ in range(self.rng.choice((1, 1, 2, 4))):
-            request_id, max_tokens = f"r{len(self.asked)}", self.rng.randrange(len(output) + 1, 40)
+            request_id = f"r{len(self.asked)}"
+            max_tokens = self.rng.randrange(len(output) + 1, max(40, len(output) + 2))
             asked = Asked(of.client, of.prompt, max_tokens, frozenset(), output, salt=of.salt, tenant=of.tenant)
             if self.rng.random() < 0.1:
                 asked.bad = self.rng.randrange(6)
