@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from engine_processes import engine_processes
 from tiers import thinned
 
 from quire import LLM, SamplingParams
@@ -126,3 +127,23 @@ def test_refusals(llm: LLM, given: dict[str, Any], says: str) -> None:
     running.read()
     with pytest.raises(InvalidRequest, match=r"has ended \(length\): fork it while it is running"):
         llm.fork(running)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("process", ["quire.scheduler_proc", "quire.worker_proc"])
+def test_children_survive_the_death_of_a_process(process: str) -> None:
+    others = engine_processes(process)
+    with LLM(deterministic=True, max_model_len=1024, max_num_seqs=8) as llm:
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=600, ignore_eos=True)
+        answers = []
+        for is_killed in (False, True):
+            root = llm.start(PROMPT, params)
+            root.read(30)
+            children = llm.fork(root, 4, num_tokens=20, seed=9)
+            children[0].read(60)
+            if is_killed:
+                (victim,) = [each for each in engine_processes(process) if each not in others]
+                victim.kill()
+            answers.append([summary(each) for each in (root, *children)])
+        assert answers[0] == answers[1]
+        assert [len(tokens) for _, tokens, *_ in answers[0]] == [600] * 5
