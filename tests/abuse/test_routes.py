@@ -34,6 +34,7 @@ EXPECTED = {
     "/v1/responses/input_tokens": ({"POST"}, 400),
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
+    "/v1/requests/{id:path}/fork": ({"POST"}, 400),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
     "/tokenizer_info": ({"GET", "HEAD"}, 400),
@@ -81,7 +82,7 @@ def paths() -> list[str]:
 
 
 def concrete(path: str) -> str:
-    return path.replace("{name:path}", "endless").replace("{id:response}", "resp_1")
+    return path.replace("{name:path}", "endless").replace("{id:response}", "resp_1").replace("{id:path}", "cmpl-1")
 
 
 def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int, bytes]:
