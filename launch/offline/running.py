@@ -50,7 +50,7 @@ class RunningRequest:
         self.params = params
         self.output = CompletionOutput(0)
         self.sequence = sequence
-        self._reading = reading
+        self.reading = reading
         self._answer = Answer(sequence, reading.text_in, prompt, params)
         if parent is not None:
             self._take()
@@ -73,15 +73,15 @@ class RunningRequest:
         """
         output = self.output
         while not self.finished and (num_tokens is None or len(output.token_ids) < num_tokens):
-            with self._reading.lock:
+            with self.reading.lock:
                 if not self._take():
-                    self._reading.engine.receive()
+                    self.reading.engine.receive()
         return output
 
     def abort(self) -> None:
         """End the request now, with the finish reason abort. No effect if it has been read to its end."""
         if not self.finished:
-            with self._reading.lock:
+            with self.reading.lock:
                 self.sequence.abort()
             self.output.finish_reason = "abort"
 
@@ -91,16 +91,16 @@ class RunningRequest:
         if update is None:
             return False
         delta = self._answer.assemble(update)
-        append_delta(self.output, delta, self._reading.token_texts)
+        append_delta(self.output, delta, self.reading.token_texts)
         self.output.error = delta.detail or None
         return True
 
     def _copy_logprobs(self, parent: CompletionOutput) -> None:
         """Copy the log probabilities of the tokens that the answer begins with."""
-        tokens = self.output.token_ids
-        if self.params.logprobs is None or parent.logprobs is None:
-            return
-        self.output.logprobs = parent.logprobs[: len(tokens)]
+        tokens, known = self.output.token_ids, parent.logprobs
+        if self.params.logprobs is None or known is None or len(known) < len(parent.token_ids):
+            return  # not wanted, or the parent does not have those of all its tokens
+        self.output.logprobs = known[: len(tokens)]
         values = (entry[token].logprob for entry, token in zip(self.output.logprobs, tokens, strict=True))
         self.output.cumulative_logprob = sum(values)
 
@@ -137,12 +137,15 @@ def begin(
     ``num_shared``: number of output tokens of ``parent`` that it begins with.
 
     Raises:
-        InvalidRequest: parameters that only ``generate`` has, or more tokens than the context has.
+        InvalidRequest: parameters that only ``generate`` has, more tokens than the context has, or a parent of another
+            engine, whose ids mean other requests here.
         EngineError: the engine has failed.
     """
     if params.n != 1 or params.use_beam_search or params.prompt_logprobs is not None:
         name = "n" if params.n != 1 else "use_beam_search" if params.use_beam_search else "prompt_logprobs"
         raise InvalidRequest(f"{name} cannot be used with a request that is started or forked: use generate", name)
+    if parent is not None and parent.reading.engine is not reading.engine:
+        raise InvalidRequest(f"request {parent.request_id} belongs to another LLM", "request")
     root = None if parent is None else parent.sequence.stream
     shared = root.tokens[:num_shared] if root is not None and num_shared else None
     request = AddRequest(

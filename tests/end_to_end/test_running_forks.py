@@ -130,6 +130,31 @@ def test_refusals(llm: LLM, given: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.full
+def test_log_probabilities_of_a_part_are_not_those_of_other_tokens(llm: LLM) -> None:
+    """The root has none, its child only those of its own tokens; the grandchild does not copy them."""
+    root = llm.start(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+    root.read(6)
+    wanted = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, logprobs=0)
+    (child,) = llm.fork(root, num_tokens=6, seed=1, sampling_params=wanted)
+    child.read(12)
+    (grandchild,) = llm.fork(child, num_tokens=10, seed=2)
+    for request, num_shared in ((child, 6), (grandchild, 10)):
+        output = request.read()
+        assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids) - num_shared
+        assert all(token in entry for token, entry in zip(output.token_ids[num_shared:], output.logprobs, strict=True))
+    root.abort()
+
+
+@pytest.mark.full
+def test_a_request_of_another_engine_is_refused(llm: LLM) -> None:
+    """Requests of two engines have the same ids."""
+    with LLM(max_model_len=256) as other:
+        request = other.start(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
+        with pytest.raises(InvalidRequest, match="belongs to another LLM"):
+            llm.fork(request)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("process", ["quire.scheduler_proc", "quire.worker_proc"])
 def test_children_survive_the_death_of_a_process(process: str) -> None:
     others = engine_processes(process)

@@ -98,10 +98,15 @@ async def ask_peers(addresses: Sequence[Path], question: ForkQuestion) -> ASGIAp
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(str(address))
-                write_frame(writer, question)
-                if msgspec.msgpack.decode(await read_frame(reader), type=bool):
+                found = False
+                try:
+                    write_frame(writer, question)
+                    found = msgspec.msgpack.decode(await read_frame(reader), type=bool)
+                finally:
+                    if not found:
+                        writer.close()
+                if found:
                     return RelayedResponse(reader, writer)
-                writer.close()
         except TimeoutError:
             raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
         except (OSError, EOFError):  # it has died, with its requests
