@@ -12,6 +12,7 @@ import msgspec
 
 MODEL = "Model and devices"
 MEMORY = "Memory and batch sizes"
+ADAPTERS = "Adapters"
 SCHEDULING = "Scheduling"
 SAMPLING = "Sampling"
 EVENTS = "Events of the cache"
@@ -170,6 +171,37 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             default="on with several API keys",
         ),
     ] = None
+
+    enable_lora: Annotated[
+        bool,
+        Setting(
+            ADAPTERS,
+            "serve LoRA adapters beside the model; requests name them as their model: [adapters](adapters.md). "
+            "`--lora-modules` and `--lora-dir` turn it on",
+        ),
+    ] = False
+    max_loras: Annotated[
+        int,
+        Setting(
+            ADAPTERS,
+            "maximum number of adapters in one step. Requests of others take turns with them. The device holds one "
+            "more, so that the next adapter is loaded beside the steps",
+            range=(1, 1024),
+        ),
+    ] = 8
+    max_cpu_loras: Annotated[
+        int,
+        Setting(
+            ADAPTERS,
+            "maximum number of adapters in host memory; the least recently used one is dropped for another. At least "
+            "`--max-loras` + 1",
+            range=(2, 2**16),
+        ),
+    ] = 64
+    max_lora_rank: Annotated[
+        int,
+        Setting(ADAPTERS, "highest rank of an adapter; higher ones are refused", range=(1, 1024)),
+    ] = 64
 
     async_scheduling: Annotated[bool, Setting(SCHEDULING, "schedule each step while the previous one runs")] = True
     enable_chunked_prefill: Annotated[

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import msgspec
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
@@ -39,11 +40,12 @@ class AddRequest(Message, frozen=True, tag=10):
     priority: int = 0
     cache_salt: str = ""
     arrival: float = 0.0
-    # Reserved: rejected unless left at the default.
+    # Reserved, but for the adapter: rejected unless left at the default.
     job_id: str = ""
     is_last_step: bool = True
     resumable: bool = False
-    lora: str = ""
+    adapter: AdapterRef | None = None
+    """The LoRA adapter that it uses; a forked request has that of its parent."""
     mm_features: list[bytes] = []
     kv_transfer: bytes = b""
     tenant: int = 0
@@ -274,5 +276,5 @@ class EngineState(Message, frozen=True, tag=23):
     pause: str = ""
 
 
-FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control
+FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control | UnloadAdapter
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState

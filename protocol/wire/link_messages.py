@@ -7,7 +7,7 @@ events inside the scheduler process (scheduler_proc/core/events.py); 19 was used
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

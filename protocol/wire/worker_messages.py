@@ -7,6 +7,7 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
@@ -37,6 +38,8 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
         num_tokens: number of known tokens, prompt and output, in the token array.
         num_computed_tokens: number of positions with KV already in the given blocks.
         num_blocks: number of ids per group in the block array.
+        adapter: number of its adapter (``LoadAdapter``); 0 for none. The adapter is in a slot in each step that
+            computes the request, and may be in none while the request is parked.
     """
 
     handle: int
@@ -47,6 +50,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     num_blocks: list[int]
     sampling: SamplingParams
     seed: int
+    adapter: int = 0
 
 
 class SchedulerOutput(Message, frozen=True, tag=31):
@@ -219,8 +223,18 @@ SchedulerToWorker: TypeAlias = (
     | HostPages
     | DiskPages
     | MoveBlocks
+    | LoadAdapter
     | Shutdown
 )
 WorkerToScheduler: TypeAlias = (
-    Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest | BlocksMoved | DiskContents
+    Hello
+    | Heartbeat
+    | Ready
+    | Fault
+    | ModelRunnerOutput
+    | Proposed
+    | Digest
+    | BlocksMoved
+    | DiskContents
+    | AdapterLoaded
 )

@@ -122,7 +122,7 @@ class Admission:
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-        reserved = ("job_id", "resumable", "lora", "mm_features", "kv_transfer")
+        reserved = ("job_id", "resumable", "adapter", "mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
             text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
 
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, TokenLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -81,7 +82,8 @@ def test_refuses_seed_out_of_range(seed: int) -> None:
 
 
 RESERVED: list[dict[str, Any]] = [
-    *({"job_id": "j"}, {"is_last_step": False}, {"resumable": True}, {"lora": "l"}, {"mm_features": [b"x"]}),
+    *({"job_id": "j"}, {"is_last_step": False}, {"resumable": True}, {"mm_features": [b"x"]}),
+    {"adapter": AdapterRef("a", bytes(32), "/a")},
     {"kv_transfer": b"x"},
 ]
 
