@@ -9,6 +9,7 @@ from typing import Any
 import faults
 import front_end_cost
 import hostile
+import many_adapters
 import many_streams
 import soak
 
@@ -86,6 +87,16 @@ def _add_loads(under: Any) -> None:
     attacked.add_argument("--attacks", metavar="A,B", help=f"attacks to run (all): {', '.join(hostile.ATTACKS)}")
     attacked.add_argument("--num-requests", type=int, default=96, metavar="N", help="number of honest requests (96)")
     attacked.add_argument("--concurrency", type=int, default=8, metavar="N", help="number of honest clients (8)")
+    adapted = _command(under, "adapters", "Serve very many LoRA adapters; check answers and gaps.", many_adapters.run)
+    adapted.add_argument("--count", type=int, default=1024, metavar="N", help="number of adapters (1024)")
+    adapted.add_argument("--num-requests", type=int, default=10_000, metavar="N", help="number of requests (10000)")
+    adapted.add_argument("--concurrency", type=int, default=32, metavar="N", help="number of clients (32)")
+    adapted.add_argument("--rank", type=int, default=8, metavar="N", help="rank of the adapters (8)")
+    adapted.add_argument("--max-loras", type=int, default=8, metavar="N", help="adapters in a step (8)")
+    adapted.add_argument("--max-cpu-loras", type=int, default=64, metavar="N", help="adapters in host memory (64)")
+    adapted.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of the measurement of gaps (4)")
+    adapted.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the load (0)")
+    adapted.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
     for one in (streams, cost, long, attacked):
         one.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the load (0)")
         one.add_argument("--url", metavar="URL", help="running server to test (default: start one with the demo model)")

@@ -1,5 +1,6 @@
-"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py cost|faults|hostile|soak|streams``. See
-README.md here.
+"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py adapters|cost|faults|hostile|soak|streams``.
+
+See README.md here.
 """
 
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support/common"))
     from harness import main
 
     main()
