@@ -13,6 +13,7 @@ from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
@@ -238,11 +239,12 @@ async def start_answers(
     prompt_only: bool = False,
     tenant: int = 0,
     fork: ForkPoint | None = None,
+    adapter: AdapterRef | None = None,
     on_update: Callable[[], None],
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
-    ``fork``: where in a sequence with the one prompt all of them begin.
+    ``fork``: where in a sequence with the one prompt, and the same adapter, all of them begin.
 
     The seed of sample ``i`` is derived from the request's seed and ``i``, so that it does not depend on ``n``.
 
@@ -268,6 +270,7 @@ async def start_answers(
                     tenant,
                     parent=None if params.prompt_logprobs is not None else first,
                     num_shared=0 if fork is None else fork.num_tokens,
+                    adapter=adapter,
                     on_update=on_update,
                 )
                 first = first or sequence

@@ -16,6 +16,7 @@ from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, SchedulerToFrontEnd, Statistics
@@ -131,6 +132,7 @@ class ZmqEngineClient:
         *,
         parent: Sequence | None = None,
         num_shared: int = 0,
+        adapter: AdapterRef | None = None,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
@@ -146,6 +148,7 @@ class ZmqEngineClient:
             priority=priority,
             cache_salt=cache_salt,
             arrival=time.monotonic(),
+            adapter=adapter,
             tenant=tenant,
         )
         stream = self._session.add(request, on_update, root)
@@ -157,12 +160,19 @@ class ZmqEngineClient:
         return await self.control("statistics") if self._session.accepts else None
 
     async def control(self, kind: str) -> Statistics:
+        return await self._ask(lambda query: Control(kind, query))
+
+    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
+        return await self._ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
+
+    async def _ask(self, question: Callable[[int], Message]) -> Statistics:
+        """Send the message that ``question`` returns for a query number, and return its answer."""
         self._session.require_alive()
         self._next_query += 1
         query = self._next_query
         answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
-        self._post(Control(kind, query))
+        self._post(question(query))
         try:
             return await answer
         finally:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
@@ -111,6 +112,7 @@ class EngineClient(Protocol):
         *,
         parent: Sequence | None = None,
         num_shared: int = 0,
+        adapter: AdapterRef | None = None,
         on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
@@ -120,6 +122,7 @@ class EngineClient(Protocol):
             tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
             parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
             num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
+            adapter: the LoRA adapter that it uses; that of ``parent``, if there is one.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
 
@@ -143,4 +146,8 @@ class EngineClient(Protocol):
         Raises:
             EngineError: the engine has failed.
         """
+        ...
+
+    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
+        """Send an UnloadAdapter and return its answer, as ``control``. ``done``: no request of this name is left."""
         ...

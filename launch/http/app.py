@@ -25,14 +25,16 @@ from quire.launch.http.dialects.responses import (
 from quire.launch.http.dialects.responses_compact import compact
 from quire.launch.http.dialects.responses_socket import responses
 from quire.launch.http.page.page import show_page
+from quire.launch.http.routes.adapters import load_adapter, unload_adapter
 from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.fork import fork, fork_here
+from quire.launch.http.routes.models import list_models, show_model
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
-from quire.launch.http.serving.gate import Gate
+from quire.launch.http.serving.gate import ADAPTER_PATHS, Gate
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.launch.http.serving.root_path import RootPath
 from quire.launch.http.serving.server import Server, ServerSettings
@@ -49,36 +51,12 @@ register_url_convertor("response", _ResponseId())
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 
 
-class ModelCard(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    object: str
-    data: list[ModelCard]
-
-
 class Status(msgspec.Struct, frozen=True):
     status: str
 
 
 class Version(msgspec.Struct, frozen=True):
     version: str
-
-
-async def list_models(server: Server, request: Request) -> Response:
-    return _json(ModelList("list", [_card(server, name) for name in server.settings.served_model_names]))
-
-
-async def show_model(server: Server, request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in server.settings.served_model_names:
-        raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
-    return _json(_card(server, name))
 
 
 async def health(server: Server, request: Request) -> Response:
@@ -135,12 +113,19 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
     ("GET", "/admin/state", engine_state),
 )
+# Routes that need adapters, too.
+ADAPTER_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", ADAPTER_PATHS[0], load_adapter),
+    ("POST", ADAPTER_PATHS[1], unload_adapter),
+)
 
 
 def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     """Make the application that serves ``engine``. Its only state is metrics; it starts and stops no process."""
     server = Server(engine, settings)
-    routes = ROUTES + (ADMIN_ROUTES if settings.admin_api_keys else ())
+    routes = ROUTES
+    if settings.admin_api_keys:
+        routes += ADMIN_ROUTES + (ADAPTER_ROUTES if settings.adapters is not None else ())
     app = Starlette(
         routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in routes],
         middleware=_middleware(settings),
@@ -188,10 +173,6 @@ async def _routing_error(request: Request, error: Exception) -> Response:
             return ApiError(405, text, None, "method_not_allowed").response(path, headers)
         case _:
             return ApiError(status, "request refused", None, None).response(path, headers)
-
-
-def _card(server: Server, name: str) -> ModelCard:
-    return ModelCard(name, "model", server.settings.created, "quire", server.engine.max_model_len)
 
 
 def _json(body: msgspec.Struct, status: int = 200) -> Response:

@@ -33,5 +33,6 @@ async def count_message_tokens(server: Server, request: Request) -> Response:
         request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
     )
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
+    await server.find_adapter(parsed.chat.model)
     prompt, _ = await encode_conversation(server, parsed.chat, size)
     return Response(msgspec.json.encode(TokenCount(len(prompt.token_ids))), media_type="application/json")

@@ -34,6 +34,7 @@ from quire.launch.http.serving.tracing import RequestSpan
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
+from quire.protocol.wire.adapter_messages import AdapterRef
 
 log = event_logger("http")
 
@@ -59,7 +60,7 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     __slots__ = (
-        "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter", "_has_prompt_logprobs",
+        "_adapter", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter", "_has_prompt_logprobs",
         "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request", "_running", "_server",
         "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
@@ -74,6 +75,7 @@ class Generation:
         *,
         new_formatter: NewFormatter | None = None,
         fork: ForkPoint | None = None,
+        adapter: AdapterRef | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +83,7 @@ class Generation:
             new_formatter: returns the formatter of a fork, from request, prompts and request id; None: the endpoint
                 has no forks.
             fork: where in another answer all of the sequences begin.
+            adapter: the adapter of that answer; of others it is found by the name of the model.
         """
         self._server = server
         self._style = style
@@ -89,6 +92,7 @@ class Generation:
         self._formatter = formatter
         self._new_formatter = new_formatter
         self._fork = fork
+        self._adapter = adapter
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
@@ -146,9 +150,15 @@ class Generation:
         prompts = [self._prompts[body.index // request.params.n]]
         forked = fork_request(request, body)
         formatter = self._new_formatter(forked, prompts, request_id)
-        point = ForkPoint(answer.sequence, num_tokens)
         return Generation(
-            self._server, forked, prompts, formatter, self._style, new_formatter=self._new_formatter, fork=point
+            self._server,
+            forked,
+            prompts,
+            formatter,
+            self._style,
+            new_formatter=self._new_formatter,
+            fork=ForkPoint(answer.sequence, num_tokens),
+            adapter=self._adapter,
         )
 
     def _finished(self) -> list[str]:
@@ -283,6 +293,7 @@ class Generation:
                         clock.end("abort")
         except InvalidRequest as refused:
             self._server.metrics.rejected(refused.code)
+            refused.message = self._without_path(refused.message)
             raise
 
     async def _next_slow_work(self) -> SlowWork | None:
@@ -320,7 +331,7 @@ class Generation:
                     ended.add(index)
                     self._finish_reasons.add(delta.finish_reason)
                     if delta.finish_reason == "error":
-                        raise failed_request(delta.detail)
+                        raise failed_request(self._without_path(delta.detail))
                     if delta.finish_reason == "abort":
                         raise aborted_request()
                 batch.append((index, delta))
@@ -329,8 +340,14 @@ class Generation:
                 self._running = [each for each in self._running if each[0] not in ended]
         return batch
 
+    def _without_path(self, text: str) -> str:
+        """Return the text of an error for the client: of its adapter, it knows the name only."""
+        return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
+
     async def _start(self) -> None:
         request = self._request
+        if self._fork is None:
+            self._adapter = await self._server.find_adapter(request.model)
         answers = await start_answers(
             self._server.engine,
             self._server.text_in,
@@ -343,6 +360,7 @@ class Generation:
             prompt_only=request.prompt_only,
             tenant=self.tenant,
             fork=self._fork,
+            adapter=self._adapter,
             on_update=self._advance,
         )
         metrics = self._server.metrics

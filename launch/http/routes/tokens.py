@@ -28,6 +28,7 @@ MAX_DETOKENIZED = 2**19
 class TokenizeRequest:
     """``prompt``: text, or the messages of a conversation and the template options to render them with."""
 
+    model: str
     prompt: str | tuple[list[Message], ChatOptions]
     add_special_tokens: bool
     return_token_strs: bool
@@ -47,6 +48,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 async def tokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
     parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
+    await server.find_adapter(parsed.model)
     if isinstance(parsed.prompt, str):
         return _json(await server.texts.run(size, lambda: _tokenized(server, parsed)))
     return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
@@ -54,7 +56,9 @@ async def tokenize(server: Server, request: Request) -> Response:
 
 async def detokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
-    tokens, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
+    parsed, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
+    model, tokens = parsed
+    await server.find_adapter(model)
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
@@ -95,7 +99,7 @@ def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
 def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> TokenizeRequest:
     check_supported(raw)
     body = read(TokenizeBody, raw, besides=UNSUPPORTED, ignored=ignored)
-    parser.model(body.model)
+    model = parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
     if body.messages is not None:
         messages, options = parser.conversation(body)
@@ -105,16 +109,16 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) ->
         prompt = body.prompt
     else:
         raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
-    return TokenizeRequest(prompt, body.add_special_tokens, body.return_token_strs)
+    return TokenizeRequest(model, prompt, body.add_special_tokens, body.return_token_strs)
 
 
-def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> list[int]:
+def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> tuple[str, list[int]]:
     body = read(DetokenizeBody, raw, ignored=ignored)
-    parser.model(body.model)
+    model = parser.model(body.model)
     if isinstance(body.tokens, list) and len(body.tokens) > MAX_DETOKENIZED:
         text = f"tokens must hold at most {MAX_DETOKENIZED} token ids (got {len(body.tokens)})"
         raise InvalidRequest(text, "tokens")
-    return check_token_ids(body.tokens, parser.limits.vocab_size, "tokens")
+    return model, check_token_ids(body.tokens, parser.limits.vocab_size, "tokens")
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -23,17 +23,28 @@ STATUS_OF_CODE = {
     "kv_pool_too_small": 400,
     "invalid_structured_outputs": 400,
     "thread_unsupported_request": 400,
+    "invalid_adapter": 400,
     "priority_not_allowed": 403,
     "model_not_found": 404,
     "parent_not_found": 404,
+    "adapter_not_found": 404,
     "duplicate_request_id": 409,
     "request_ended": 409,
+    "adapter_exists": 409,
+    "adapter_in_use": 409,
     "rate_limit_exceeded": 429,
     "queue_full": 503,
     "loading": 503,
+    "adapter_not_loaded": 503,
 }
 # HTTP status by the code that begins the detail of a request's ERROR end; 500 for any other.
-STATUS_OF_FAILURE = {"request_failed": 422, "numerical_error": 500, "engine_fault": 500, "server_shutdown": 503}
+STATUS_OF_FAILURE = {
+    "request_failed": 422,
+    "numerical_error": 500,
+    "engine_fault": 500,
+    "server_shutdown": 503,
+    "adapter_not_loaded": 503,
+}
 # Retry-After in seconds, for codes where a retry can succeed.
 RETRY_AFTER_S = {
     "queue_full": 1,

@@ -5,7 +5,7 @@ To add a field: a line in ``bodies.py`` and, if the field has an effect, its ste
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -93,17 +93,27 @@ class ChatRequest(CommonRequest):
     has_only_calls: bool = False
 
 
+class OtherModels(Protocol):
+    """Models besides the served one: its adapters."""
+
+    def may_have(self, name: str) -> bool:
+        """Return False if there is none of this name. True: a later look-up by name knows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
     """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest.
 
     Attributes:
+        adapters: what else a request may name as its model.
         defaults: the model's sampling parameters, for fields that a request leaves out.
         writer: how the model writes calls, if that is known.
     """
 
     served_names: Sequence[str]
     limits: ModelLimits
+    adapters: OtherModels | None = None
     processors: Sequence[type[LogitsProcessor]] = ()
     defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -180,10 +190,10 @@ class Parser:
         return body
 
     def model(self, name: str | None) -> str:
-        """Return the requested served name, by default the first."""
+        """Return the requested name of the model or an adapter, by default the first served name."""
         if name is None:
             return self.served_names[0]
-        if name not in self.served_names:
+        if name not in self.served_names and not (self.adapters is not None and self.adapters.may_have(name)):
             raise InvalidRequest(f"the model {shorten(name)} does not exist", "model", "model_not_found")
         return name
 

@@ -40,7 +40,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("prompt_embeds", "inputs_embeds", "input_embeds"), "this server reads text and token ids only"),
     **dict.fromkeys(("multi_modal_data", "mm_features"), "this server reads text only"),
     **dict.fromkeys(
-        ("lora", "lora_name", "lora_path", "lora_request", "lora_modules", "adapter"), "this server serves one model"
+        ("lora", "lora_name", "lora_path", "lora_request", "lora_modules", "adapter"), "name the adapter as model"
     ),
 }
 """Fields that change the meaning of a request and are not supported, with what to do instead."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
+from quire.launch.adapters.adapters import Adapters
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ApiError
@@ -25,6 +26,7 @@ from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.version import __version__
 
 
@@ -51,6 +53,7 @@ class ServerSettings:
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
         response_peers: the front ends that have others.
+        adapters: the adapters that requests may name as their model; None: the engine has none.
         fork_peers: sockets of the other front ends, which may have a request to fork.
     """
 
@@ -74,6 +77,7 @@ class ServerSettings:
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
     response_peers: ResponsePeers = field(default_factory=ResponsePeers)
+    adapters: Adapters | None = None
     fork_peers: tuple[Path, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
@@ -115,6 +119,7 @@ class Server:
         self.conversations = ConversationLanes(settings.text_in)
         self.parser = Parser(
             served_names=settings.served_model_names,
+            adapters=settings.adapters,
             limits=engine,
             processors=settings.processors,
             defaults=settings.sampling_defaults,
@@ -140,6 +145,16 @@ class Server:
     def is_stuck(self) -> bool:
         """Whether requests have got no token, or a recovery has lasted, for longer than ``health_timeout``."""
         return self.engine.seconds_without_progress > self.settings.health_timeout
+
+    async def find_adapter(self, model: str) -> AdapterRef | None:
+        """Return the adapter that a request names as its model, or None for a name of the model itself.
+
+        Raises:
+            InvalidRequest: as ``Adapters.find``.
+        """
+        if self.settings.adapters is None or model in self.settings.served_model_names:
+            return None
+        return await self.settings.adapters.find(model)
 
     def require_serving(self) -> None:
         """Raise ApiError 503 unless new requests are accepted. While the engine recovers, they wait."""

@@ -1,0 +1,65 @@
+"""GET /v1/models: the model under its served names, and its adapters."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.launch.adapters.names import NamedAdapter
+from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.server import Server
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an adapter, ``root`` is the name of its folder and ``parent`` the model that it belongs to."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "quire"
+    max_model_len: int
+    root: str | UnsetType = UNSET
+    parent: str | None | UnsetType = UNSET
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelCard]
+
+
+async def list_models(server: Server, request: Request) -> Response:
+    return _json(ModelList("list", await _cards(server)))
+
+
+async def show_model(server: Server, request: Request) -> Response:
+    name = request.path_params["name"]
+    card = next((each for each in await _cards(server) if each.id == name), None)
+    if card is None:
+        raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
+    return _json(card)
+
+
+async def _cards(server: Server) -> list[ModelCard]:
+    settings, context = server.settings, server.engine.max_model_len
+    served, created = settings.served_model_names, settings.created
+    if settings.adapters is None:
+        return [ModelCard(id=name, created=created, max_model_len=context) for name in served]
+    cards = [ModelCard(id=name, created=created, max_model_len=context, root=name, parent=None) for name in served]
+    adapters = [each for each in await settings.adapters.listed() if each.name not in served]
+    return cards + [adapter_card(server, each) for each in adapters]
+
+
+def adapter_card(server: Server, adapter: NamedAdapter) -> ModelCard:
+    return ModelCard(
+        id=adapter.name,
+        created=adapter.created or server.settings.created,
+        max_model_len=server.engine.max_model_len,
+        root=Path(adapter.path).name,
+        parent=server.settings.served_model_names[0],
+    )
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
