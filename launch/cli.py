@@ -156,6 +156,7 @@ def _add_server_options(parser: _Parser) -> None:
     parser.add_argument(
         "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
     )
+    parser.add_argument("--lora", type=Path, metavar="FOLDER", help="LoRA adapter to answer with")
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -198,11 +199,12 @@ def _add_sampling_options(parser: _Parser) -> None:
 def _serve(args: argparse.Namespace) -> None:
     survive_without_stderr()
     raise_descriptor_limit()
+    from quire.launch.config.adapter_options import with_adapters
     from quire.launch.config.engine_config import make_engine_config
     from quire.launch.config.model_folder import find_model
     from quire.launch.serve import model_display_name, serve
 
-    engine, front_end = read_options(args)
+    engine, front_end = with_adapters(*read_options(args))
     start_logging(front_end.logs)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)

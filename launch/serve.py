@@ -2,11 +2,14 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
+from quire.launch.adapters.modules import read_modules
+from quire.launch.adapters.names import NamedAdapter, NameTable, table_path
 from quire.launch.config.api_keys import read_admin_keys, read_api_keys
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
@@ -73,12 +76,13 @@ def _run(
     listener: Listener,
     started: float,
 ) -> None:
+    adapters = server_adapters(config, options)
     fd = listener.socket.fileno()
     front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
     standby, environment = options.standby_workers, options.logs.environment
     with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
         signals = _Signals(supervisor)
-        write_settings(supervisor.directory, options)
+        write_settings(supervisor.directory, options, adapters)
         supervisor.start_engine()
         supervisor.start_front_ends()
         while not supervisor.is_ready and not signals.count:
@@ -108,11 +112,17 @@ def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
     return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {detail.get('block_size', 0):.0f} tokens"
 
 
-def write_settings(directory: Path, options: ServeOptions) -> None:
-    """Write the front ends' settings to a file that only this user can read, because it holds keys."""
+def server_adapters(config: EngineConfig, options: ServeOptions) -> list[NamedAdapter]:
+    """Return the adapters that the server has from its start; raise ConfigError as ``read_modules``."""
+    return read_modules(options.lora_modules or [], config, options.served_model_name or [])
+
+
+def write_settings(directory: Path, options: ServeOptions, adapters: Sequence[NamedAdapter]) -> None:
+    """Write the front ends' settings to files that only this user can read, because they hold keys."""
     path = directory / "frontend"
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(options))
+    NameTable(table_path(directory)).change(lambda names: names.update((each.name, each) for each in adapters))
 
 
 def model_display_name(folder: Path, given: str | None) -> str:

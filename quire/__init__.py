@@ -10,6 +10,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.launch.offline.llm import LLM
+    from quire.launch.offline.lora_request import LoRARequest
     from quire.launch.offline.request_output import CompletionOutput, RequestOutput
     from quire.protocol.request.logits_processors import (
         AdapterLogitsProcessor,
@@ -30,6 +31,7 @@ __all__ = [
     "AddedRequest",
     "BatchUpdate",
     "CompletionOutput",
+    "LoRARequest",
     "LogitsProcessor",
     "MoveDirectionality",
     "MovedRequest",
@@ -47,6 +49,7 @@ _STRUCTURED = "quire.protocol.request.structured_outputs"
 # Public name to its module, and to its name there if that differs.
 _SOURCES: dict[str, tuple[str, str | None]] = {
     "LLM": ("quire.launch.offline.llm", None),
+    "LoRARequest": ("quire.launch.offline.lora_request", None),
     "RequestOutput": ("quire.launch.offline.request_output", None),
     "CompletionOutput": ("quire.launch.offline.request_output", None),
     "SamplingParams": ("quire.protocol.request.sampling_params", None),

@@ -12,12 +12,14 @@ import msgspec
 from quire.launch.adapters.names import MAX_NAMES, NamedAdapter, NameTable, name_problem
 from quire.launch.adapters.reader import AdapterReader
 from quire.protocol.errors import InvalidRequest, printable
-from quire.protocol.model.adapter import AdapterError
+from quire.protocol.model.adapter_config import AdapterError
 from quire.protocol.wire.adapter_messages import AdapterRef
 
 MAX_LISTED = 10_000
 """Folders of ``--lora-dir`` that a list of models names."""
 MAX_PATH_CHARS = 4096
+NUM_LOOKS = 4
+"""Look-ups of files at a time, which are short on a disk that answers."""
 NUM_READS = 2
 """Adapters that are read at a time: each is in memory as a whole until it is checked."""
 
@@ -35,8 +37,9 @@ class Adapters:
         self._reader = reader
         self._table = table
         self._folder = folder
-        self._looks = ThreadPoolExecutor(1, "adapters")
+        self._looks = ThreadPoolExecutor(NUM_LOOKS, "adapters")
         self._reads = ThreadPoolExecutor(NUM_READS, "reading adapters")
+        self._changes = ThreadPoolExecutor(1, "names of adapters")
         self._reading: dict[Path, asyncio.Future[NamedAdapter]] = {}
 
     def may_have(self, name: str) -> bool:
@@ -75,7 +78,7 @@ class Adapters:
         if not path or len(path) > MAX_PATH_CHARS or not path.isprintable():
             text = f"lora_path must have 1 to {MAX_PATH_CHARS} printable characters (got {printable(path)})"
             raise InvalidRequest(text, "lora_path")
-        folder = await self._in_thread(lambda: Path(path).absolute())
+        folder = Path(path).absolute()
         try:
             read = await self._read(folder)
         except FileNotFoundError:
@@ -94,7 +97,7 @@ class Adapters:
                 raise InvalidRequest(text, "lora_name", "unsupported_value")
             names[name] = loaded
 
-        await self._in_thread(lambda: self._table.change(add))
+        await self._change(add)
         return loaded
 
     async def forget(self, name: str) -> None:
@@ -103,7 +106,7 @@ class Adapters:
         def remove(names: dict[str, NamedAdapter]) -> None:
             names.pop(name, None)
 
-        await self._in_thread(lambda: self._table.change(remove))
+        await self._change(remove)
 
     async def _in_folder(self, name: str) -> NamedAdapter:
         if self._folder is None or name_problem(name):
@@ -143,6 +146,9 @@ class Adapters:
             NamedAdapter(name=name, path=str(self._folder / name), digest=b"", rank=0, num_bytes=0)
             for name in known[:MAX_LISTED]
         ]
+
+    async def _change(self, edit: Callable[[dict[str, NamedAdapter]], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._changes, self._table.change, edit)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._looks, work)

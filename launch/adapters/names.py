@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,7 +81,7 @@ class NameTable:
             edit(names)
             written = self._path.with_suffix(".new")
             written.write_bytes(msgspec.msgpack.encode(list(names.values())))
-            os.replace(written, self._path)
+            written.replace(self._path)
 
     def _load(self) -> dict[str, NamedAdapter]:
         data = b""

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.launch.adapters.names import Identity, NamedAdapter, file_identity
-from quire.protocol.model.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter
+from quire.protocol.model.adapter import WEIGHTS, read_adapter
+from quire.protocol.model.adapter_config import CONFIG, AdapterError
 from quire.protocol.model.model_config import ModelConfig
 
 MAX_KNOWN = 4096
@@ -61,7 +62,7 @@ class AdapterReader:
             outcome = error.with_traceback(None)
         else:
             size = {"rank": adapter.rank, "num_bytes": adapter.num_bytes}
-            outcome = NamedAdapter(name=folder.name, path=str(folder), digest=adapter.digest, **size)
+            outcome = NamedAdapter(name=folder.name, path=str(folder.resolve()), digest=adapter.digest, **size)
         if files == _identities(folder):  # it was not written meanwhile
             with self._lock:
                 self._known[folder] = _Known(files, outcome)
@@ -91,7 +92,7 @@ def _identities(folder: Path) -> _Files:
     try:
         if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "not found")
-        return tuple(_identity(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+        return tuple(_identity(folder / name) for name in (CONFIG, WEIGHTS))
     except OSError as error:
         if error.errno in _MISSING:
             raise FileNotFoundError(errno.ENOENT, "not found") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quire.launch.config.adapter_options import check_adapter_sizes
 from quire.launch.config.declared import check_range, check_ranges
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
@@ -180,6 +181,7 @@ def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[Speculativ
 def _check(options: EngineOptions, model: ModelConfig) -> None:
     """Check the settings that do not depend on sizes."""
     check_ranges(options)
+    check_adapter_sizes(options)
     low, high = options.kv_pressure_low, options.kv_pressure_high
     if low > high:
         raise ConfigError(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from quire.protocol.process.log import LogOptions
-from quire.protocol.settings import Setting
+from quire.protocol.settings import ADAPTERS, Setting
 
 SERVER = "Server"
 LOGS = "Logs and metrics"
@@ -161,6 +161,24 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 30.0
+    lora_modules: Annotated[
+        list[str] | None,
+        Setting(
+            ADAPTERS,
+            "one or more LoRA adapters and the names by which requests ask for them as their model. They are checked "
+            "at the start: [adapters](adapters.md)",
+            metavar="NAME=FOLDER",
+        ),
+    ] = None
+    lora_dir: Annotated[
+        str,
+        Setting(
+            ADAPTERS,
+            "folder whose folders are LoRA adapters, named as they are. Each is read when a request asks for it",
+            metavar="FOLDER",
+            default="none",
+        ),
+    ] = ""
     tool_call_parser: Annotated[
         Literal[
             "auto",

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from quire.launch.adapters.adapters import Adapters
+from quire.launch.adapters.names import NameTable, table_path
+from quire.launch.adapters.reader import AdapterReader
 from quire.launch.config.network_options import tls_context
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
@@ -112,6 +115,7 @@ class FrontEnd:
                 unknown_fields=settings.unknown_fields,
                 address_salt=self._directory.name.encode(),
                 max_stored_response_bytes=settings.max_stored_response_bytes,
+                adapters=self._adapters(),
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
@@ -119,6 +123,13 @@ class FrontEnd:
         self._response_store: ResponseStore = app.state.response_store
         self._fork: Fork = app.state.fork
         return HttpServer(app, tls_context(settings))
+
+    def _adapters(self) -> Adapters | None:
+        config, folder = self._config, self._settings.lora_dir
+        if not config.enable_lora:
+            return None
+        reader, table = AdapterReader(config.model, config.max_lora_rank), NameTable(table_path(self._directory))
+        return Adapters(reader, table, Path(folder) if folder else None)
 
     def _take_commands(self) -> None:
         for command in self._child.take_commands():

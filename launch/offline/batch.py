@@ -21,6 +21,7 @@ from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 
 # Maximum number of requests in flight. More would only fill the sockets' bounded queues.
@@ -54,6 +55,7 @@ class BatchRequest:
     prompt: Prompt
     params: SamplingParams
     priority: int = 0
+    adapter: AdapterRef | None = None
 
 
 class OfflineSequence:
@@ -167,6 +169,7 @@ class Batch:
             seed_for_sample(self._seeds[prompt], index),
             priority=request.priority,
             arrival=time.monotonic(),
+            adapter=request.adapter,
         )
         root = self._roots.get(prompt)
         stream = engine.submit(added, lambda: self._touched.append(request_id), root)

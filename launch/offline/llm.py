@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.launch.adapters.reader import AdapterReader
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
 from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.engine_thread import EngineThread
+from quire.launch.offline.lora_request import LoRARequest, adapters_for
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
 from quire.launch.offline.running import Reading, RunningRequest, begin, num_shared
 from quire.launch.supervision.supervisor import Supervisor
@@ -39,6 +41,7 @@ from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_
 from quire.protocol.wire.front_end_messages import Control, Statistics
 
 PromptInput = str | list[int] | Mapping[str, Any]
+LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
 OnText = Callable[[int, str], None]
 
 
@@ -79,6 +82,7 @@ class LLM:
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
         self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
+        self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
         self._lock = threading.Lock()
         self._num_requests = 0
         self._client: BlockingClient | None = None
@@ -108,6 +112,7 @@ class LLM:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: LoRAInput = None,
         priority: int | ListLike[int] | None = None,
         on_text: OnText | None = None,
     ) -> list[RequestOutput]:
@@ -117,6 +122,7 @@ class LLM:
             prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
                 of these.
             sampling_params: one for all prompts, or one per prompt. None: ``default_sampling_params()``.
+            lora_request: the LoRA adapter for all prompts, or one per prompt. It needs ``enable_lora=True``.
             priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
                 ``scheduling_policy="priority"``.
             on_text: called with (index of the prompt, new text) of each prompt's first answer, as it is generated.
@@ -126,11 +132,12 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt or a parameter is refused; all requests of the call are aborted.
+            AdapterError: the adapter cannot be used, with its folder and the reason.
             EngineError: the engine has failed.
         """
         many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in many]
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request)
 
     def beam_search(
         self,
@@ -138,6 +145,7 @@ class LLM:
         beam_width: int,
         *,
         use_tqdm: bool = False,
+        lora_request: LoRAInput = None,
         priority: int | ListLike[int] | None = None,
         **params: Any,
     ) -> list[RequestOutput]:
@@ -151,7 +159,7 @@ class LLM:
             One RequestOutput per prompt, in order; its outputs have the highest ``score`` first.
         """
         sampling = SamplingParams(use_beam_search=True, beam_width=beam_width, **params)
-        return self.generate(prompts, sampling, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def chat(
         self,
@@ -161,6 +169,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = False,
+        lora_request: LoRAInput = None,
         priority: int | ListLike[int] | None = None,
         on_text: OnText | None = None,
     ) -> list[RequestOutput]:
@@ -175,25 +184,32 @@ class LLM:
         variables = None if chat_template_kwargs is None else check_template_variables(chat_template_kwargs)
         options = ChatOptions(variables=variables, tools=tools)
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request)
 
     def start(
-        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> RunningRequest:
         """Begin one answer, and return it while it is generated.
 
         Args:
-            prompt, priority: as of ``generate``.
+            prompt, lora_request, priority: as of ``generate``.
             sampling_params: with n 1, and without beam search or prompt log probabilities.
 
         Raises:
             InvalidRequest: the prompt or a parameter is refused.
+            AdapterError: as ``generate``.
             EngineError: the engine has failed.
         """
         encoded, (params,) = self._encode(prompt), self._params_for(sampling_params, 1)
         (order,) = _priorities_for(priority, 1)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return self._begin(encoded, params, order, seed_for_sample(seed, 0))
+        (adapter,) = adapters_for(lora_request, 1, self._adapters)
+        return self._begin(encoded, params, order, seed_for_sample(seed, 0), adapter=adapter)
 
     def fork(
         self,
@@ -244,11 +260,11 @@ class LLM:
         with self._lock:
             return self._open_client().ask(control)
 
-    def _begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **fork: Any) -> RunningRequest:
+    def _begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **more: Any) -> RunningRequest:
         with self._lock:
             reading = Reading(self._open_client(), self._text_in, self._token_texts, self._lock)
             self._num_requests += 1
-            return begin(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **fork)
+            return begin(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **more)
 
     # ---- one call of generate
 
@@ -283,15 +299,17 @@ class LLM:
         priority: int | ListLike[int] | None,
         use_tqdm: bool,
         on_text: OnText | None,
+        lora_request: LoRAInput,
     ) -> list[RequestOutput]:
         each_params = self._params_for(params, len(prompts))
         each_priority = _priorities_for(priority, len(prompts))
+        each_adapter = adapters_for(lora_request, len(prompts), self._adapters)
         with self._lock:
             first = self._num_requests + 1
             self._num_requests += len(prompts)
             requests = [
                 BatchRequest(f"offline-{first + i}", *each)
-                for i, each in enumerate(zip(prompts, each_params, each_priority, strict=True))
+                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, strict=True))
             ]
             batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
             try:

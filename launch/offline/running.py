@@ -14,6 +14,7 @@ from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, check_int
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 
 
@@ -131,10 +132,13 @@ def begin(
     seed: int,
     parent: RunningRequest | None = None,
     num_shared: int = 0,
+    adapter: AdapterRef | None = None,
 ) -> RunningRequest:
     """Submit one request; the caller holds the lock.
 
-    ``num_shared``: number of output tokens of ``parent`` that it begins with.
+    Args:
+        num_shared: number of output tokens of ``parent`` that it begins with.
+        adapter: the adapter that it uses; a fork has that of its parent.
 
     Raises:
         InvalidRequest: parameters that only ``generate`` has, more tokens than the context has, or a parent of another
@@ -146,6 +150,8 @@ def begin(
         raise InvalidRequest(f"{name} cannot be used with a request that is started or forked: use generate", name)
     if parent is not None and parent.reading.engine is not reading.engine:
         raise InvalidRequest(f"request {parent.request_id} belongs to another LLM", "request")
+    if parent is not None:
+        adapter = parent.sequence.stream.request.adapter
     root = None if parent is None else parent.sequence.stream
     shared = root.tokens[:num_shared] if root is not None and num_shared else None
     request = AddRequest(
@@ -156,6 +162,7 @@ def begin(
         None if shared is None else np.array(shared, np.int32),
         priority,
         arrival=time.monotonic(),
+        adapter=adapter,
     )
     stream = reading.engine.submit(request, lambda: None, root)
     return RunningRequest(reading, OfflineSequence(reading.engine.session, stream), prompt, params, parent)

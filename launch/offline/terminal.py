@@ -11,6 +11,7 @@ import msgspec
 
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
+from quire.launch.offline.lora_request import LoRARequest
 from quire.launch.offline.remote import RemoteModel
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.terminal_answer import OnText, TerminalAnswer, TerminalModel
@@ -22,14 +23,18 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 class LocalModel:
     """A model in an engine of this process."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, adapter: LoRARequest | None = None) -> None:
         self._llm = llm
+        self._adapter = adapter
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams, on_text: OnText) -> TerminalAnswer:
-        return _answer(self._llm.chat(messages, params, on_text=lambda prompt, text: on_text(text))[0])
+        return _answer(self._llm.chat(messages, params, **self._options(on_text))[0])
 
     def generate(self, prompt: str, params: SamplingParams, on_text: OnText) -> TerminalAnswer:
-        return _answer(self._llm.generate(prompt, params, on_text=lambda prompt, text: on_text(text))[0])
+        return _answer(self._llm.generate(prompt, params, **self._options(on_text))[0])
+
+    def _options(self, on_text: OnText) -> dict[str, Any]:
+        return {"lora_request": self._adapter, "on_text": lambda prompt, text: on_text(text)}
 
 
 def generate(args: argparse.Namespace, options: EngineOptions) -> None:
@@ -61,6 +66,8 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
         ConfigError: engine flags are combined with --url, or as of RemoteModel and LLM.
     """
     if args.url is not None:
+        if args.lora is not None:
+            raise ConfigError("--url cannot be combined with --lora: give the adapter's name on the server as MODEL")
         own = [name for name, value in _keywords(options).items() if value != getattr(EngineOptions(), name)]
         if set(own) - {"model"}:
             flag = sorted(set(own) - {"model"})[0].replace("_", "-")
@@ -70,8 +77,13 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
     if sys.stderr.isatty():
         first = "compiles CPU kernels if this is the first start on this machine"
         print(f"starting the engine ({first}) ...", file=sys.stderr, flush=True)
-    with LLM(**_keywords(options)) as llm:
-        yield LocalModel(llm)
+    keywords = _keywords(options)
+    adapter = None
+    if args.lora is not None:
+        adapter = LoRARequest(args.lora.absolute().name, 1, args.lora)
+        keywords["enable_lora"] = True
+    with LLM(**keywords) as llm:
+        yield LocalModel(llm, adapter)
 
 
 def _next_line() -> str:

@@ -23,7 +23,7 @@ from quire.protocol.process.log import start_logging
 
 MAX_CONCURRENCY = 4096
 SHOWN_EVERY_S = 1.0
-SERVER_FLAGS = ("served_model_name", "tool_call_parser", "reasoning_parser")
+SERVER_FLAGS = ("served_model_name", "lora_modules", "lora_dir", "tool_call_parser", "reasoning_parser")
 """Settings of a server that change answers."""
 
 

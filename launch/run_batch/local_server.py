@@ -9,12 +9,13 @@ from typing import TypeVar
 
 import msgspec
 
+from quire.launch.config.adapter_options import with_adapters
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
-from quire.launch.serve import model_display_name, write_settings
+from quire.launch.serve import model_display_name, server_adapters, write_settings
 from quire.launch.supervision.supervisor import FrontEndProgram, Supervisor
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
     Raises:
         ConfigError, EngineError: the engine cannot start, or cannot continue.
     """
+    engine, options = with_adapters(engine, options)
     folder = find_model(engine.model)
     config = make_engine_config(engine, folder=folder)
     names = options.served_model_name or [model_display_name(folder, engine.model)]
@@ -39,11 +41,12 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
         path = str(Path(private) / "socket")
         # Nothing refers to a response of another line, because lines are answered in any order.
         options = msgspec.structs.replace(options, uds=path, served_model_name=names, max_stored_response_bytes=0)
+        adapters = server_adapters(config, options)
         with Listener(options) as listener:
             fd = listener.socket.fileno()
             front_end = FrontEndProgram("quire.launch.http", 1, ("--listen-fd", str(fd)), (fd,))
             with Supervisor(config, quiet=True, front_end=front_end) as supervisor:
-                write_settings(supervisor.directory, options)
+                write_settings(supervisor.directory, options, adapters)
                 supervisor.start_engine()
                 supervisor.start_front_ends()
                 while not supervisor.is_ready:

@@ -120,7 +120,7 @@ def test_embeddings_are_refused_by_name(app: AbusedApp) -> None:
 def test_adapters_are_refused_by_name(app: AbusedApp) -> None:
     for name in ADAPTER_FIELDS:
         for value in filter(None, ADAPTERS):
-            assert_refused(app.complete(**{name: value}), 400, name, "is not supported: this server serves one model")
+            assert_refused(app.complete(**{name: value}), 400, name, "is not supported: name the adapter as model")
 
 
 def test_adapter_as_model_is_not_found(app: AbusedApp) -> None:

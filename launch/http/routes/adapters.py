@@ -71,9 +71,7 @@ async def unload_adapter(server: Server, request: Request) -> ASGIApp:
     return respond
 
 
-async def _unload(
-    server: Server, adapter: AdapterRef, force: bool, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def _unload(server: Server, adapter: AdapterRef, force: bool, scope: Scope, receive: Receive, send: Send) -> None:
     await _adapters(server).forget(adapter.name)  # first, so that no new request has it
     while not await _unloaded(server, adapter, force=force):
         await asyncio.sleep(POLL_S)

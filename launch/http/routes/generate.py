@@ -60,9 +60,9 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     __slots__ = (
-        "_adapter", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter", "_has_prompt_logprobs",
-        "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request", "_running", "_server",
-        "_style", "_turn", "_waiting", "tenant",
+        "_adapter", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
+        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request",
+        "_running", "_server", "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
 
     def __init__(

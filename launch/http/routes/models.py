@@ -21,7 +21,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "quire"
     max_model_len: int
     root: str | UnsetType = UNSET
-    parent: str | None | UnsetType = UNSET
+    parent: str | UnsetType | None = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):

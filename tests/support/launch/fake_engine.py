@@ -13,6 +13,7 @@ from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
@@ -120,6 +121,8 @@ class FakeEngine:
     readers: Readers = field(default_factory=Readers)
     priorities: list[tuple[int, str]] = field(default_factory=list)
     controls: list[str] = field(default_factory=list)
+    adapters: list[AdapterRef | None] = field(default_factory=list)
+    unloaded: list[tuple[AdapterRef, bool]] = field(default_factory=list)
     figures: Statistics = field(
         default_factory=lambda: Statistics(
             query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
@@ -138,6 +141,7 @@ class FakeEngine:
         *,
         parent: Any = None,
         num_shared: int = 0,
+        adapter: AdapterRef | None = None,
         on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:
@@ -163,6 +167,7 @@ class FakeEngine:
         sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.priorities.append((priority, cache_salt))
+        self.adapters.append(adapter)
         return sequence
 
     def _tokens(self, seed: int) -> list[int]:
@@ -180,4 +185,8 @@ class FakeEngine:
     async def control(self, kind: str) -> Statistics:
         self.controls.append(kind)
         self.pause_kind = {"pause": "pause", "pause_new": "pause_new", "resume": ""}.get(kind, self.pause_kind)
+        return await self.statistics()
+
+    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
+        self.unloaded.append((adapter, force))
         return await self.statistics()

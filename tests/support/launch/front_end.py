@@ -108,6 +108,7 @@ class EndlessEngine:
         *,
         parent: Any = None,
         num_shared: int = 0,
+        adapter: Any = None,
         on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)
