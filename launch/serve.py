@@ -8,7 +8,6 @@ from types import FrameType
 
 import msgspec
 
-from quire.launch.adapters.modules import read_modules
 from quire.launch.adapters.names import NamedAdapter, NameTable, table_path
 from quire.launch.config.api_keys import read_admin_keys, read_api_keys
 from quire.launch.config.declared import check_ranges
@@ -114,6 +113,8 @@ def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
 
 def server_adapters(config: EngineConfig, options: ServeOptions) -> list[NamedAdapter]:
     """Return the adapters that the server has from its start; raise ConfigError as ``read_modules``."""
+    from quire.launch.adapters.modules import read_modules  # numpy, which --help does not wait for
+
     return read_modules(options.lora_modules or [], config, options.served_model_name or [])
 
 

@@ -43,7 +43,7 @@ class Adapters:
         self._reading: dict[Path, asyncio.Future[NamedAdapter]] = {}
 
     def may_have(self, name: str) -> bool:
-        """Return False if no adapter has this name. True: ``find`` knows. Without access to slow disks; thread-safe."""
+        """Return False if no adapter has this name. True: ``find`` decides. Opens no slow disk; thread-safe."""
         return not name_problem(name) and (self._folder is not None or name in self._table.names())
 
     async def find(self, name: str) -> AdapterRef:
@@ -67,7 +67,7 @@ class Adapters:
         """Give a name to the adapter in a folder, for all front ends, and return it.
 
         Args:
-            replace: the name may stand for another content until now. Requests in flight keep theirs.
+            replace: the name may stand for another content until now. Requests in flight keep the old one.
 
         Raises:
             InvalidRequest: the name cannot be used or stands for another content (``adapter_exists``), the folder does
@@ -101,7 +101,7 @@ class Adapters:
         return loaded
 
     async def forget(self, name: str) -> None:
-        """Remove a name from the table, for all front ends. No effect if it is not there."""
+        """Remove a name from the table, for all front ends. No effect if the table has no such name."""
 
         def remove(names: dict[str, NamedAdapter]) -> None:
             names.pop(name, None)
@@ -133,7 +133,7 @@ class Adapters:
     def _end_read(self, folder: Path, reading: asyncio.Future[NamedAdapter]) -> None:
         del self._reading[folder]
         if not reading.cancelled():
-            reading.exception()  # all that waited for it may have gone
+            reading.exception()  # every request that waited may have been cancelled
 
     def _folders(self, names: dict[str, NamedAdapter]) -> list[NamedAdapter]:
         assert self._folder is not None

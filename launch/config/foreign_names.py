@@ -33,6 +33,9 @@ FOREIGN_NAMES = {
     "disable_uvicorn_access_log": "--log-level warning",
     "enable_log_requests": "--log-level info",
     "kv_events_config": "--kv-events-endpoint",
+    "lora_paths": "--lora-modules",
+    "max_loras_per_batch": "--max-loras",
+    "max_loaded_loras": "--max-cpu-loras",
     # llama.cpp
     "m": "MODEL (the first argument)",
     "hf": "MODEL (the first argument)",
@@ -64,10 +67,10 @@ FOREIGN_NAMES = {
     "ssl_key_file": "--ssl-keyfile",
     "ssl_cert_file": "--ssl-certfile",
     "threads_http": "--api-server-count",
+    "lora": "--lora-modules",
     "verbose": "--log-level debug",
 }
 
-_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _TEXT_ONLY = "only text is supported: images, audio and video are not"
 _GENERATES = "only text generation is supported: no embeddings, scores or classes"
 _REPLICAS = "not supported: start one server per replica behind a load balancer, or use --tensor-parallel-size"
@@ -79,13 +82,8 @@ _REQUEST = "a parameter of requests, or a value of generation_config.json: --gen
 
 # Flags without an equivalent: why.
 NO_EQUIVALENT = {
-    "enable_lora": _LORA,
-    "lora": _LORA,
-    "lora_modules": _LORA,
-    "lora_paths": _LORA,
-    "lora_scaled": _LORA,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
+    "lora_scaled": "the scale of an adapter is that of its adapter_config.json: --lora-modules",
+    "lora_dtype": "not needed: adapters have the type of the model's activations",
     "mmproj": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,

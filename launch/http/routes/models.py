@@ -13,7 +13,7 @@ from quire.launch.http.serving.server import Server
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an adapter, ``root`` is the name of its folder and ``parent`` the model that it belongs to."""
+    """``root``, ``parent``: an adapter has the name of its folder, and the model that it belongs to."""
 
     id: str
     object: str = "model"

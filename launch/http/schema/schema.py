@@ -97,7 +97,7 @@ class OtherModels(Protocol):
     """Models besides the served one: its adapters."""
 
     def may_have(self, name: str) -> bool:
-        """Return False if there is none of this name. True: a later look-up by name knows."""
+        """Return False if no adapter has this name. True: a look-up by name decides."""
         ...
 
 
