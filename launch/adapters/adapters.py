@@ -82,9 +82,10 @@ class Adapters:
         try:
             read = await self._read(folder)
         except FileNotFoundError:
-            raise InvalidRequest(f"{folder} is not a folder", "lora_path", "adapter_not_found") from None
+            text = "lora_path is not a folder on the server's machine"
+            raise InvalidRequest(text, "lora_path", "adapter_not_found") from None
         except AdapterError as error:
-            raise InvalidRequest(str(error), "lora_path", "invalid_adapter") from None
+            raise _invalid(error, folder, name, "lora_path") from None
         loaded = msgspec.structs.replace(read, name=name, created=int(time.time()))
 
         def add(names: dict[str, NamedAdapter]) -> None:
@@ -117,7 +118,7 @@ class Adapters:
         except FileNotFoundError:
             raise unknown_model(name) from None
         except AdapterError as error:
-            raise InvalidRequest(str(error).replace(str(folder), name), "model", "invalid_adapter") from None
+            raise _invalid(error, folder, name, "model") from None
 
     async def _read(self, folder: Path) -> NamedAdapter:
         known = await self._in_thread(lambda: self._reader.known(folder))
@@ -152,6 +153,11 @@ class Adapters:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._looks, work)
+
+
+def _invalid(error: AdapterError, folder: Path, name: str, param: str) -> InvalidRequest:
+    """Return the error for a client, which has the adapter's name in place of its folder."""
+    return InvalidRequest(str(error).replace(str(folder), name), param, "invalid_adapter")
 
 
 def unknown_model(name: str) -> InvalidRequest:

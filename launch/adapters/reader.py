@@ -102,5 +102,7 @@ def _identities(folder: Path) -> _Files:
 def _identity(path: Path) -> Identity | None:
     try:
         return file_identity(path)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if error.errno in _MISSING:
+            return None
+        raise

@@ -134,7 +134,7 @@ def _patterns(field: Fields, name: str, check: Callable[[object, str], Any]) -> 
             )
         try:
             made = re.compile(rf"(?:.*\.)?(?:{pattern})$")
-        except re.error as error:
-            raise AdapterError(f"{field.where}: {name} {printable(pattern)} is not a valid pattern: {error}") from None
+        except re.error:
+            raise AdapterError(f"{field.where}: {name} {printable(pattern)} is not a valid pattern") from None
         compiled.append((made, check(value, f"{name}[{printable(pattern)}]")))
     return compiled

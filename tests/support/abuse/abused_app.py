@@ -49,11 +49,13 @@ class AbusedApp(Door):
         engine: keeps every sequence that was submitted since the last check.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        """``settings``: further ones of ServerSettings."""
         self._text_in = TextIn.load(DEMO)
         self.engine = GuardedEngine(self._text_in.tokenizer, max_model_len=CONTEXT, vocab_size=VOCAB_SIZE)
         self.engine.guard = Guard(demo_config())
-        app = make_app(self.engine, ServerSettings(text_in=self._text_in, served_model_names=("quire-demo",)))
+        served = ServerSettings(text_in=self._text_in, served_model_names=("quire-demo",), **settings)
+        app = make_app(self.engine, served)
         self._loop = asyncio.Runner()
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
 
