@@ -109,7 +109,9 @@ class FrontEnd:
                 allowed_hosts=tuple(settings.allowed_hosts or ()),
                 own_names=(settings.host,),
                 tracer=self._tracer,
-                metrics=MetricsOptions(settings.metrics_prefix, self._directory, self._index, _cache_config(config)),
+                metrics=MetricsOptions(
+                    settings.metrics_prefix, self._directory, self._index, _cache_config(config), config.max_loras
+                ),
                 root_path=settings.root_path,
                 sampling_defaults=config.sampling_defaults,
                 unknown_fields=settings.unknown_fields,

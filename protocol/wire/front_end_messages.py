@@ -40,7 +40,7 @@ class AddRequest(Message, frozen=True, tag=10):
     priority: int = 0
     cache_salt: str = ""
     arrival: float = 0.0
-    # Reserved, but for the adapter: rejected unless left at the default.
+    # Reserved, except for the adapter: rejected unless left at the default.
     job_id: str = ""
     is_last_step: bool = True
     resumable: bool = False
@@ -214,6 +214,20 @@ class TierState(msgspec.Struct, array_like=True, frozen=True):
     is_stopped: bool = False
 
 
+class AdapterCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Requests of a LoRA adapter.
+
+    Attributes:
+        name: the one by which its newest request asked for it.
+        place: active (steps compute its requests), ready (in a slot), loading, host (in host memory) or absent.
+    """
+
+    name: str
+    place: str
+    num_running: int
+    num_waiting: int
+
+
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and current gauges; answers a Control."""
 
@@ -266,6 +280,18 @@ class Statistics(Message, frozen=True, tag=22):
     block_size: int = 0
     """Tokens in a KV block."""
     tiers: list[TierState] = []
+    adapters: list[AdapterCounts] = []
+    """The adapters with the most requests."""
+    adapters_by_place: dict[str, int] = {}
+    """Number of known adapters by ``AdapterCounts.place``; empty without LoRA adapters."""
+    num_adapters_loaded: int = 0
+    """Loads of adapters into slots."""
+    num_adapters_failed: int = 0
+    """Loads that failed."""
+    num_adapters_evicted: int = 0
+    """Adapters that lost their slot to another one."""
+    adapter_load_seconds: float = 0.0
+    """Time that the loads took, of the slowest rank."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import psutil
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.launch.http.serving.adapter_metrics import adapter_metrics
+from quire.launch.http.serving.metric_names import MetricNames
 from quire.protocol.process.restarts import Restarts
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Statistics
 
 # Metrics of the scheduler: name, HELP text, field of Statistics.
 GAUGES = (
@@ -96,56 +97,19 @@ PROCESSES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MetricNames:
-    """Prefix of all names, and labels of all samples."""
-
-    prefix: str
-    labels: Mapping[str, str]
-
-    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        family.add_metric(list(self.labels.values()), value)
-        return family
-
-    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        family.add_metric(list(self.labels.values()), value)
-        return family
-
-    def by_label(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        label: str,
-        values: Mapping[str, float],
-    ) -> Metric:
-        family = kind(f"{self.prefix}:{name}", text, labels=[*self.labels, label])
-        for key, value in values.items():
-            family.add_metric([*self.labels.values(), key], value)
-        return family
-
-    def histogram(self, name: str, text: str, values: Histogram) -> HistogramMetricFamily:
-        """Return the histogram with cumulative counts."""
-        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
-        buckets = list(zip(edges, accumulate(values.counts), strict=True))
-        family.add_metric(list(self.labels.values()), buckets=buckets, sum_value=values.total)
-        return family
-
-
 @dataclass(eq=False)
 class EngineCollector(Collector):
     """The engine's metrics at the current scrape.
 
     Attributes:
         cache_config: settings of the KV cache, as the labels of ``cache_config_info``.
+        max_loras: most adapters of a step.
         statistics: the scheduler's, or None if it did not answer; its metrics are then left out.
     """
 
     names: MetricNames
     cache_config: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
     statistics: Statistics | None = None
     restarts: Restarts = field(default_factory=Restarts)
     _num_blocks: int = 0
@@ -193,6 +157,8 @@ class EngineCollector(Collector):
         if current.tiers:
             text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
             yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
+        if current.adapters_by_place:
+            yield from adapter_metrics(names, current, self.max_loras)
         for name, text, field_name in HISTOGRAMS:
             values = getattr(current, field_name)
             if values is not None:

@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import STATUS_OF_CODE
-from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
+from quire.launch.http.serving.engine_metrics import EngineCollector, ProcessCollector
+from quire.launch.http.serving.metric_names import MetricNames
 from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
 from quire.protocol.process.restarts import read_pids, read_restarts
@@ -83,12 +84,14 @@ class MetricsOptions:
         directory: folder of the shared values and of the supervisor's counts; None: they are not shared.
         index: number of this front end.
         cache_config: labels of ``cache_config_info``.
+        max_loras: most adapters of a step.
     """
 
     prefix: str = "quire"
     directory: Path | None = None
     index: int = 0
     cache_config: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
 
 
 class Metrics:
@@ -131,7 +134,7 @@ class Metrics:
         self._params_n = histograms["request_params_n"]
         self._params_max_tokens = histograms["request_params_max_tokens"]
         self._directory = options.directory
-        self._engine = EngineCollector(names, options.cache_config)
+        self._engine = EngineCollector(names, options.cache_config, options.max_loras)
         self._registry = CollectorRegistry()
         self._registry.register(self._engine)
         self._processes = ProcessCollector(names.labels, {"frontend": [os.getpid()]})

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from exported_metrics import FullEngine
 from front_end import EndlessEngine
 
 from quire.launch.frontend.answers import OutputDelta
@@ -183,3 +184,19 @@ def test_processes_are_measured_by_role(tmp_path: Path) -> None:
     assert 0 < found["process_cpu_seconds_total", "scheduler"] <= time.process_time() + 0.1
     start = found["process_start_time_seconds", "worker"]
     assert start == found["process_start_time_seconds", "scheduler"] <= time.time()
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """The requests of one name are summed: it may stand for an old and a new content."""
+    found = scrape(Metrics("tiny", MetricsOptions(max_loras=8)), FullEngine())
+    assert found['quire:num_requests_running_by_adapter{adapter="sql"}'] == 3
+    assert found['quire:num_requests_waiting_by_adapter{adapter="sql"}'] == 1
+    assert found['quire:num_requests_waiting_by_adapter{adapter="chat"}'] == 4
+    assert found['quire:num_adapters{place="host"}'] == 1
+    assert (found["quire:num_adapter_loads_total"], found["quire:adapter_load_seconds_total"]) == (5, 0.5)
+    page = asyncio.run(Metrics("tiny", MetricsOptions(max_loras=8)).render(FullEngine())).decode()
+    info = next(line for line in page.splitlines() if line.startswith("quire:lora_requests_info{"))
+    assert 'max_lora="8"' in info
+    assert 'running_lora_adapters="sql"' in info
+    assert 'waiting_lora_adapters="sql,chat"' in info
+    assert not any("num_adapter" in name for name in scrape(Metrics("tiny")))

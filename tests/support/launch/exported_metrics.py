@@ -6,7 +6,14 @@ from front_end import EndlessEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
-from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState, TierState
+from quire.protocol.wire.front_end_messages import (
+    AdapterCounts,
+    Histogram,
+    RequestState,
+    Statistics,
+    TenantState,
+    TierState,
+)
 
 
 class FullEngine(EndlessEngine):
@@ -29,6 +36,14 @@ class FullEngine(EndlessEngine):
             step_reply=times,
             load_choices={"split": 1},
             tiers=[TierState("host", 8, 4)],
+            adapters=[
+                AdapterCounts("sql", "active", 2, 1),
+                AdapterCounts("sql", "host", 1, 0),
+                AdapterCounts("chat", "absent", 0, 4),
+            ],
+            adapters_by_place={"active": 1, "host": 1, "absent": 1},
+            num_adapters_loaded=5,
+            adapter_load_seconds=0.5,
             tenants=[TenantState(3, 0, 1, 0)],
             requests=[RequestState("r-0", 3, "waiting", "kv_blocks", 0.0, 7, 0, 0, 0)],
         )
