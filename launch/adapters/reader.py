@@ -11,8 +11,8 @@ from quire.protocol.model.adapter import WEIGHTS, read_adapter
 from quire.protocol.model.adapter_config import CONFIG, AdapterError
 from quire.protocol.model.model_config import ModelConfig
 
-MAX_KNOWN = 4096
-"""Folders whose outcome is kept."""
+MAX_KNOWN = 2**14
+"""Folders whose outcome is kept; the least recently used one is forgotten."""
 
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -65,8 +65,8 @@ class AdapterReader:
             outcome = NamedAdapter(name=folder.name, path=str(folder.resolve()), digest=adapter.digest, **size)
         if files == _identities(folder):  # it was not written meanwhile
             with self._lock:
+                self._known.pop(folder, None)
                 self._known[folder] = _Known(files, outcome)
-                self._known.move_to_end(folder)
                 if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
         return _adapter(outcome)
@@ -74,6 +74,8 @@ class AdapterReader:
     def _find(self, folder: Path, files: _Files) -> NamedAdapter | None:
         with self._lock:
             known = self._known.get(folder)
+            if known is not None:
+                self._known.move_to_end(folder)
         return None if known is None or known.files != files else _adapter(known.outcome)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import msgspec
 import psutil
 from tqdm import tqdm
 
+from quire.launch.bench.adapters import write_adapters
 from quire.launch.bench.peer_files import PeerFiles
 from quire.launch.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.config.engine_config import make_engine_config
@@ -30,6 +32,7 @@ from quire.launch.config.options import EngineOptions
 from quire.launch.measure.report import Report, Table, rounded
 from quire.launch.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
+from quire.launch.offline.lora_request import LoRARequest
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
@@ -128,10 +131,13 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
         model = find_model(options.model) if args.shape is None else None
         folder, exporter = args.peer_files or Path(scratch), args.openvino_exporter
         files = PeerFiles(folder, model, args.shape, options.seed, peers, exporter, args.peer_driver)
-        config = _engine_config(args, options, files)
+        config = _engine_config(args, _options_for_adapters(args, options), files)
         loaded = [(peer, files.of_peer(peer)) for peer in peers]
-        llm, ours = _start_ours(config, stack)
-        contestants = [ours, *(_start_peer(args, peer, path, threads, stack) for peer, path in loaded)]
+        began = time.perf_counter()
+        llm = stack.enter_context(LLM.from_config(config, quiet=True))
+        ours = Contestant("quire", partial(_generate, llm, []), time.perf_counter() - began)
+        ours_too = _with_adapters(args, llm, Path(scratch))
+        contestants = [ours, *ours_too, *(_start_peer(args, peer, path, threads, stack) for peer, path in loaded)]
         before = llm.statistics()
         _measure(contestants, args, config.model.vocab_size)
         after = llm.statistics()
@@ -158,9 +164,18 @@ def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> P
 
 
 def _check(args: argparse.Namespace, options: EngineOptions) -> None:
-    for name, low in (("num_requests", 1), ("input_len", 1), ("output_len", 1), ("rounds", 1), ("busy", 0)):
+    for name, low in (
+        ("num_requests", 1),
+        ("input_len", 1),
+        ("output_len", 1),
+        ("rounds", 1),
+        ("busy", 0),
+        ("adapters", 0),
+    ):
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low} (got {getattr(args, name)})")
+    if not 1 <= args.adapter_rank <= 1024:
+        raise ConfigError(f"--adapter-rank must be from 1 to 1024 (got {args.adapter_rank})")
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ConfigError(f"--threads must be from 1 to 1024 (got {args.threads})")
     if args.shape is not None and options.model is not None:
@@ -188,19 +203,29 @@ def _engine_config(args: argparse.Namespace, options: EngineOptions, files: Peer
     return config
 
 
-def _start_ours(config: EngineConfig, stack: ExitStack) -> tuple[LLM, Contestant]:
-    start = time.perf_counter()
-    llm = stack.enter_context(LLM.from_config(config, quiet=True))
-    ready_s = time.perf_counter() - start
+def _options_for_adapters(args: argparse.Namespace, options: EngineOptions) -> EngineOptions:
+    if not args.adapters:
+        return options
+    rank = max(options.max_lora_rank, args.adapter_rank)
+    return msgspec.structs.replace(options, enable_lora=True, max_lora_rank=rank)
 
-    def generate(prompts: Prompts, output_len: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        outputs = llm.generate(prompts, params)
-        short = [len(o.outputs[0].token_ids) for o in outputs if len(o.outputs[0].token_ids) != output_len]
-        if short:
-            raise EngineError(f"{len(short)} outputs are shorter than {output_len} tokens: is the KV cache too small?")
 
-    return llm, Contestant("quire", generate, ready_s)
+def _with_adapters(args: argparse.Namespace, llm: LLM, folder: Path) -> list[Contestant]:
+    """Return the same engine with adapters, of which each request has one; nothing without ``--adapters``."""
+    if not args.adapters:
+        return []
+    adapters = write_adapters(folder, llm.config.model, args.adapters, args.adapter_rank, args.prompt_seed)
+    facts = {"adapters": args.adapters, "adapter_rank": args.adapter_rank}
+    return [Contestant("quire with adapters", partial(_generate, llm, adapters), 0.0, facts)]
+
+
+def _generate(llm: LLM, adapters: list[LoRARequest], prompts: Prompts, output_len: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    chosen = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
+    outputs = llm.generate(prompts, params, lora_request=chosen)
+    short = [len(o.outputs[0].token_ids) for o in outputs if len(o.outputs[0].token_ids) != output_len]
+    if short:
+        raise EngineError(f"{len(short)} outputs are shorter than {output_len} tokens: is the KV cache too small?")
 
 
 def _start_peer(args: argparse.Namespace, choice: PeerChoice, path: Path, threads: int, stack: ExitStack) -> Contestant:

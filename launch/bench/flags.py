@@ -30,6 +30,9 @@ def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--openvino-exporter", metavar="PYTHON", help=exporter)
     gguf = "have Quire load the checkpoint as a GGUF file of this type, the one that llamacpp:TYPE loads"
     parser.add_argument("--gguf", choices=PEERS["llamacpp"], help=gguf)
+    adapters = "repeat each round with N random LoRA adapters, of which each request has one in turn (0)"
+    parser.add_argument("--adapters", type=int, metavar="N", default=0, help=adapters)
+    parser.add_argument("--adapter-rank", type=int, metavar="R", default=16, help="rank of these adapters (16)")
     busy = "after each timed round, repeat it with N busy processes beside it (0)"
     parser.add_argument("--busy", type=int, metavar="N", default=0, help=busy)
     parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="driver of the peers (tools/peers/engine.py)")

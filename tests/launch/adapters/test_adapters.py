@@ -211,9 +211,9 @@ class TestLoaded:
 def test_known_outcomes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
     monkeypatch.setattr(reader_module, "MAX_KNOWN", 2)
     reader = AdapterReader(MODEL, 64)
-    for name in ("a", "b", "c", "b", "a"):
+    for name in ("a", "b", "a", "c", "a", "b"):
         reader.read(make_adapter(tmp_path / name, MODEL) if not (tmp_path / name).exists() else tmp_path / name)
-    assert reads == ["a", "b", "c", "a"]
+    assert reads == ["a", "b", "c", "b"]
 
 
 def test_errors_of_the_reader(tmp_path: Path) -> None:

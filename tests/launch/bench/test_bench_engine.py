@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from quire.launch.bench.adapters import write_adapters
 from quire.launch.bench.engine import Contestant, busy_processes, default_threads, make_prompts, run
 from quire.launch.bench.peer_files import PeerFiles
 from quire.launch.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.cli import parse
 from quire.launch.config.options import EngineOptions
+from quire.launch.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.adapter import read_adapter
 
 
 def arguments(**changed: object) -> argparse.Namespace:
@@ -150,6 +153,8 @@ class TestPeers:
         ({"peer": ["llamacpp:q4"]}, {}, "--peer llamacpp:q4: weights must be bf16, q8_0, q4_0"),
         ({"peer": ["vllm:bf16"]}, {}, "--peer vllm:bf16: weights must be those of the checkpoint"),
         ({"busy": -1}, {}, "--busy must be at least 0"),
+        ({"adapters": -1}, {}, "--adapters must be at least 0"),
+        ({"adapters": 1, "adapter_rank": 1025}, {}, r"--adapter-rank must be from 1 to 1024 \(got 1025\)"),
         ({"shape": "tinny"}, {}, "did you mean tiny"),
         ({"input_len": 4096}, {}, "context of 2048 \\(got 4100\\)"),
         ({"shape": None, "peer": ["transformers-static"]}, {"load_format": "dummy"}, "which loads weights"),
@@ -177,3 +182,21 @@ def test_rounds_of_both_engines_alone_and_beside_a_busy_process(tmp_path: Path) 
         assert results[name]["busy_by_quiet"] > 0
     assert results["quire"]["cached_tokens"] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
+
+
+def test_adapters_of_a_benchmark_can_be_used(tmp_path: Path) -> None:
+    model = find_shape("tiny")
+    read = [read_adapter(Path(each.lora_path), model, 4) for each in write_adapters(tmp_path, model, 2, 4, seed=0)]
+    assert [(each.rank, len(each.parts)) for each in read] == [(4, 4 * 7)] * 2
+    assert read[0].digest != read[1].digest
+
+
+@pytest.mark.full
+def test_rounds_with_and_without_adapters() -> None:
+    command = [sys.executable, "-P", "-m", "quire.launch.cli", "bench", "engine", "--shape", "tiny", "--json", "-"]
+    sizes = ["--threads", "1", "--num-requests", "3", "--rounds", "1", "--input-len", "8", "--output-len", "4"]
+    done = subprocess.run([*command, *sizes, "--adapters", "2"], capture_output=True, text=True, check=True)
+    results = json.loads(done.stdout)["results"]
+    assert results["quire with adapters"]["adapters"] == 2
+    assert results["quire with adapters"]["tokens_per_s"] > 0
+    assert results["quire"]["cached_tokens"] == 0
