@@ -136,7 +136,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
         began = time.perf_counter()
         llm = stack.enter_context(LLM.from_config(config, quiet=True))
         ours = Contestant("quire", partial(_generate, llm, []), time.perf_counter() - began)
-        ours_too = _with_adapters(args, llm, Path(scratch))
+        ours_too = _with_adapters(args, llm, ours.ready_s, Path(scratch))
         contestants = [ours, *ours_too, *(_start_peer(args, peer, path, threads, stack) for peer, path in loaded)]
         before = llm.statistics()
         _measure(contestants, args, config.model.vocab_size)
@@ -210,13 +210,13 @@ def _options_for_adapters(args: argparse.Namespace, options: EngineOptions) -> E
     return msgspec.structs.replace(options, enable_lora=True, max_lora_rank=rank)
 
 
-def _with_adapters(args: argparse.Namespace, llm: LLM, folder: Path) -> list[Contestant]:
+def _with_adapters(args: argparse.Namespace, llm: LLM, ready_s: float, folder: Path) -> list[Contestant]:
     """Return the same engine with adapters, of which each request has one; nothing without ``--adapters``."""
     if not args.adapters:
         return []
     adapters = write_adapters(folder, llm.config.model, args.adapters, args.adapter_rank, args.prompt_seed)
     facts = {"adapters": args.adapters, "adapter_rank": args.adapter_rank}
-    return [Contestant("quire with adapters", partial(_generate, llm, adapters), 0.0, facts)]
+    return [Contestant("quire with adapters", partial(_generate, llm, adapters), ready_s, facts)]
 
 
 def _generate(llm: LLM, adapters: list[LoRARequest], prompts: Prompts, output_len: int) -> None:
