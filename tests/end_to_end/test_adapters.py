@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[FaultServer]:
-    """With two front ends, and fewer adapters in a step than there are."""
+    """With two front ends, four adapters, and two adapters in a step."""
     static = f"one={folder / 'one'}"
     flags = ("--api-server-count", "2", "--lora-modules", static, "--lora-dir", str(folder), "--max-loras", "2")
     with FaultServer([*FLAGS, *flags, "--max-cpu-loras", "3"]) as server:

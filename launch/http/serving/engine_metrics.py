@@ -1,16 +1,17 @@
 """Metrics that are read at each scrape: the scheduler's statistics, restarts, the cache's settings, the processes."""
 
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import psutil
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.launch.http.serving.adapter_metrics import adapter_metrics
-from quire.launch.http.serving.metric_names import MetricNames
 from quire.protocol.process.restarts import Restarts
-from quire.protocol.wire.front_end_messages import Statistics
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 # Metrics of the scheduler: name, HELP text, field of Statistics.
 GAUGES = (
@@ -81,6 +82,13 @@ TIERS = (
     (CounterMetricFamily, "tier_load_seconds", "Time that loads took on the workers.", "load_seconds"),
     (CounterMetricFamily, "tier_store_seconds", "Time that stores took on the workers.", "store_seconds"),
 )
+# Counters of LoRA adapters: name, HELP text, field of Statistics.
+ADAPTERS = (
+    ("num_adapter_loads", "Number of adapters loaded to the device.", "num_adapters_loaded"),
+    ("num_adapter_load_failures", "Number of loads of adapters that failed.", "num_adapters_failed"),
+    ("num_adapter_evictions", "Number of adapters that left the device for others.", "num_adapters_evicted"),
+    ("adapter_load_seconds", "Time that loads of adapters took on the workers.", "adapter_load_seconds"),
+)
 # Counted by the supervisor, so that they survive the processes: name, HELP text, field of Restarts.
 RESTARTS = (
     ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
@@ -95,6 +103,45 @@ PROCESSES = (
     ("process_open_fds", "Number of open file descriptors."),
     ("process_start_time_seconds", "Start of the newest process in seconds since the epoch."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricNames:
+    """Prefix of all names, and labels of all samples."""
+
+    prefix: str
+    labels: Mapping[str, str]
+
+    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        return family
+
+    def by_label(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        family = kind(f"{self.prefix}:{name}", text, labels=[*self.labels, label])
+        for key, value in values.items():
+            family.add_metric([*self.labels.values(), key], value)
+        return family
+
+    def histogram(self, name: str, text: str, values: Histogram) -> HistogramMetricFamily:
+        """Return the histogram with cumulative counts."""
+        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
+        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+        buckets = list(zip(edges, accumulate(values.counts), strict=True))
+        family.add_metric(list(self.labels.values()), buckets=buckets, sum_value=values.total)
+        return family
 
 
 @dataclass(eq=False)
@@ -158,7 +205,7 @@ class EngineCollector(Collector):
             text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
             yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
         if current.adapters_by_place:
-            yield from adapter_metrics(names, current, self.max_loras)
+            yield from _adapter_metrics(names, current, self.max_loras)
         for name, text, field_name in HISTOGRAMS:
             values = getattr(current, field_name)
             if values is not None:
@@ -166,6 +213,29 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _adapter_metrics(names: MetricNames, current: Statistics, max_loras: int) -> Iterator[Metric]:
+    """Yield the metrics of adapters. The label ``adapter`` has the names with the most requests only."""
+    by_place = current.adapters_by_place
+    yield names.by_label(GaugeMetricFamily, "num_adapters", "Number of adapters, by place.", "place", by_place)
+    for name, text, field_name in ADAPTERS:
+        yield names.counter(name, text, getattr(current, field_name))
+    running: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()
+    for each in current.adapters:  # one name may stand for an old and a new content
+        running[each.name] += each.num_running
+        waiting[each.name] += each.num_waiting
+    for kind, counts in (("running", running), ("waiting", waiting)):
+        text = f"Number of {kind} requests, by adapter."
+        yield names.by_label(GaugeMetricFamily, f"num_requests_{kind}_by_adapter", text, "adapter", counts)
+    labels = {
+        "max_lora": str(max_loras),
+        "running_lora_adapters": ",".join(name for name, count in running.items() if count),
+        "waiting_lora_adapters": ",".join(name for name, count in waiting.items() if count),
+    }
+    text = "Adapters with requests, as labels; the value is the time."
+    yield MetricNames(names.prefix, {**names.labels, **labels}).gauge("lora_requests_info", text, time.time())
 
 
 @dataclass(eq=False)

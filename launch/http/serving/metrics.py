@@ -18,8 +18,7 @@ from prometheus_client.registry import Collector
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import STATUS_OF_CODE
-from quire.launch.http.serving.engine_metrics import EngineCollector, ProcessCollector
-from quire.launch.http.serving.metric_names import MetricNames
+from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
 from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
 from quire.protocol.process.restarts import read_pids, read_restarts

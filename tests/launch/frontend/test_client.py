@@ -11,6 +11,7 @@ import zmq
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import (
     AddRequest,
     Control,
@@ -63,6 +64,30 @@ def test_priority_and_salt_are_sent_and_a_full_queue_is_reported(hub: ZmqHub, tm
         sequence.abort()  # the sequence has ended, so nothing is sent
         await client.close()
         assert hub.receive() is None
+
+    finish(talk())
+
+
+def test_an_adapter_is_sent_with_a_request_and_unloaded(hub: ZmqHub, tmp_path: Path, finish: Any) -> None:
+    async def talk() -> None:
+        client, adapter = ZmqEngineClient(tmp_path, 64, 300), AdapterRef("sql", bytes(range(32)), "/sql")
+        client.connect()
+        hello = await asyncio.to_thread(next_of, hub)
+        hub.send(hello.peer, EngineState("ready"))
+        await client.wait_state_known()
+        params = SamplingParams(max_tokens=4)
+        sequence = await client.add("one", [5], params, 1, 0, "", adapter=adapter, on_update=lambda: None)
+        added = (await asyncio.to_thread(next_of, hub)).message
+        assert isinstance(added, AddRequest)
+        assert added.adapter == adapter
+        unloading = asyncio.create_task(client.unload(adapter, force=True))
+        sent = (await asyncio.to_thread(next_of, hub)).message
+        assert isinstance(sent, UnloadAdapter)
+        assert (sent.name, sent.digest, sent.force) == ("sql", adapter.digest, True)
+        hub.send(hello.peer, Statistics(sent.query, done=False))
+        assert not (await unloading).done
+        sequence.abort()
+        await client.close()
 
     finish(talk())
 

@@ -9,6 +9,7 @@ from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
     Abort,
@@ -130,6 +131,19 @@ def test_a_late_fork_is_submitted_whole() -> None:
     update = second.take()
     assert update is not None and update.token_ids == [5]
     assert link.session.take(Rejected("9", "parent_not_found", "forked_from", "it was aborted since"))
+
+
+def test_a_request_is_resubmitted_with_its_adapter() -> None:
+    """A fork too, and also if its name stands for another content by then."""
+    link, adapter = Link(), AdapterRef("sql", bytes(32), "/sql")
+    prompt = np.array([1, 2, 3], np.int32)
+    first = link.session.add(AddRequest("1", prompt, SamplingParams(), 5, adapter=adapter))
+    link.session.add(AddRequest("2", prompt, SamplingParams(), 6, adapter=adapter), parent=first)
+    link.add("3")
+    link.give(first, 9)
+    for _ in range(2):
+        assert [each.adapter for each in link.sent if isinstance(each, AddRequest)] == [adapter, adapter, None]
+        link.die()
 
 
 def test_requests_wait_while_there_is_no_scheduler() -> None:

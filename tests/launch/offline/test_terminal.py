@@ -110,6 +110,10 @@ def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureF
         (["--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: cannot reach the server"),
         (["two", "--url", "URL"], "two is not served at URL (models: one)"),
         (["--url", "URL", "--max-num-seqs", "3"], "--url cannot be combined with --max-num-seqs"),
+        (
+            ["--url", "URL", "--lora", "x"],
+            "--url cannot be combined with --lora: give the adapter's name on the server",
+        ),
     ],
 )
 def test_an_unusable_server_is_one_line(
