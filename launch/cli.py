@@ -156,7 +156,7 @@ def _add_server_options(parser: _Parser) -> None:
     parser.add_argument(
         "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
     )
-    parser.add_argument("--lora", type=Path, metavar="FOLDER", help="LoRA adapter to answer with")
+    parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
 
 
 def _add_engine_options(parser: _Parser) -> None:

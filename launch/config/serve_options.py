@@ -175,7 +175,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             ADAPTERS,
             "folder whose folders are LoRA adapters, named as they are. Each is read when a request asks for it",
-            metavar="FOLDER",
+            metavar="DIR",
             default="none",
         ),
     ] = ""

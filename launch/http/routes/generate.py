@@ -7,6 +7,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -186,9 +187,12 @@ class Generation:
     def _begin(self) -> None:
         request = self._request
         self._server.metrics.began(request.params)
+        is_model = request.model in self._server.settings.served_model_names
+        named: dict[str, Any] = {} if is_model else {"adapter": request.model}
         log.info(
             "request",
             id=self._formatter.request_id,
+            **named,
             prompts=len(self._prompts),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
             n=request.params.n,
