@@ -176,7 +176,7 @@ def test_load_and_unload_with_two_front_ends(server: FaultServer, folder: Path, 
 @pytest.mark.full
 def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
     """An unload waits for the requests of its name, reports them, or aborts them."""
-    request = request_of(400, model="busy", temperature=0.0)
+    request = request_of(600, model="busy", temperature=0.0)
 
     async def test() -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -187,16 +187,21 @@ def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
                 return await http.post(f"/v1/{path}_lora_adapter", json={"lora_name": "busy", **body})
 
             async def act() -> None:
+                assert (await http.post("/admin/pause?mode=keep")).status_code == 200  # so that the stream does not end
                 refused = await post("unload", wait=False)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_in_use")
-                assert (await post("unload", force=forced)).json()["deleted"] is True
+                unloading = asyncio.create_task(post("unload", force=forced))
+                done, _ = await asyncio.wait([unloading], timeout=HUNG_S if forced else 0.2)
+                assert bool(done) == forced
+                assert (await http.post("/admin/resume")).status_code == 200
+                assert (await unloading).json()["deleted"] is True
 
             for forced in (False, True):
                 assert (await post("load", lora_path=str(folder / "three"))).status_code == 200
-                (answer,) = await disturbed(server.port, [request], act, 20)
+                (answer,) = await disturbed(server.port, [request], act, 5)
                 assert bool(answer.error) == forced
                 if not forced:
-                    assert answer.num_tokens == 400
+                    assert answer.num_tokens == 600
 
     asyncio.run(test())
 
