@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a flag is invalid.
     """
-    if args.count < NUM_LOADED + args.max_cpu_loras:
-        raise ConfigError(f"--count must be at least {NUM_LOADED + args.max_cpu_loras} (got {args.count})")
+    least = NUM_LOADED * args.rounds + args.max_cpu_loras
+    if args.count < least:
+        raise ConfigError(f"--count must be at least {least} (got {args.count})")
     with tempfile.TemporaryDirectory() as folder:
         model = load_model_config(DEMO_MODEL)
         names = [f"adapter-{i:04d}" for i in range(args.count)]
@@ -108,7 +109,7 @@ async def _measure(target: Target, names: Sequence[str], args: argparse.Namespac
 
 
 async def _run_all(http: httpx.AsyncClient, wanted: Sequence[str], expected: dict[str, str], concurrency: int) -> Load:
-    """Answer requests by so many clients, each with one at a time."""
+    """Answer requests by ``concurrency`` clients, each with one at a time."""
     load, queue = Load(), iter(wanted)
 
     async def client() -> None:
