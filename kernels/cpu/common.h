@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -36,6 +38,18 @@ typedef float vfloat __attribute__((vector_size(4 * VF)));
 typedef int32_t vint __attribute__((vector_size(4 * VF)));
 typedef uint32_t vuint __attribute__((vector_size(4 * VF)));
 typedef uint16_t vbf16 __attribute__((vector_size(2 * VF)));
+
+// Calls body(i) for constants i in [0, N). The compiler keeps in registers what it indexes with constants from the start
+// only: an unrolled loop over many sums stores them in each iteration.
+template <class Body, int... I>
+QUIRE_INLINE void each(std::integer_sequence<int, I...>, const Body& body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class Body>
+QUIRE_INLINE void each(const Body& body) {
+    each(std::make_integer_sequence<int, N>{}, body);
+}
+#define QUIRE_EACH(i) [&](auto i) __attribute__((always_inline))
 
 // memcpy of a register's size is one unaligned load or store.
 template <class V, class T>
@@ -124,5 +138,22 @@ QUIRE_INLINE float sum_lanes(vfloat x) {
 
 QUIRE_INLINE void store_float(float* to, float x) { *to = x; }
 QUIRE_INLINE void store_float(uint16_t* to, float x) { *to = to_bf16(x); }
+
+// If a row's width is not a multiple of a register's, its last elements use the same vector arithmetic, padded with zeros.
+template <class T>
+QUIRE_INLINE vfloat load_some(const T* from, int count) {
+    if (count >= VF) return load_floats(from);
+    float lanes[VF] = {};
+    for (int i = 0; i < count; i++) lanes[i] = to_float(from[i]);
+    return load<vfloat>(lanes);
+}
+
+template <class T>
+QUIRE_INLINE void store_some(T* to, vfloat x, int count) {
+    if (count >= VF) return store_floats(to, x);
+    float lanes[VF];
+    store(lanes, x);
+    for (int i = 0; i < count; i++) store_float(to + i, lanes[i]);
+}
 
 }  // namespace quire

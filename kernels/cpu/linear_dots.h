@@ -22,18 +22,6 @@ QUIRE_INLINE vfloat add_dots(vfloat sum, uint32_t x, vuint weights) {
     return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(x)), (__m512bh)weights);
 }
 
-// Calls body(i) for constants i in [0, N). The compiler keeps in registers what it indexes with constants from the start
-// only: an unrolled loop over many sums stores them in each iteration.
-template <class Body, int... I>
-QUIRE_INLINE void each(std::integer_sequence<int, I...>, const Body& body) {
-    (body(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class Body>
-QUIRE_INLINE void each(const Body& body) {
-    each(std::make_integer_sequence<int, N>{}, body);
-}
-#define QUIRE_EACH(i) [&](auto i) __attribute__((always_inline))
-
 // Adds one word of each row, at rows[r / 3] + r % 3 * apart + offset.
 template <int R, int P>
 QUIRE_INLINE void add_words(Tile<R, P>& tile, const char* const (&rows)[(R + 2) / 3], long apart, long offset,

@@ -12,23 +12,6 @@ namespace {
 constexpr long NORM_THREADS_FROM = 1 << 16, GATE_THREADS_FROM = 1 << 14;
 constexpr long COPY_THREADS_FROM = 1 << 19;  // bytes
 
-// If a row's width is not a multiple of a register's, its last elements use the same vector arithmetic, padded with zeros.
-template <class T>
-QUIRE_INLINE vfloat load_some(const T* from, int count) {
-    if (count >= VF) return load_floats(from);
-    float lanes[VF] = {};
-    for (int i = 0; i < count; i++) lanes[i] = to_float(from[i]);
-    return load<vfloat>(lanes);
-}
-
-template <class T>
-QUIRE_INLINE void store_some(T* to, vfloat x, int count) {
-    if (count >= VF) return store_floats(to, x);
-    float lanes[VF];
-    store(lanes, x);
-    for (int i = 0; i < count; i++) store_float(to + i, lanes[i]);
-}
-
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/dense/gated_activation.py
 
 QUIRE_INLINE vfloat silu(vfloat x) { return x / (exp_of(-x) + 1.f); }
