@@ -15,10 +15,18 @@ using namespace quire;
 namespace {
 
 constexpr int MOST_ROWS = 32;         // of a piece: their inputs stay in L2 while A is read
-constexpr int SHRINK_ROWS = 4;        // by four ranks: 16 sums
-constexpr int EXPAND_ROWS = 6;        // by EXPAND_VECTORS: sums leave registers for the operands
+constexpr int FEWEST_ROWS = 8;        // of a piece, if a slot's rows are divided: each reads all of A and B
+constexpr int SHRINK_ROWS = 4, SHRINK_RANKS = 4;  // of a tile: 16 sums, which is a sum_four for each row
+constexpr int EXPAND_ROWS = 6;                    // by EXPAND_VECTORS: sums leave registers for the operands
 constexpr int EXPAND_VECTORS = VF == 16 ? 2 : 1;  // each of two registers
-constexpr int64_t MOST_AHEAD = 256 * 1024;  // bytes prefetched: they stay in L2
+constexpr int WIDE = EXPAND_VECTORS * 2 * VF;     // outputs of a tile
+constexpr int64_t MOST_AHEAD = 256 * 1024;        // bytes prefetched: they stay in L2
+
+// In bytes read of A and B. Computing with ROWS_PER_READ rows takes as long as reading.
+constexpr double ROWS_PER_READ = 6;
+constexpr double THREADS_FROM = 100e3;        // less takes less time than waiting for other threads
+constexpr double STAGES_FROM = 1e6;           // less takes less time than one more stage
+constexpr int64_t SHARE_BYTES = 64 * 1024;  // of B in a piece of two stages
 
 // As `SlotTable.entries` of kernels/lora/lora.py.
 struct Part {
@@ -95,15 +103,16 @@ QUIRE_INLINE void sum_four(const vfloat (&x)[4], float* to) {
 // Memory that is read next, prefetched in equal steps into L2 while other memory is computed with.
 class Ahead {
   public:
-    Ahead(const void* from, int64_t bytes, int64_t steps)
-        : at_((const char*)from), due_(at_), step_(std::min(bytes, MOST_AHEAD) / std::max<int64_t>(1, steps) + 1) {}
+    Ahead() = default;
+    Ahead(const void* from, int64_t bytes) : at_((const char*)from), due_(at_), bytes_(std::min(bytes, MOST_AHEAD)) {}
+    void divide(int64_t steps) { step_ = bytes_ ? bytes_ / std::max<int64_t>(1, steps) + 1 : 0; }
     QUIRE_INLINE void operator()() {
         for (due_ += step_; at_ < due_; at_ += 64) __builtin_prefetch(at_, 0, 2);
     }
 
   private:
-    const char *at_, *due_;
-    int64_t step_;
+    const char *at_ = nullptr, *due_ = nullptr;
+    int64_t bytes_ = 0, step_ = 0;
 };
 
 // Shrinks R rows to K numbers of the rank. a: the first of K rows of A. to: [R], `stride` apart.
@@ -225,15 +234,15 @@ QUIRE_INLINE void for_tiles(int rows, const Run& run) {
     }
 }
 
-// Shrinks rows to the numbers [k, k_end) of a part's rank. to: [rows][rank]. next: memory that is read after it.
+// Shrinks rows to the numbers [k, k_end) of a part's rank. to: [rows][rank].
 template <class D>
 void shrink(const Part& part, const typename D::number* const* x, int rows, int64_t inputs, int64_t k, int64_t k_end,
-            float* to, const void* next, int64_t next_bytes) {
+            float* to, Ahead ahead) {
     typedef typename D::number T;
-    const int64_t tiles = (k_end - k + 3) / 4 * ((rows + SHRINK_ROWS - 1) / SHRINK_ROWS);
-    Ahead ahead(next, next_bytes, tiles * (inputs / D::STEP));
-    for (; k < k_end; k += 4)
-        with_constant<4>(int(std::min<int64_t>(4, k_end - k)), [&](auto ranks) {
+    const int64_t tiles = (k_end - k + SHRINK_RANKS - 1) / SHRINK_RANKS * ((rows + SHRINK_ROWS - 1) / SHRINK_ROWS);
+    ahead.divide(tiles * (inputs / D::STEP));
+    for (; k < k_end; k += SHRINK_RANKS)
+        with_constant<SHRINK_RANKS>(int(std::min<int64_t>(SHRINK_RANKS, k_end - k)), [&](auto ranks) {
             for_tiles<SHRINK_ROWS>(rows, [&](auto count, int row) __attribute__((always_inline)) {
                 shrink_tile<D, count.value, ranks.value>(x + row, (const T*)part.a + k * inputs, inputs, part.scale,
                                                          to + row * part.rank + k, part.rank, ahead);
@@ -241,13 +250,11 @@ void shrink(const Part& part, const typename D::number* const* x, int rows, int6
         });
 }
 
-// Adds to the outputs [column, end) of a part. shrunk: [rows][rank]. next: memory that is read after it.
+// Adds to the outputs [column, end) of a part. shrunk: [rows][rank].
 template <class T>
-void expand(const Part& part, const float* shrunk, T* const* y, int rows, int64_t column, int64_t end, const void* next,
-            int64_t next_bytes) {
-    constexpr int WIDE = EXPAND_VECTORS * 2 * VF;
+void expand(const Part& part, const float* shrunk, T* const* y, int rows, int64_t column, int64_t end, Ahead ahead) {
     const int64_t all = ((end - column + WIDE - 1) / WIDE) * ((rows + EXPAND_ROWS - 1) / EXPAND_ROWS);
-    Ahead ahead(next, next_bytes, all * part.rank);
+    ahead.divide(all * part.rank);
     const auto tiles = [&](auto vectors) {
         for_tiles<EXPAND_ROWS>(rows, [&](auto count, int row) __attribute__((always_inline)) {
             expand_tile<T, count.value, vectors.value>(shrunk + row * part.rank, part.rank, (const T*)part.b + column,
@@ -260,66 +267,140 @@ void expand(const Part& part, const float* shrunk, T* const* y, int rows, int64_
     for (; column < end; column += 2 * VF) tiles(std::integral_constant<int, 1>{});
 }
 
-// Rows of one slot.
+// Rows of one slot, as indices in `order`.
 struct Rows {
-    int32_t slot, first, end;
+    const Part* part;  // of the slot; as many as have a rank, at most max_parts
+    int64_t first, end;
+};
+
+// A part's numbers of the rank, or its outputs, [from, to) for some rows.
+struct Share {
+    const Rows* rows;
+    const Part* part;
+    int64_t from, to, shrunk;  // shrunk: where the part's shrunk rows are
 };
 
 class AddAdapters final : public Operation {
   public:
     explicit AddAdapters(const Call& call) : call_(call) {}
 
+    // Either one stage, whose pieces are all addends of some rows, or two, the shrink and the expand, whose pieces are
+    // shares of parts. One stage is faster if it has pieces for all threads; each stage takes some microseconds more.
     int64_t begin(int stage) override {
-        if (stage) return -1;
-        pieces_.clear();
-        for (int i = 0; i < call_.max_tiles && call_.tiles[i].end; i++) {
-            const Tile& tile = call_.tiles[i];
-            if (!pieces_.empty() && pieces_.back().slot == tile.slot && tile.end - pieces_.back().first <= MOST_ROWS)
-                pieces_.back().end = tile.end;
-            else
-                pieces_.push_back({tile.slot, tile.first, tile.end});
+        if (stage == 0) {
+            const int threads = max_threads();
+            const double bytes = find_rows(threads);
+            alone_ = threads == 1 || bytes < THREADS_FROM;
+            divided_ = !alone_ && int64_t(rows_.size()) < 2 * threads && bytes >= STAGES_FROM;
+            if (!divided_) return alone_ && !rows_.empty() ? 1 : int64_t(rows_.size());
         }
-        return int64_t(pieces_.size());
+        if (stage > int(divided_)) return -1;
+        expanding_ = stage == 1;
+        find_shares();
+        return int64_t(shares_.size());
     }
 
-    void run(int64_t piece) override {
-        // This thread's next piece is probably this one.
-        const size_t then = size_t(piece) + std::max(1, max_threads());
-        const Part* const next = then < pieces_.size() ? call_.parts + pieces_[then].slot * call_.max_parts : nullptr;
-        if (call_.is_bf16)
-            add<Pairs>(pieces_[piece], next);
-        else
-            add<Floats<float>>(pieces_[piece], next);
-    }
+    void run(int64_t piece) override { call_.is_bf16 ? run_as<Pairs>(piece) : run_as<Floats<float>>(piece); }
 
     const char* name() const override { return "adapters"; }
 
   private:
-    template <class D>
-    void add(const Rows& of, const Part* next) {
-        typedef typename D::number T;
-        const T* x[MOST_ROWS];
-        T* y[MOST_ROWS];
-        const int rows = of.end - of.first;
-        for (int i = 0; i < rows; i++) {
-            const int64_t row = call_.order[of.first + i];
-            x[i] = (const T*)call_.x + row * call_.x_stride, y[i] = (T*)call_.y + row * call_.y_stride;
+    // Divides the rows of each slot, and returns the bytes that would take as long to read as all addends take.
+    double find_rows(int threads) {
+        int64_t count = 0;
+        for (int i = 0; i < call_.max_tiles && call_.tiles[i].end; i++) count += call_.tiles[i].end - call_.tiles[i].first;
+        const int64_t most = std::clamp<int64_t>(count / (2 * threads), FEWEST_ROWS, MOST_ROWS);
+        rows_.clear();
+        double bytes = 0;
+        for (int i = 0; i < call_.max_tiles && call_.tiles[i].end;) {
+            const int slot = call_.tiles[i].slot;
+            const int64_t first = call_.tiles[i].first;
+            int64_t end = first;
+            for (; i < call_.max_tiles && call_.tiles[i].end && call_.tiles[i].slot == slot; i++) end = call_.tiles[i].end;
+            const Part* const part = call_.parts + int64_t(slot) * call_.max_parts;
+            if (!part->rank) continue;
+            const int64_t blocks = (end - first + most - 1) / most;
+            for (int64_t j = 0; j < blocks; j++)
+                rows_.push_back({part, first + (end - first) * j / blocks, first + (end - first) * (j + 1) / blocks});
+            for (const Part* each = part; each < part + call_.max_parts; each++)
+                bytes += double(each->rank * (call_.inputs + each->outputs) * number_bytes()) *
+                         (1 + double(end - first) / ROWS_PER_READ);
         }
+        return bytes;
+    }
+
+    void find_shares() {
+        shares_.clear();
+        int64_t shrunk = 0;
+        for (const Rows& rows : rows_)
+            for (const Part* part = rows.part; part < rows.part + call_.max_parts && part->rank; part++) {
+                const int64_t all = expanding_ ? part->outputs : part->rank;
+                const int64_t columns = SHARE_BYTES / (part->rank * number_bytes()) / WIDE * WIDE;
+                const int64_t each = expanding_ ? std::max<int64_t>(WIDE, columns) : SHRINK_RANKS;
+                for (int64_t from = 0; from < all; from += each)
+                    shares_.push_back({&rows, part, from, std::min(all, from + each), shrunk});
+                shrunk += (rows.end - rows.first) * part->rank;
+            }
+        if (int64_t(shrunk_.size()) < shrunk) shrunk_.resize(shrunk);
+    }
+
+    template <class D>
+    void run_as(int64_t piece) {
+        if (divided_) return run_share<D>(shares_[piece]);
+        if (!alone_) return add<D>(piece, piece + max_threads());  // this thread's next piece is probably that one
+        for (size_t i = 0; i < rows_.size(); i++) add<D>(i, i + 1);
+    }
+
+    template <class D>
+    void run_share(const Share& of) {
+        const Pointers<typename D::number> at(call_, *of.rows);
+        float* const shrunk = shrunk_.data() + of.shrunk;
+        if (expanding_)
+            expand(*of.part, shrunk, at.y, at.count, of.from, of.to, Ahead());
+        else
+            shrink<D>(*of.part, at.x, at.count, call_.inputs, of.from, of.to, shrunk, Ahead());
+    }
+
+    // Adds all addends of some rows. next: index of the rows whose memory is read next.
+    template <class D>
+    void add(size_t index, size_t next) {
+        typedef typename D::number T;
         static thread_local std::vector<float> shrunk;
-        const Part* part = call_.parts + of.slot * call_.max_parts;
-        for (const Part* end = part + call_.max_parts; part < end && part->rank; part++) {
-            if (int64_t(shrunk.size()) < rows * part->rank) shrunk.resize(rows * part->rank);
-            const int64_t bytes = part->rank * int64_t(sizeof(T));
-            shrink<D>(*part, x, rows, call_.inputs, 0, part->rank, shrunk.data(), (const void*)part->b,
-                      bytes * part->outputs);
-            const Part* const then = part + 1 < end && part[1].rank ? part + 1 : next;
-            expand(*part, shrunk.data(), y, rows, 0, part->outputs, then ? (const void*)then->a : nullptr,
-                   then ? then->rank * call_.inputs * int64_t(sizeof(T)) : 0);
+        const Rows& rows = rows_[index];
+        const Pointers<T> at(call_, rows);
+        const Part* const end = rows.part + call_.max_parts;
+        for (const Part* part = rows.part; part < end && part->rank; part++) {
+            if (int64_t(shrunk.size()) < at.count * part->rank) shrunk.resize(at.count * part->rank);
+            const int64_t bytes = part->rank * number_bytes();
+            shrink<D>(*part, at.x, at.count, call_.inputs, 0, part->rank, shrunk.data(),
+                      Ahead((const void*)part->b, bytes * part->outputs));
+            const bool more = part + 1 < end && part[1].rank;
+            const Part* const then = more ? part + 1 : next < rows_.size() ? rows_[next].part : nullptr;
+            expand(*part, shrunk.data(), at.y, at.count, 0, part->outputs,
+                   then ? Ahead((const void*)then->a, then->rank * call_.inputs * number_bytes()) : Ahead());
         }
     }
 
+    template <class T>
+    struct Pointers {
+        const T* x[MOST_ROWS];
+        T* y[MOST_ROWS];
+        int count;
+        Pointers(const Call& call, const Rows& of) : count(int(of.end - of.first)) {
+            for (int i = 0; i < count; i++) {
+                const int64_t row = call.order[of.first + i];
+                x[i] = (const T*)call.x + row * call.x_stride, y[i] = (T*)call.y + row * call.y_stride;
+            }
+        }
+    };
+
+    int64_t number_bytes() const { return call_.is_bf16 ? 2 : 4; }
+
     Call call_;
-    std::vector<Rows> pieces_;
+    bool alone_ = false, divided_ = false, expanding_ = false;
+    std::vector<Rows> rows_;
+    std::vector<Share> shares_;
+    std::vector<float> shrunk_;  // between two stages
 };
 
 }  // namespace
