@@ -1,4 +1,4 @@
-"""Addends of LoRA adapters by the native library: the checked launcher. The reference is in ``kernels/lora/lora.py``."""
+"""Addends of LoRA adapters by the native library: the checked launcher. Its reference is in ``kernels/lora``."""
 
 import ctypes
 

@@ -5,14 +5,17 @@ its outputs (an adapter of ``qkv`` has up to three). A row that uses a slot gets
 outputs of each of the slot's parts: the *shrink* to ``rank`` numbers, which stay float32, and the *expand*.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.launches import Launch, launch_nothing, layout_of, once_per_layout
+from quire.kernels.common.triton_runtime import require_launchable
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Allowed difference from the reference, relative to the sum of the magnitudes of all products and of ``y``: one
@@ -25,6 +28,9 @@ TILE_ROWS = 16
 """Rows of a tile: the least that matrix instructions of GPUs take."""
 
 NO_SLOT = -1
+
+ALIGNMENT = 16
+"""Bytes to which A and B are aligned on a GPU, which reads as many at a time."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ class SlotTable:
         """Put an adapter's parts into a slot; steps that start later use them.
 
         Raises:
-            ValueError: a tensor has another shape, dtype or device or is not contiguous, two parts have the same
-                output, or there are more than ``max_parts``.
+            ValueError: a tensor has another shape, dtype or device, or is not contiguous or aligned; two parts have the
+                same output, or there are more than ``max_parts``.
         """
         if len(parts) > self.max_parts:
             raise ValueError(f"parts: {len(parts)}, expected at most {self.max_parts}")
@@ -109,6 +115,8 @@ class SlotTable:
             raise ValueError(f"{name}: rank is {rank}, expected 1 to {self.max_rank}")
         if not (part.a.is_contiguous() and part.b.is_contiguous()):
             raise ValueError(f"{name}: expected contiguous tensors, strides are {part.a.stride()}, {part.b.stride()}")
+        if self.device.type != "cpu" and (part.a.data_ptr() % ALIGNMENT or part.b.data_ptr() % ALIGNMENT):
+            raise ValueError(f"{name}: expected addresses that are multiples of {ALIGNMENT}")
         if part.first < 0 or part.first + part.b.shape[1] > self.outputs:
             last = part.first + part.b.shape[1]
             raise ValueError(f"{name}: outputs {part.first} to {last}, expected 0 to {self.outputs}")
@@ -185,8 +193,8 @@ def add_adapters_reference(x: torch.Tensor, y: torch.Tensor, table: SlotTable, r
 def add_adapters(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
     """Add to each row of ``y``, in place, what the adapter in the row's slot adds.
 
-    On a CPU this is the reference; ``kernels.cpu.lora.CpuAdapters`` is faster. On a GPU it can be captured in a CUDA
-    graph, which then serves any later ``rows.assign`` and ``table.set``. A row's result depends on that row alone.
+    On a CPU this is the reference; ``kernels.cpu.lora.CpuAdapters`` is faster. A row's result depends on that row
+    alone.
 
     Args:
         x: the layer's input, ``[num_tokens, inputs]`` of the table's dtype, rows may be strided.
@@ -195,9 +203,75 @@ def add_adapters(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: Adapt
 
     Raises:
         ValueError: a tensor does not have this shape, dtype or device.
+        RuntimeError: the tensors are on a GPU, and Triton cannot launch.
     """
+    if table.device.type == "cpu":
+        check_add(x, y, table, rows)
+        add_adapters_reference(x, y, table, rows)
+    else:
+        launch_adapters(x, y, table, rows)
+
+
+def launch_adapters(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
+    """As ``add_adapters``, by Triton kernels. A captured CUDA graph serves any later ``rows.assign`` and ``table.set``.
+
+    Raises:
+        ValueError: a tensor does not have that shape, dtype or device.
+        RuntimeError: Triton cannot launch here.
+    """
+    tensors = table.entries, rows.tiles, rows.order
+    layouts = (*map(layout_of, (x, y, *tensors)), table.inputs, table.outputs, table.max_rank)
+    shrink, expand, splits = _prepare(layouts, x, y, table, rows)
+    shrunk = x.new_empty(splits, len(x), table.max_parts, table.max_rank, dtype=torch.float32)
+    shrink(x, *tensors, shrunk)
+    expand(y, *tensors, shrunk)
+
+
+@once_per_layout
+def _prepare(
+    x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows
+) -> tuple[Callable[..., None], Callable[..., None], int]:
+    """Check the arguments of ``launch_adapters``; return both launches, and the parts of a sum of the first."""
     check_add(x, y, table, rows)
-    add_adapters_reference(x, y, table, rows)
+    require_launchable(x.device.type)
+    num_tokens = len(x)
+    constants = launch_constants(table.max_parts, table.max_rank, table.inputs)
+    splits = constants["SPLITS"]
+    if num_tokens == 0:
+        return launch_nothing, launch_nothing, splits
+    from quire.kernels.lora import lora_triton
+
+    num_tiles = max_tiles(num_tokens, len(table))
+    first, second = shrink_constants(constants, table.dtype), expand_constants(constants, table.dtype)
+    grids = (num_tiles, table.max_parts, splits), (num_tiles, -(-table.outputs // second["TILE_OUTPUTS"]))
+    shrink = Launch(lora_triton.shrink_kernel, grids[0], (num_tokens, table.inputs, x.stride(0)), first)
+    return shrink, Launch(lora_triton.expand_kernel, grids[1], (num_tokens, y.stride(0)), second), splits
+
+
+def launch_constants(max_parts: int, max_rank: int, inputs: int) -> dict[str, int]:
+    """Compile-time constants of both kernels; shared with the test that compiles them ahead of time.
+
+    The tiles are estimates. A long sum is divided among programs, because a decode step has few tiles; how it is
+    divided does not depend on the rows.
+    """
+    return {
+        "MAX_PARTS": max_parts,
+        "MAX_RANK": max_rank,
+        "SPLITS": min(4, max(1, inputs // 1024)),
+        "TILE_ROWS": TILE_ROWS,
+        "TILE_RANK": min(32, max(16, 1 << (max_rank - 1).bit_length())),
+    }
+
+
+def shrink_constants(constants: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Add those of the shrink alone."""
+    return constants | {"TILE_INPUTS": 64 if dtype is torch.float32 else 128}
+
+
+def expand_constants(constants: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Add those of the expand alone. The shrink's sums stay float32: as three TF32 products, B of 16 bits being one."""
+    is_float32 = dtype is torch.float32
+    return constants | {"TILE_OUTPUTS": 64, "PRECISION": "ieee" if is_float32 else "tf32x3"}
 
 
 def check_add(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:

@@ -21,7 +21,11 @@ Shape = tuple[int, int, int]
 EMPTY: list[Shape] = []
 SITES: dict[str, tuple[int, int, list[list[Shape]]]] = {
     # Inputs, outputs, and the parts of each slot.
-    "fused": (96, 200, [[(16, 0, 128), (4, 128, 40), (7, 168, 32)], EMPTY, [(64, 128, 40)], [(1, 0, 128), (3, 170, 9)]]),
+    "fused": (
+        96,
+        200,
+        [[(16, 0, 128), (4, 128, 40), (7, 168, 32)], EMPTY, [(64, 128, 40)], [(1, 0, 128), (3, 170, 9)]],
+    ),
     "odd": (37, 13, [[(5, 0, 13)], [(2, 3, 7), (9, 10, 1)], EMPTY]),
     "tiny": (1, 1, [[(1, 0, 1)]]),
     "large": (1100, 700, [[(33, 0, 700)], [(16, 0, 700)], [(8, 100, 600)]]),
@@ -154,5 +158,5 @@ def test_tensors_that_the_library_would_misread(native: Native) -> None:
     table, rows = SlotTable(1, 8, 8, 1, 4, torch.float16, CPU), AdapterRows(4, 1, CPU)
     with pytest.raises(ValueError, match=r"table: torch.float16 on cpu, expected float32 or bfloat16 on the CPU"):
         add(torch.zeros(2, 8).half(), torch.zeros(2, 8).half(), table, rows)
-    with pytest.raises(ValueError, match="x: .*stride"):
+    with pytest.raises(ValueError, match=r"x: .*stride"):
         add(torch.zeros(8, 2).half().T, torch.zeros(2, 8).half(), table, rows)
