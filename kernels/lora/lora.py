@@ -72,7 +72,8 @@ class SlotTable:
     ) -> None:
         self.inputs, self.outputs, self.max_parts, self.max_rank = inputs, outputs, max_parts, max_rank
         self.dtype, self.device = dtype, device
-        self.entries = torch.zeros(num_slots, max_parts, NUM_FIELDS, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
+            self.entries = torch.zeros(num_slots, max_parts, NUM_FIELDS, dtype=torch.int64, device=device)
         self._parts: list[tuple[Part, ...]] = [()] * num_slots
 
     def set(self, slot: int, parts: Sequence[Part]) -> None:
@@ -135,7 +136,9 @@ class AdapterRows:
     def __init__(self, max_tokens: int, num_slots: int, device: torch.device) -> None:
         self.num_slots, self.device = num_slots, device
         self.slots: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._memory = torch.zeros(max_tokens + 3 * max_tiles(max_tokens, num_slots), dtype=torch.int32, device=device)
+        size = max_tokens + 3 * max_tiles(max_tokens, num_slots)
+        with torch.inference_mode(False):  # as above
+            self._memory = torch.zeros(size, dtype=torch.int32, device=device)
         self.order = self._memory[:max_tokens]
         self.tiles = self._memory[max_tokens:].view(-1, 3)
 

@@ -40,6 +40,14 @@ def test_tiles_hold_each_row_with_a_slot_once(num_tokens: int, num_slots: int) -
         assert sorted(found) == np.flatnonzero(slots >= 0).tolist()
 
 
+def test_memory_made_in_inference_mode_can_be_written_outside_it() -> None:
+    with torch.inference_mode():
+        table, rows = make_table(), AdapterRows(4, 3, CPU)
+    table.set(0, [make_part()])
+    rows.assign(np.zeros(2, np.int32))
+    assert table.entries[0].any() and rows.tiles[0].tolist() == [0, 0, 2]
+
+
 def test_rows_that_do_not_fit() -> None:
     rows = AdapterRows(4, 2, CPU)
     with pytest.raises(ValueError, match="slots: 5 rows, expected at most 4"):
