@@ -198,6 +198,11 @@ def test_damaged_files_are_refused_with_one_line(
     assert message in str(caught.value) and "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
 
 
+def test_a_missing_file_is_not_taken_for_a_name_on_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"^GGUF file models/missing\.gguf not found$"):
+        find_model("models/missing.gguf")
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
