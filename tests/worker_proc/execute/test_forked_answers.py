@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 def test_child_equals_a_resubmitted_request(folder: Path, feature: dict[str, Any]) -> None:
     """Forked while the parent decodes, from fewer tokens than it has."""
-    engine = InProcessEngine(folder, max_model_len=96, block_size=4)
+    engine = InProcessEngine(folder, max_model_len=96, block_size=4, deterministic=True)
     engine.add("parent", PROMPT, max_tokens=60, temperature=1.2, seed=3)
     while len(engine.answers["parent"].tokens) < NUM_FORKED + 2:
         engine.step()
