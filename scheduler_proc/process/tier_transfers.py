@@ -54,12 +54,13 @@ class TierTransfers:
         """Open the disk. Returns the pages in host memory and on disk, and what is forgotten, as in TraceHeader.
 
         Raises:
-            ConfigError: the disk cannot be used. An engine that has served before continues without it.
+            ConfigError: host memory has no room for a page, or the disk cannot be used. An engine that has served before
+                continues without the disk.
         """
         wanted, page_bytes = self._config.cpu_offload_bytes, sum(workers.page_bytes)
-        num_pages = 1 + wanted // page_bytes if wanted >= page_bytes > 0 else 0
-        if wanted and not num_pages:
-            log.warning("no host memory: it has no room for a block", bytes=wanted, block=page_bytes)
+        if 0 < wanted < page_bytes:
+            raise ConfigError(f"--cpu-offload-bytes must be at least {page_bytes}, a page of all ranks (got {wanted})")
+        num_pages = 1 + wanted // page_bytes if wanted and page_bytes else 0
         if not self._config.ssd_cache_bytes or not page_bytes:
             return num_pages, 0, 0
         try:
