@@ -234,7 +234,7 @@ class SchedulerLoop:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._on_step_message(self._scheduler, workers, received)
             case BlocksMoved() | DiskContents() as answer if self._scheduler is not None:
-                self._transfers.answered(self._scheduler, answer)
+                self._transfers.answered(self._scheduler, answer, self._clock())
             case Hello() as hello:
                 if reason := mismatch(hello):
                     workers.send_to(rank, Refused(reason, final=True))
