@@ -95,7 +95,7 @@ def test_fork_in_the_middle_of_an_answer_copies_one_block_and_computes_one_token
     assert driver.replay_lines() is None
 
 
-def test_fork_without_blocks_waits_while_its_parent_goes_on() -> None:
+def test_fork_without_blocks_waits_while_its_parent_continues() -> None:
     """The parent has all four blocks. Its child needs a copy of the last one, and runs when the parent has ended."""
     driver = Driver(5)
     driver.add("p", PROMPT[:13], max_tokens=3)
