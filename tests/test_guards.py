@@ -235,3 +235,9 @@ def test_every_bug_has_a_guard_and_a_row_in_the_table() -> None:
     missing = {guard.patch.__name__ for guard in GUARDS} - listed
     assert not missing, f"not in the table: {missing}"
     assert not {m.name for m in mutations.MUTATIONS if f"| {m.name} |" not in page}
+
+
+def test_each_test_in_the_tables_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (TESTS / "simulation" / "README.md").read_text()))
+    written = {name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert len(named) > 40 and not named - written

@@ -50,8 +50,7 @@ void run_tile(const CodesCall& call, int row, int index, int block, int end) {
 #pragma GCC unroll 16
                 for (int r = 0; r < ALL; r++) sums[v][r] *= zeros;
             }
-        const int words = KIND == CODES_5 ? 4 : KIND == CODES_6 ? 2 : call.words_of(block);
-        for (int word = 0; word < words; word++) {
+        const auto add_word = [&](int word) __attribute__((always_inline)) {
             const int32_t* x = rows.at(long(row) * DIGITS, block * (layer.block / WORD) + word);
             for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(codes + word * BYTES + line + AHEAD);
 #pragma GCC unroll 4
@@ -66,6 +65,12 @@ void run_tile(const CodesCall& call, int row, int index, int block, int end) {
                     right = add_products(right, second, value);
                 }
             }
+        };
+        if constexpr (KIND == CODES_5 || KIND == CODES_6) {  // shifts of upper bits are constants, which spill less
+#pragma GCC unroll 4
+            for (int word = 0; word < (KIND == CODES_5 ? 4 : 2); word++) add_word(word);
+        } else {
+            for (int word = 0, words = call.words_of(block); word < words; word++) add_word(word);
         }
 #pragma GCC unroll 2
         for (int v = 0; v < 2; v++) {

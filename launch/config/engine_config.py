@@ -44,7 +44,7 @@ def make_engine_config(
 
     Args:
         model: the shape to run with dummy weights, for benchmarks; if None, the checkpoint in ``folder`` is read.
-        simulated: no worker has a device or pages, so that any device has tiers of any size.
+        simulated: no worker has a device or pages, so that any device has tiers of any size, and costs are not kept.
 
     Raises:
         ConfigError: a setting is out of range, or two settings contradict each other; with the flag and the range.
@@ -93,7 +93,7 @@ def make_engine_config(
         thinking_end_token_ids=thinking_end,
         trace=trace_path(options.trace, options.trace_max_bytes),
         crash_dump_dir=crash_dump_dir(options.crash_dump_dir),
-        learned_costs_dir=_learned_costs_dir(),
+        learned_costs_dir="" if simulated else _learned_costs_dir(),
         version=__version__,
     )
 

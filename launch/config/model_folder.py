@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.gguf_file import is_gguf
+from quire.protocol.model.gguf_file import SUFFIX, is_gguf
 from quire.protocol.process.log import one_line
 from quire.version import install_command
 
@@ -26,6 +26,8 @@ def find_model(name: str | None) -> Path:
         return folder
     if is_gguf(folder):
         return folder
+    if folder.suffix == SUFFIX and not folder.exists():
+        raise ConfigError(f"GGUF file {name} not found")
     if folder.exists():
         raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors, or a GGUF file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):

@@ -146,6 +146,8 @@ def _compressed_tensors(field: Fields) -> WeightFormat | None:
     ]
     if any(each != formats[0] for each in formats):
         raise ConfigError(f"{field.where}: config_groups with different formats of weights are not supported: use one")
+    if not formats and not field.raw.get("kv_cache_scheme"):
+        raise ConfigError(f"{field.where}: config_groups must have a group with weights")
     return formats[0] if formats else None
 
 

@@ -204,7 +204,7 @@ class DiskFolder:
         is_kept = found is not None and found.page_bytes == page_bytes
         if not is_kept:
             log.warning("a disk cache is damaged or has pages of another size; its contents are dropped", path=path)
-            os.ftruncate(file, 0)
+            os.ftruncate(file, SECTOR)  # it still begins with MAGIC, if this process ends here
         _resize(file, self.num_pages * page_bytes)
         if not is_kept:
             self._describe(file, page_bytes, forgotten)

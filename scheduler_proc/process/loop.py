@@ -234,7 +234,7 @@ class SchedulerLoop:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._on_step_message(self._scheduler, workers, received)
             case BlocksMoved() | DiskContents() as answer if self._scheduler is not None:
-                self._transfers.answered(self._scheduler, answer)
+                self._transfers.answered(self._scheduler, answer, self._clock())
             case Hello() as hello:
                 if reason := mismatch(hello):
                     workers.send_to(rank, Refused(reason, final=True))
@@ -295,10 +295,7 @@ class SchedulerLoop:
         self._begin_worker_epoch(str(fault), budget_halved=budget_halved, new_workers=False)
 
     def _begin_worker_epoch(self, reason: str, *, budget_halved: bool, new_workers: bool) -> bool:
-        """Restart running requests in a new worker epoch.
-
-        Returns whether a suspect was found to be the cause and has failed.
-        """
+        """Restart running requests in a new worker epoch. Return whether a suspect was the cause and has failed."""
         self._grammars.forget_step()
         if self._scheduler is None:
             return False
@@ -315,7 +312,8 @@ class SchedulerLoop:
         workers, self._workers = self._workers, None
         if workers is None:
             return
-        log.error("workers lost; running requests will be recomputed by new workers", reason=reason)
+        if self._scheduler is not None:  # otherwise no request runs, and the supervisor logs the reason
+            log.error("workers lost; running requests will be recomputed by new workers", reason=reason)
         if not ends_itself:
             self._child.report(Report("group_failed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
         self._transport.close_group(workers)

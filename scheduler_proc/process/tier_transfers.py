@@ -17,6 +17,9 @@ from quire.scheduler_proc.trace.journal import Journal
 
 log = event_logger("scheduler")
 
+LOG_S = 10.0
+"""Least seconds between two lines about failed copies, of which a bad disk has many."""
+
 
 class TierTransfers:
     """Sends the Scheduler's transfers, and passes it their answers and which loads are late.
@@ -49,17 +52,21 @@ class TierTransfers:
         self._events: Codec[Consumed] = Codec(Consumed)
         self._deadlines: dict[int, float] = {}
         """Load to the time at which it is late."""
+        self._num_failed = 0
+        """Failed copies that no line in the log has counted."""
+        self._logs_at = -math.inf
 
     def open(self, workers: WorkerGroup) -> tuple[int, int, int]:
         """Open the disk. Returns the pages in host memory and on disk, and what is forgotten, as in TraceHeader.
 
         Raises:
-            ConfigError: the disk cannot be used. An engine that has served before continues without it.
+            ConfigError: host memory has no room for a page, or the disk cannot be used. An engine that has served
+                before continues without the disk.
         """
         wanted, page_bytes = self._config.cpu_offload_bytes, sum(workers.page_bytes)
-        num_pages = 1 + wanted // page_bytes if wanted >= page_bytes > 0 else 0
-        if wanted and not num_pages:
-            log.warning("no host memory: it has no room for a block", bytes=wanted, block=page_bytes)
+        if 0 < wanted < page_bytes:
+            raise ConfigError(f"--cpu-offload-bytes must be at least {page_bytes}, a page of all ranks (got {wanted})")
+        num_pages = 1 + wanted // page_bytes if wanted and page_bytes else 0
         if not self._config.ssd_cache_bytes or not page_bytes:
             return num_pages, 0, 0
         try:
@@ -110,8 +117,8 @@ class TierTransfers:
         for store in scheduler.transfers.take_stores():
             workers.send(store)
 
-    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents) -> None:
-        """Pass an answer to the Scheduler.
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents, now: float) -> None:
+        """Pass an answer to the Scheduler, and log what has failed.
 
         Raises:
             EngineError: its durations are impossible.
@@ -121,6 +128,10 @@ class TierTransfers:
                 durations = f"{answer.seconds} s, of which {answer.disk_seconds} s on disk"
                 raise EngineError(f"transfer {answer.transfer} took {durations}: the worker is faulty")
             self._deadlines.pop(answer.transfer, None)
+            self._num_failed += len(answer.failed)
+            if answer.failed and now >= self._logs_at:
+                log.warning("copies of blocks have failed", blocks=self._num_failed, reason=answer.reason)
+                self._num_failed, self._logs_at = 0, now + LOG_S
             before = _stopped(scheduler)
             self._consume(scheduler, answer)
             for tier in _stopped(scheduler) - before:

@@ -119,6 +119,31 @@ def test_a_killed_server_leaves_what_the_next_one_finds(tmp_path: Path, monkeypa
         following.stop()
 
 
+def test_damaged_pages_are_computed_and_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = OwnCosts(tmp_path / "home", monkeypatch)
+    flags = ["--num-gpu-blocks-override", "60", "--deterministic"]
+    flags += ["--ssd-cache-dir", str(tmp_path / "cache"), "--ssd-cache-bytes", "8MiB"]
+    prompts = [[RNG.randrange(10, 200) for _ in range(100)] for _ in range(16)]
+    before = Served(*flags)
+    first = [complete(before, prompt) for prompt in prompts]
+    assert before.stop() == 0
+    (path,) = (tmp_path / "cache").rglob("*.pages")
+    content = bytearray(path.read_bytes())
+    size = int(re.findall(rb'"page_bytes":(\d+)', content)[0])
+    for page in range(size, len(content), size):
+        content[page + size // 2] ^= 1
+    path.write_bytes(content)
+    costs.forget()
+    after = Served(*flags)
+    try:
+        assert [complete(after, prompt) for prompt in prompts] == first
+        assert after.metrics()["quire:tier_num_failed_blocks_total"] > 0
+        (line,) = (line for line in after.log if "copies of blocks have failed" in line)
+        assert re.search(r"WARNING quire.scheduler: .* blocks=\d+ reason=\"page \d+ for block \d+: ", line)
+    finally:
+        after.stop()
+
+
 def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=r"--ssd-cache-bytes must be at least \d+, two pages"):
         start(ssd_cache_bytes=5000)

@@ -19,7 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     keys = ("--api-key", "one", "--api-key", "other", "--admin-api-key", "admin")
-    served = Served("--api-server-count", "2", "--max-model-len", "512", "--max-num-seqs", "16", *keys)
+    served = Served("--deterministic", "--api-server-count", "2", "--max-num-seqs", "16", *keys)
     yield served
     assert served.stop() == 0
 
@@ -47,7 +47,7 @@ class Parent:
         self.text = ""
 
     async def __aenter__(self) -> "Parent":
-        body = {"max_tokens": 120, "ignore_eos": True, "temperature": 0, "stream": True, **BODIES[self.path]}
+        body = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True, **BODIES[self.path]}
         self._client = client(self.served, "one")
         self._context = self._client.stream("POST", f"/v1/{self.path}", json=body)
         self._events = self._read((await self._context.__aenter__()).aiter_lines())
@@ -91,7 +91,7 @@ def test_forks_continue_the_answer(served: Served, path: str) -> None:
 
     async def test() -> None:
         async with Parent(served, path) as parent:
-            greedy = [asyncio.create_task(parent.fork(key, max_tokens=120)) for key in ("one", "admin") * 3]
+            greedy = [asyncio.create_task(parent.fork(key, max_tokens=300)) for key in ("one", "admin") * 3]
             seeded = [asyncio.create_task(parent.fork("one", temperature=1.0, seed=7)) for _ in range(6)]
             await parent.until_queued(1 + 36)
             await parent.resume()
@@ -133,7 +133,7 @@ def test_streams_begin_with_what_the_parent_has(served: Served) -> None:
         ("other", {}, 404, "request_not_found", "is running; if there was one, it has ended"),
         ("one", {"n": 0}, 400, "invalid_value", "n must be an integer from 1 to 128 (got 0)"),
         ("one", {"index": 1}, 400, "invalid_value", "index must be from 0 to 0 (got 1)"),
-        ("one", {"num_tokens": 100}, 400, "invalid_value", "num_tokens must be from 0 to "),
+        ("one", {"num_tokens": 1000}, 400, "invalid_value", "num_tokens must be from 0 to "),
         ("one", {"num_tokens": 5, "max_tokens": 5}, 400, "invalid_value", "max_tokens must be at least 6: the fork"),
         ("one", {"top_p": 0.5}, 400, "unknown_parameter", "unknown field 'top_p'"),
         ("one", {"temperature": 3}, 400, "invalid_value", "temperature must be a number from 0 to 2 (got 3)"),

@@ -12,6 +12,7 @@ from own_costs import OwnCosts
 from tiers import thinned
 
 from quire import LLM, SamplingParams
+from quire.protocol.errors import QuireError
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(3, 90) for _ in range(64)] for _ in range(6)]
@@ -59,3 +60,9 @@ def test_prefixes_are_loaded_and_survive_the_worker(
         assert first == again == third
         counts = llm.statistics()
         assert counts["host_num_failed"] == 0 < counts["host_num_loaded"]
+
+
+@pytest.mark.full
+def test_memory_without_room_for_a_page_ends_the_start() -> None:
+    with pytest.raises(QuireError, match=r"--cpu-offload-bytes must be at least \d+, a page of all ranks \(got 100\)"):
+        LLM(cpu_offload_bytes=100)

@@ -1,6 +1,7 @@
 """Real processes over real sockets: the offline API, and the failure of a process."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from checkpoints import greedy_tokens
 from engine_processes import engine_processes
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import ConfigError, InvalidRequest
@@ -185,4 +188,17 @@ class TestTerminal:
         done = subprocess.run([*QUIRE, "serve", str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 78
         assert "model.safetensors" in done.stderr and "truncated" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    @pytest.mark.full
+    def test_a_tensor_that_a_worker_refuses_is_reported_in_one_line(
+        self, tiny: tuple[Path, Any], tmp_path: Path
+    ) -> None:
+        tensors = load_file(tiny[0] / "model.safetensors")
+        tensors["model.norm.weight"][3] = torch.nan
+        shutil.copytree(tiny[0], tmp_path / "model")
+        save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+        done = subprocess.run([*QUIRE, "serve", str(tmp_path / "model")], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 78
+        assert "tensor model.norm.weight has non-finite values" in done.stderr
         assert done.stderr.count("\n") == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine_processes import engine_processes
+from msgspec.structs import replace
 from tiers import thinned
 
 from quire import LLM, SamplingParams
@@ -20,7 +21,7 @@ from quire.protocol.wire.front_end_messages import AddRequest
 PROMPT = "Once upon a time there was"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "minLength": 10, "maxLength": 20}, "age": {"type": "integer"}},
+    "properties": {"name": {"type": "string", "minLength": 30, "maxLength": 40}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
 FEATURES: dict[str, dict[str, Any]] = {
@@ -45,10 +46,12 @@ def params_of(feature: str) -> SamplingParams:
 
 
 def forked_answers(llm: LLM, feature: str) -> list[tuple[Any, ...]]:
-    root = llm.start(PROMPT, params_of(feature))
+    """Return the answers of a request and its forks. It is long, so that it runs when it is forked."""
+    params = params_of(feature)
+    root = llm.start(PROMPT, params if feature == "grammar" else replace(params, min_tokens=90, max_tokens=100))
     root.read(7)
-    children = llm.fork(root, 3, num_tokens=7, seed=9)
-    children += llm.fork(root, 2, num_tokens=4, seed=10)
+    children = llm.fork(root, 3, num_tokens=7, seed=9, sampling_params=params)
+    children += llm.fork(root, 2, num_tokens=4, seed=10, sampling_params=params)
     assert all(child.output.token_ids == root.output.token_ids[:7] for child in children[:3])
     assert all(child.output.token_ids == root.output.token_ids[:4] for child in children[3:])
     grandchildren = llm.fork(children[0], 1, seed=11, sampling_params=SamplingParams(temperature=0.0, max_tokens=30))
@@ -119,7 +122,7 @@ def test_a_running_request(llm: LLM) -> None:
     ],
 )
 def test_refusals(llm: LLM, given: dict[str, Any], says: str) -> None:
-    running = llm.start(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    running = llm.start(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
     running.read(4)
     with pytest.raises(InvalidRequest) as caught:
         llm.fork(running, **given)
@@ -132,9 +135,9 @@ def test_refusals(llm: LLM, given: dict[str, Any], says: str) -> None:
 @pytest.mark.full
 def test_log_probabilities_of_a_part_are_not_those_of_other_tokens(llm: LLM) -> None:
     """The root has none, its child only those of its own tokens; the grandchild does not copy them."""
-    root = llm.start(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+    root = llm.start(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
     root.read(6)
-    wanted = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, logprobs=0)
+    wanted = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True, logprobs=0)
     (child,) = llm.fork(root, num_tokens=6, seed=1, sampling_params=wanted)
     child.read(12)
     (grandchild,) = llm.fork(child, num_tokens=10, seed=2)

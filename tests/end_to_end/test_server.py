@@ -20,7 +20,7 @@ STORY = [{"role": "user", "content": "Tell me a story."}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    served = Served()
+    served = Served("--deterministic")
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)

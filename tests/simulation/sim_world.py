@@ -153,9 +153,11 @@ class World:
         return all(client.is_over for front in self.fronts.values() for client in front.clients)
 
     def _no_steps_in_flight(self) -> bool:
-        """Whether no step is in flight. Steps of requests that ended may still have to time out."""
+        """Whether no step is in flight, and each death is noticed. Steps of requests that ended may have to time out,
+        and requests of a dead front end stay until its memory is freed.
+        """
         process = self.scheduler
-        ready = all(m.ready for m in self.policy.members if m.role != "worker")
+        ready = all(m.ready and m.process.alive for m in self.policy.members if m.role != "worker")
         return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
 
     def due_children(self, parent: SimClient) -> list[SimRequest]:

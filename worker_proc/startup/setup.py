@@ -53,7 +53,6 @@ def make_runner(
     if config.speculative is not None:
         check_speculative(config.speculative)
     device = pick_device(config, group.rank)
-    _check_format(config.model, device)
     dtypes = _compute_dtypes(config, device)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
@@ -126,14 +125,6 @@ def pick_device(config: EngineConfig, rank: int) -> torch.device:
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
-
-
-def _check_format(model: ModelConfig, device: torch.device) -> None:
-    if device.type == "cuda" and model.moe is not None and model.weight_format is not None:
-        raise ConfigError(
-            f"experts in format {model.weight_format.layout} need --device cpu: on a GPU, use a checkpoint with "
-            f"experts in 16 bits or MXFP4"
-        )
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from configs import config_of
+from configs import MODEL, config_of
 
-from quire.launch.config.engine_config import with_api_keys
+from quire.launch.config.engine_config import make_engine_config, with_api_keys
+from quire.launch.config.options import parse_options
 from quire.protocol.errors import ConfigError
 from quire.protocol.process import host_memory
 
@@ -73,3 +74,8 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert config_of(cpu_offload_bytes=1000, device="cpu").cpu_offload_bytes == 1000
     with pytest.raises(ConfigError, match=r"at most 1000, the host memory that is free \(got 1001\)"):
         config_of(cpu_offload_bytes=1001, device="cpu")
+
+
+def test_a_simulated_engine_does_not_change_the_costs_of_a_real_one() -> None:
+    assert config_of().learned_costs_dir.endswith("quire/costs")
+    assert make_engine_config(parse_options({}, "LLM"), MODEL, simulated=True).learned_costs_dir == ""

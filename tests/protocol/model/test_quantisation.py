@@ -73,7 +73,7 @@ def test_unknown_scheme_of_the_cache_is_refused(changes: dict[str, Any], message
     [
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": "fp8"}, "kv_cache_scheme must be an object"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not supported;"),
-        ({"quant_method": "compressed-tensors"}, "method 'compressed-tensors' is not supported for LlamaForCausalLM"),
+        ({"quant_method": "compressed-tensors"}, "config_groups must have a group with weights"),
         ({"quant_method": "fbgemm_fp8", "kv_cache_scheme": SCHEME}, "method 'fbgemm_fp8' is not supported"),
         (
             {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},

@@ -70,7 +70,8 @@ def test_formats(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_groups_without_weights_declare_nothing() -> None:
-    assert parse({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}) is None
+    given = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}
+    assert parse(given | {"kv_cache_scheme": {"num_bits": 8}}) is None
     assert parse({"quant_method": "mxfp4"}) is None
 
 
@@ -81,6 +82,7 @@ def test_groups_without_weights_declare_nothing() -> None:
             compressed("marlin-24", num_bits=4),
             "group_0: format 'marlin-24' is not supported; supported: pack-quantized",
         ),
+        ({"quant_method": "compressed-tensors"}, "config_groups must have a group with weights"),
         (compressed("pack-quantized", num_bits=3), "type int with 3 bits is not supported in format pack-quantized"),
         (compressed("float-quantized", num_bits=4, type="float"), "type float with 4 bits is not supported in format"),
         (compressed("pack-quantized", num_bits=[4]), "num_bits must be an integer"),

@@ -93,3 +93,19 @@ def test_fork_in_the_middle_of_an_answer_copies_one_block_and_computes_one_token
         assert driver.answers[child].tokens == want[known - len(PROMPT) :]
         assert driver.answers[child].ended.num_output_tokens == 20  # type: ignore[union-attr]
     assert driver.replay_lines() is None
+
+
+def test_fork_without_blocks_waits_while_its_parent_continues() -> None:
+    """The parent has all four blocks. Its child needs a copy of the last one, and runs when the parent has ended."""
+    driver = Driver(5)
+    driver.add("p", PROMPT[:13], max_tokens=3)
+    driver.step(1)
+    forked(driver, "p", "a", max_tokens=3, num_forked_tokens=13)
+    while not driver.answers["p"].ended:
+        assert driver.request("a").wait_reason is WaitReason.FORK
+        driver.step()
+    driver.finish()
+    for name in "pa":
+        assert driver.answers[name].tokens == expected_tokens(PROMPT[:13], 3)
+    assert driver.scheduler.statistics().num_preemptions == 0
+    assert driver.replay_lines() is None

@@ -1,5 +1,5 @@
-"""Faults that tiers of other engines have had, one test each, named with the reports. Faults of bytes are in
-tests/worker_proc/transfers, hanging copies in test_transfers.py, disagreeing ranks in test_worker_group.py."""
+"""Faults that tiers of other engines have had, one test each, named with the reports. The table in
+tests/simulation/README.md has all of them, and where the others are tested."""
 
 import random
 from collections.abc import Callable

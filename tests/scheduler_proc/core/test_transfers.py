@@ -52,6 +52,20 @@ def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
     assert engine.replay_lines() is None
 
 
+def test_only_what_a_window_reads_is_loaded() -> None:
+    """A hit of 36 tokens: nine blocks of full attention, and of each window of 10 those from position 27 on."""
+    engine = driver(60, 400, layout=WINDOWS)
+    engine.add("first", PROMPT, max_tokens=4)
+    engine.run()
+    fill_with_others(engine, 12)
+    engine.add("again", PROMPT, max_tokens=4)
+    engine.run()
+    assert engine.answers["again"].num_cached_tokens == 36
+    assert loaded(engine) == 9 + 2 * 3
+    assert engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
+    engine.check_drained()
+
+
 def test_a_load_needs_no_more_blocks_than_its_computation() -> None:
     """14 blocks are free: enough for the prompt, but not for the prompt and the watermark of 7."""
     engine = driver(watermark=0.3, max_num_batched_tokens=16)

@@ -84,6 +84,23 @@ def test_a_torn_description_drops_the_contents(tmp_path: Path, cut: int) -> None
         assert folder.forgotten == 5
 
 
+def test_dropping_that_was_interrupted_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To free the blocks of a large file can take longer than the engine waits for the disk."""
+    with opened(tmp_path) as folder:
+        path = folder.paths[0]
+        path.write_bytes(MAGIC + b"torn".ljust(10 * PAGE, b"x"))
+
+    def end(file: int, size: int) -> None:
+        raise OSError(errno.EIO, "the engine has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_folder, "_resize", end)
+        with pytest.raises(ConfigError, match="the engine has ended"), opened(tmp_path):
+            pass
+    with opened(tmp_path):
+        assert path.read_bytes()[PAGE:] == bytes(9 * PAGE)
+
+
 def test_a_reset_that_reached_one_rank_only_holds(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         before = folder.paths[1].read_bytes()

@@ -6,6 +6,7 @@ import pytest
 from memory_channel import MemoryChannel, memory_pair
 
 from quire.protocol.errors import EngineError
+from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.protocol.wire.worker_messages import (
     Digest,
     MemoryPlan,
@@ -64,6 +65,20 @@ def test_disagreeing_ranks_raise() -> None:
     ranks[1].send(Digest(1, b"z" * 8))
     with pytest.raises(EngineError, match="the ranks disagree on step 1"):
         group.receive()
+
+
+def test_a_copy_has_failed_where_it_failed_on_any_rank() -> None:
+    """SGLang #26921, #28429, #30760, #22607: ranks that decided alone about a copy waited for each other."""
+    group, ranks = _group(3)
+    for rank, failed, seconds in ((2, [4], 0.1), (0, [1, 4], 0.3)):
+        ranks[rank].send(BlocksMoved(7, failed, seconds, f"rank {rank}", seconds / 2))
+    ranks[0].send(BlocksMoved(8))
+    assert group.receive() is None
+    ranks[1].send(BlocksMoved(7, [], 0.2))
+    received = group.receive()
+    assert received is not None
+    assert received[1].message == BlocksMoved(7, [1, 4], 0.3, "rank 0", 0.15)
+    assert group.receive() is None
 
 
 def test_drafts_do_not_wait_for_digests() -> None:

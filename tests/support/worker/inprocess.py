@@ -68,15 +68,29 @@ class InProcessEngine:
         self._handles: dict[int, str] = {}
         self._pending: deque[object] = deque()
 
-    def add(self, request_id: str, prompt: list[int], output: list[int] | None = None, **sampling: object) -> None:
-        """Add a request and wait until its grammar, if any, is compiled. ``output``: tokens that are already
-        delivered."""
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output: list[int] | None = None,
+        *,
+        forked_from: tuple[str, int] = ("", 0),
+        **sampling: object,
+    ) -> None:
+        """Add a request and wait until its grammar, if any, is compiled.
+
+        Args:
+            output: tokens that are already delivered.
+            forked_from: id of the parent, and the number of its tokens with which the request begins.
+        """
         defaults = {"temperature": 0.0, "ignore_eos": "structured_outputs" not in sampling}
         params = SamplingParams(**(defaults | sampling))  # type: ignore[arg-type]
         self.answers[request_id] = Answer()
         seed = 0 if params.seed is None else params.seed
         delivered = None if output is None else np.array(output, np.int32)
-        request = AddRequest(request_id, np.array(prompt, np.int32), params, seed, delivered)
+        parent, num_known = forked_from
+        known = {"forked_from": parent, "num_forked_tokens": num_known}
+        request = AddRequest(request_id, np.array(prompt, np.int32), params, seed, delivered, **known)
         self.scheduler.consume(request)
         if params.structured_outputs is not None and (0, request_id) in self.scheduler.table.requests:
             self._compile(request)

@@ -1,16 +1,16 @@
 """A child that is forked in the middle of an answer continues it as a resubmitted request with the same tokens does."""
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from checkpoints import make_checkpoint
-from inprocess import Answer, InProcessEngine
+from grammar_cases import DEMO, EOS, text_of, tokens_of
+from inprocess import InProcessEngine
 
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.request.structured_outputs import RepetitionDetection
-from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 
 pytestmark = pytest.mark.full
 
@@ -27,36 +27,59 @@ FEATURES: dict[str, dict[str, Any]] = {
         "allowed_token_ids": [20, 21],
     },
     "log probabilities": {"logprobs": 2},
+    "thinking budget": {"thinking_token_budget": 9},
+    "custom processor": {"extra_args": {"add_text": True}},
+}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 96,
+    "block_size": 4,
+    "deterministic": True,
+    "thinking_start_token_ids": [11],
+    "thinking_end_token_ids": [12, 13],
+    "logits_processors": ["processor_plugins:AddText"],
 }
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(folder, "llama")
-    return folder
+Checkpoints = Callable[..., tuple[Path, Any]]
 
 
-@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
-def test_child_equals_a_resubmitted_request(folder: Path, feature: dict[str, Any]) -> None:
-    """Forked while the parent decodes, from fewer tokens than it has."""
-    engine = InProcessEngine(folder, max_model_len=96, block_size=4)
-    engine.add("parent", PROMPT, max_tokens=60, temperature=1.2, seed=3)
+def fork_and_resubmit(engine: InProcessEngine, prompt: list[int], of_parent: dict[str, Any], **given: Any) -> list[int]:
+    """Return the tokens of a request that is forked while its parent decodes, from fewer tokens than that has.
+
+    A request with the same tokens and sampling parameters (``given``) must have the same answer.
+    """
+    engine.add("parent", prompt, max_tokens=60, temperature=1.2, seed=3, **of_parent)
     while len(engine.answers["parent"].tokens) < NUM_FORKED + 2:
         engine.step()
     known = engine.answers["parent"].tokens[:NUM_FORKED]
-    params = {"max_tokens": MAX_TOKENS, "temperature": 1.2, "seed": 9, "ignore_eos": True} | feature
-    sampling = SamplingParams(**params)
-    engine.answers["child"] = Answer()
-    no_tokens, num_known = np.zeros(0, np.int32), len(PROMPT) + NUM_FORKED
-    child = AddRequest("child", no_tokens, sampling, 9, forked_from="parent", num_forked_tokens=num_known)
-    engine.scheduler.consume(child)
+    params = {"max_tokens": MAX_TOKENS, "temperature": 1.2, "seed": 9} | given
+    engine.add("child", [], forked_from=("parent", len(prompt) + NUM_FORKED), **params)
     engine.step()
     assert "child" in {request.request_id for request in engine.scheduler.table.running.values()}, "not forked"
     engine.run()
-    engine.add("resubmitted", PROMPT, known, **params)
+    engine.add("resubmitted", prompt, known, **params)
     forked, resubmitted = (engine.run()[name] for name in ("child", "resubmitted"))
     assert forked.tokens == resubmitted.tokens and forked.logprobs == resubmitted.logprobs
     assert forked.tokens and forked.ended is not None and resubmitted.ended is not None
-    assert forked.ended.reason == resubmitted.ended.reason
+    assert (forked.ended.reason, forked.ended.detail) == (resubmitted.ended.reason, resubmitted.ended.detail)
     assert forked.ended.num_output_tokens == resubmitted.ended.num_output_tokens
+    return known + forked.tokens
+
+
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_child_equals_a_resubmitted_request(checkpoint_factory: Checkpoints, feature: dict[str, Any]) -> None:
+    engine = InProcessEngine(checkpoint_factory("llama")[0], **SETTINGS)
+    tokens = fork_and_resubmit(engine, PROMPT, {}, **feature)
+    if "thinking_token_budget" in feature:
+        assert tokens[9:11] == [12, 13]
+
+
+def test_child_with_a_grammar_equals_a_resubmitted_request(checkpoint_factory: Checkpoints, tmp_path: Path) -> None:
+    """The tokens of the parent are of the grammar, and those of the child continue them."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint_factory("llama", vocab_size=1024, eos_token_id=EOS)[0], folder)
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    engine = InProcessEngine(folder, **SETTINGS)
+    grammar = {"structured_outputs": StructuredOutputs(regex="([a-z] ){12,40}!")}
+    tokens = fork_and_resubmit(engine, tokens_of("Tell me"), grammar, **grammar)
+    engine.grammars.close()
+    assert len(tokens) == MAX_TOKENS and re.fullmatch("([a-z] )+[a-z]?", text_of(tokens))

@@ -10,6 +10,7 @@ from gguf_files import BLOCKS, convert_checkpoint, tokenizer_settings, write_ggu
 from inprocess import InProcessEngine
 from packed_models import build_packed, load_packed, logits_of, prompts, resident_bytes
 from thread_ranks import on_ranks
+from tiers import thinned
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
 from quire.kernels.cpu.native import load_native
@@ -35,6 +36,7 @@ CASES += [
     ("mixtral", "Q4_0", "Q5_K"),
     ("mixtral", "F16", ""),
 ]
+CASES += thinned([(family, kind, "") for family in ("qwen3", "gemma2") for kind in BLOCKS], keep=1)
 EXPERTS = {"decoder_sparse_step": 1, "moe_intermediate_size": 512, "norm_topk_prob": True}
 """GGUF files have experts in every layer and scale the weights of the chosen ones to sum to 1."""
 
@@ -194,6 +196,11 @@ def test_damaged_files_are_refused_with_one_line(
         stored_tensors(file)
         load_model_config(file)
     assert message in str(caught.value) and "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
+
+
+def test_a_missing_file_is_not_taken_for_a_name_on_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"^GGUF file models/missing\.gguf not found$"):
+        find_model("models/missing.gguf")
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,10 @@ def test_logits_equal_transformers_on_one_and_two_ranks(
         _assert_close(logits, expected)
 
 
-def test_rounded_activations_follow_the_format(checkpoint_factory: Factory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", thinned(["llama", "qwen3", "phi3"], keep=1))
+def test_rounded_activations_follow_the_format(family: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
     """Logits are close only: where a value lies between two integers, the last bit of a sum decides."""
-    source, _ = checkpoint_factory("llama", **SIZES)
+    source, _ = checkpoint_factory(family, **SIZES, **FAMILIES[family])
     plain = quantise_checkpoint(source, tmp_path, FORMATS["w8a8"]())
     expected = _expected(plain, int8_activations=True)
     logits = logits_of(load_packed(tmp_path / "packed"))

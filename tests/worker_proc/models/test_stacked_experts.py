@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import convert_checkpoint
+from inprocess import InProcessEngine
 from packed_models import logits_of, prompts
 from quantised_checkpoints import FORMATS, quantise_checkpoint
 from thread_ranks import ThreadRank, on_ranks
 
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.options import parse_options
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import load_model_config
@@ -18,6 +21,7 @@ from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.ops import TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.startup import setup
 from quire.worker_proc.startup.loader import load_weights
 
 Factory = Callable[..., tuple[Path, Any]]
@@ -77,6 +81,45 @@ def test_forms_that_the_kernel_lacks_are_refused(
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
     with pytest.raises(ConfigError, match=rf"^model\.layers\.0\.mlp\.experts: .*{found}.*supported on a GPU: int8"):
         build(tmp_path / "packed")
+
+
+def _engine(folder: Path, device: str) -> InProcessEngine:
+    model = make_engine_config(parse_options({}, "LLM"), folder=folder).model
+    return InProcessEngine(folder, max_model_len=96, model=model, device=device)
+
+
+def test_a_gpu_refuses_only_forms_that_the_kernel_lacks(
+    checkpoint_factory: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start on a GPU, up to the first question to the device."""
+    monkeypatch.setattr(setup, "pick_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(setup, "pick_ops", lambda *_: StackingOps())
+
+    def asked(_: torch.device) -> tuple[int, int]:
+        raise ConfigError("the model was built")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    source, _ = checkpoint_factory("mixtral", **SIZES)
+    for form, message in (("awq", "the model was built"), ("w8a8", "supported on a GPU: int8")):
+        quantise_checkpoint(source, tmp_path / form, FORMATS[form]())
+        with pytest.raises(ConfigError, match=message):
+            _engine(tmp_path / form / "packed", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["w4a16-asymmetric", "w8a16", "fp8-blocks", "awq"])
+def test_tokens_of_a_gpu_equal_those_of_a_cpu(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    source, _ = checkpoint_factory("mixtral", **SIZES)
+    quantise_checkpoint(source, tmp_path, FORMATS[form]())
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = _engine(tmp_path / "packed", device)
+        for index, prompt in enumerate(prompts()):
+            engine.add(str(index), prompt.tolist(), max_tokens=8)
+        answers.append({name: answer.tokens for name, answer in engine.run().items()})
+    assert answers[0] == answers[1]
 
 
 def test_blocks_of_gguf_files_are_refused(checkpoint_factory: Factory, tmp_path: Path) -> None:
