@@ -153,8 +153,20 @@ class AdapterRows:
         Raises:
             ValueError: there are more than ``max_tokens`` rows, or a slot does not exist.
         """
-        if np.array_equal(slots, self.slots):
-            return
+        if not np.array_equal(slots, self.slots):
+            self.store(slots, torch.from_numpy(self.sort(slots)))
+
+    def store(self, slots: npt.NDArray[np.int32], packed: torch.Tensor) -> None:
+        """Set the slot of each row. ``packed``: the result of ``sort`` for them, on the device or the host."""
+        self._memory.copy_(packed)
+        self.slots = slots
+
+    def sort(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the content of the memory for these slots.
+
+        Raises:
+            ValueError: as for ``assign``.
+        """
         if len(slots) > len(self.order):
             raise ValueError(f"slots: {len(slots)} rows, expected at most {len(self.order)}")
         if len(slots) and not NO_SLOT <= slots.min() <= slots.max() < self.num_slots:
@@ -173,8 +185,7 @@ class AdapterRows:
         used[:, 0] = slot
         used[:, 1] = (ends - counts)[slot] + number * TILE_ROWS
         used[:, 2] = np.minimum(used[:, 1] + TILE_ROWS, ends[slot])
-        self._memory.copy_(torch.from_numpy(host))
-        self.slots = slots.copy()
+        return host
 
 
 def max_tiles(num_tokens: int, num_slots: int) -> int:
