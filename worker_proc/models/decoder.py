@@ -21,6 +21,7 @@ from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
@@ -39,6 +40,7 @@ class Decoder(Module):
         ops: element-wise operations of the device; by default torch's.
         parallel: the ranks among which the weights are sharded; by default this rank holds all of them.
         activation_dtype: dtype of the residual stream, norm weights and rotary tables.
+        adapters: gets the sites of LoRA adapters; None: the model has none.
 
     Raises:
         ConfigError: the shape cannot be divided among the ranks.
@@ -54,12 +56,12 @@ class Decoder(Module):
         ops: Ops | None = None,
         parallel: TensorParallel | None = None,
         activation_dtype: torch.dtype | None = None,
+        adapters: AdapterSites | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.build = build = Build(
-            config, dtype, activation_dtype or dtype, device, ops or TorchOps(), parallel or SingleRank()
-        )
+        ops, parallel = ops or TorchOps(), parallel or SingleRank()
+        self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops, parallel, adapters=adapters)
         self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size
         # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per

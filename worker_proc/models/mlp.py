@@ -1,6 +1,7 @@
 """The feed-forward sublayers: one gated MLP for all tokens, or a few experts per token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,9 @@ from quire.worker_proc.models.formats.stacked import stack_experts
 from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Experts, Product, expert_weight
-from quire.worker_proc.models.row_parts import RowParts
-from quire.worker_proc.models.weight_slot import WeightSlot
-from quire.worker_proc.models.weights import Build, Rows
-
-Projection = Linear | RowParts
+from quire.worker_proc.models.sites import ExpertSites
+from quire.worker_proc.models.weight_slot import Cut, WeightSlot
+from quire.worker_proc.models.weights import Build, Projection, Rows
 
 DUMMY_SCALE = 120
 """2 ** -7: random codes of MXFP4, whose standard deviation is 2.9, become numbers with 0.023."""
@@ -69,6 +68,7 @@ class SparseMlp(Module):
         self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, forms[0])
         width = self.part.stop - self.part.start
         self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
+        adapters = self._expert_sites()
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
         if any(form is not None for form in forms):
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
@@ -79,7 +79,9 @@ class SparseMlp(Module):
                 first, second = zip(*self.quantised, strict=True)
                 where = f"{build.layer}.mlp.experts"
                 stacked = stack_experts(first, where), stack_experts(second, where)
-            self.experts = Experts(empty, empty, activation=moe.activation, packed=self.quantised, stacked=stacked)
+            self.experts = Experts(
+                empty, empty, activation=moe.activation, packed=self.quantised, stacked=stacked, adapters=adapters
+            )
             return
         self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)
         self.down, self.down_scales = self._matrices(hidden, width)
@@ -93,10 +95,25 @@ class SparseMlp(Module):
             moe.activation,
             gate_up_scales=self.gate_up_scales,
             down_scales=self.down_scales,
+            adapters=adapters,
         )
 
+    def _expert_sites(self) -> ExpertSites | None:
+        """Make the sites of LoRA adapters, if the operations compute experts one by one from separate gates and ups."""
+        sites, moe, hidden = self.build.adapters, self.moe, self.build.config.hidden_size
+        if sites is None or self.build.ops.stacks_experts or moe.activation == "swiglu_oai":
+            return None
+        whole, width, layer = slice(0, hidden), moe.intermediate_size, self.build.layer
+        pairs = []
+        for expert in range(moe.num_experts):
+            name = f"mlp.experts.{expert}"
+            halves = [Cut(f"{name}.{part}_proj", self.part, width, whole, hidden) for part in ("gate", "up")]
+            down = Cut(f"{name}.down_proj", whole, hidden, self.part, width)
+            pairs.append((sites.add_site(layer, halves, routed=True), sites.add_site(layer, [down], routed=True)))
+        return ExpertSites(sites, pairs)
+
     def _quantised_expert(self, expert: int) -> tuple[Projection, Projection]:
-        build, name, width = self.build, f"mlp.experts.{expert}", self.moe.intermediate_size
+        build, name, width = replace(self.build, adapters=None), f"mlp.experts.{expert}", self.moe.intermediate_size
         hidden, halves = build.config.hidden_size, [Rows("gate", self.part, width), Rows("up", self.part, width)]
         return (
             build.rows_linear(name + ".{}_proj", halves, hidden, bias=False),
@@ -133,7 +150,10 @@ class SparseMlp(Module):
         for name in ("gate_up", "down", "gate_up_scales", "down_scales"):
             if getattr(self, name) is not None:
                 setattr(self, name, torch.nn.Parameter(self.gate_up.new_empty(0), requires_grad=False))
-        self.experts = Experts(self.gate_up, self.down, activation=self.moe.activation, packed=packed)
+        adapters = self.experts.adapters
+        self.experts = Experts(
+            self.gate_up, self.down, activation=self.moe.activation, packed=packed, adapters=adapters
+        )
         return True
 
     def _layer(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.dense.gated_activation import OAI_ALPHA, OAI_LIMIT
+from quire.kernels.lora.lora import AdapterRows, SlotTable, add_adapters
+from quire.worker_proc.models.sites import ExpertSites, Site
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,6 +33,7 @@ class Experts:
         stacked: the rows of all experts' two layers (``formats/stacked.py``), if the operations want quantised weights
             in this form; ``packed`` then has the same memory.
         gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
+        adapters: sites of LoRA adapters, which only ``TorchOps`` computes; None: adapters do not change the experts.
     """
 
     gate_up: torch.Tensor
@@ -41,10 +45,18 @@ class Experts:
     stacked: tuple[ScaledWeight, ScaledWeight] | None = None
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
+    adapters: ExpertSites | None = None
 
     @property
     def count(self) -> int:
         return len(self.packed) or len(self.down)
+
+    def plain_layers(self, expert: int, dtype: torch.dtype) -> tuple[Product, Product]:
+        """Return an expert's two layers, if they are not packed; each widens its weight when it is called."""
+        return (
+            partial(_linear, self.gate_up, self.gate_up_scales, self.gate_up_bias, expert, dtype),
+            partial(_linear, self.down, self.down_scales, self.down_bias, expert, dtype),
+        )
 
 
 class Ops(Protocol):
@@ -78,6 +90,10 @@ class Ops(Protocol):
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the parts side by side: each ``[num_tokens, width]``, of one dtype."""
+        ...
+
+    def add_adapters(self, x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
+        """Add what each row's LoRA adapter adds to ``y``, in place, as ``kernels.lora.lora.add_adapters`` does."""
         ...
 
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +146,9 @@ class TorchOps:
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), 1)
 
+    def add_adapters(self, x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
+        add_adapters(x, y, table, rows)
+
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.float()
         # A stable sort: ``topk`` does not define which of several equal scores it returns.
@@ -154,19 +173,22 @@ class TorchOps:
             if not count:
                 continue
             routed = tokens[first : first + count]
-            result = self._expert(x.index_select(0, routed), experts, expert)
+            sites = None if experts.adapters is None else experts.adapters.of(expert, routed)
+            result = self._expert(x.index_select(0, routed), experts, expert, sites)
             out.index_add_(0, routed, result.float().mul_(weights[first : first + count, None]))
             first += count
         return out.to(x.dtype)
 
-    def _expert(self, x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
-        if experts.packed:
-            first, second = experts.packed[expert]
-            return second(self._gated(first(x), experts))
-        gate_up = expert_weight(experts.gate_up, experts.gate_up_scales, expert, x.dtype)
-        gated = self._gated(_linear(x, gate_up, experts.gate_up_bias, expert), experts)
-        down = expert_weight(experts.down, experts.down_scales, expert, x.dtype)
-        return _linear(gated, down, experts.down_bias, expert)
+    def _expert(self, x: torch.Tensor, experts: Experts, expert: int, sites: tuple[Site, Site] | None) -> torch.Tensor:
+        first, second = experts.packed[expert] if experts.packed else experts.plain_layers(expert, x.dtype)
+        gate_up = first(x)
+        if sites is not None:
+            sites[0].add(x, gate_up)
+        gated = self._gated(gate_up, experts)
+        out = second(gated)
+        if sites is not None:
+            sites[1].add(gated, out)
+        return out
 
     def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
         # Not ``self.gate``: a device's implementation need not support swiglu_oai, which only expert layers use.
@@ -191,8 +213,16 @@ def expert_weight(weights: torch.Tensor, scales: torch.Tensor | None, expert: in
     return weights[expert].to(dtype) if scales is None else dequantise_mxfp4(weights[expert], scales[expert], dtype)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
-    return F.linear(x, weight, None if biases is None else biases[expert].to(x.dtype))
+def _linear(
+    weights: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    expert: int,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    bias = None if biases is None else biases[expert].to(dtype)
+    return F.linear(x, expert_weight(weights, scales, expert, dtype), bias)
 
 
 def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:

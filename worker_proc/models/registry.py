@@ -6,6 +6,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import TensorParallel
 
 MODELS: dict[str, type[Decoder]] = dict.fromkeys(SUPPORTED_ARCHITECTURES, Decoder)
@@ -20,6 +21,7 @@ def build_model(
     ops: Ops | None = None,
     parallel: TensorParallel | None = None,
     activation_dtype: torch.dtype | None = None,
+    adapters: AdapterSites | None = None,
 ) -> Decoder:
     """Build the model of a checkpoint with allocated, uninitialised weights. Arguments are those of ``Decoder``.
 
@@ -29,5 +31,12 @@ def build_model(
     if config.architecture not in MODELS:
         raise ConfigError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}")
     return MODELS[config.architecture](
-        config, dtype, device, max_position, ops=ops, parallel=parallel, activation_dtype=activation_dtype
+        config,
+        dtype,
+        device,
+        max_position,
+        ops=ops,
+        parallel=parallel,
+        activation_dtype=activation_dtype,
+        adapters=adapters,
     )

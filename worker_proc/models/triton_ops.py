@@ -7,6 +7,7 @@ import torch
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
+from quire.kernels.lora.lora import launch_adapters
 from quire.kernels.moe import fused_experts, fused_experts_mxfp4, fused_experts_packed
 from quire.kernels.moe.moe_routing import route
 from quire.worker_proc.models.ops import Experts
@@ -27,6 +28,7 @@ class TritonOps:
     add_rms_norm = staticmethod(add_rms_norm)
     gate = staticmethod(gate)
     route = staticmethod(route)
+    add_adapters = staticmethod(launch_adapters)
 
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,12 +8,16 @@ import torch
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.weight_format import WeightFormat
+from quire.worker_proc.models.adapted import Adapted
 from quire.worker_proc.models.formats.choose import quantised_linear
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.models.row_parts import RowParts
+from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 from quire.worker_proc.parallel.group import TensorParallel
+
+Projection = Linear | RowParts | Adapted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Build:
         dtype: dtype of the weights.
         activation_dtype: dtype of activations, norm weights and rotary tables.
         layer: full name of the layer that is built, for example ``model.layers.0``.
+        adapters: gets the sites of LoRA adapters; None: the model has none.
     """
 
     config: ModelConfig
@@ -57,6 +62,7 @@ class Build:
     ops: Ops
     parallel: TensorParallel
     layer: str = ""
+    adapters: AdapterSites | None = None
 
     def inside(self, layer: str) -> "Build":
         return replace(self, layer=layer)
@@ -74,7 +80,7 @@ class Build:
 
     def rows_linear(
         self, name: str, parts: Sequence["Rows"], inputs: int, bias: bool, *, plain: bool = False
-    ) -> Linear | RowParts:
+    ) -> Projection:
         """Allocate a layer sharded by outputs: ``parts`` are concatenated by rows, in the weight and the bias.
 
         Args:
@@ -85,7 +91,7 @@ class Build:
         cuts = [Cut(name.format(rows.name), rows.part, rows.total, whole, inputs) for rows in parts]
         return self._linear(cuts, bias, bias, plain)
 
-    def columns_linear(self, name: str, outputs: int, part: slice, total: int, bias: bool) -> Linear | RowParts:
+    def columns_linear(self, name: str, outputs: int, part: slice, total: int, bias: bool) -> Projection:
         """Allocate a layer sharded by inputs: this rank's ``part`` of the ``total`` in the checkpoint.
 
         Its outputs are summed over the ranks, so that only rank 0 has the bias.
@@ -93,7 +99,7 @@ class Build:
         cut = Cut(name, slice(0, outputs), outputs, part, total)
         return self._linear([cut], bias and self.parallel.rank == 0, bias)
 
-    def _linear(self, cuts: Sequence[Cut], bias: bool, stored_bias: bool, plain: bool = False) -> Linear | RowParts:
+    def _linear(self, cuts: Sequence[Cut], bias: bool, stored_bias: bool, plain: bool = False) -> Projection:
         formats = [None if plain else self.format_of(cut.name) for cut in cuts]
         parts: list[tuple[list[Cut], WeightFormat | None]] = []
         for cut, form in zip(cuts, formats, strict=True):
@@ -103,7 +109,10 @@ class Build:
             else:
                 parts.append(([cut], form))
         linears = [self._fused(each, form, bias, stored_bias) for each, form in parts]
-        return linears[0] if len(linears) == 1 else RowParts(linears, self.ops)
+        layer = linears[0] if len(linears) == 1 else RowParts(linears, self.ops)
+        if self.adapters is None:
+            return layer
+        return Adapted(layer, self.adapters.add_site(self.layer, cuts))
 
     def _fused(self, cuts: Sequence[Cut], form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
         outputs = sum(cut.num_rows for cut in cuts)

@@ -8,11 +8,10 @@ from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.dense.packed_linear import KINDS, MIN_GROUP_SIZE, accepts
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
-from quire.worker_proc.models.linear import Linear
-from quire.worker_proc.models.row_parts import RowParts
+from quire.worker_proc.models.module import Module
 
 
-def stack_experts(linears: Sequence[Linear | RowParts], layer: str) -> ScaledWeight:
+def stack_experts(linears: Sequence[Module], layer: str) -> ScaledWeight:
     """Return a weight with the rows of all experts, and let each expert's layer hold its part of that memory.
 
     Call it before weights are loaded: their present values are lost.

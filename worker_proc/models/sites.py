@@ -1,0 +1,118 @@
+"""Sites of LoRA adapters: the layers that they change, and the place of each projection in them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
+from quire.worker_proc.models.weight_slot import Cut
+
+ALIGNMENT = 64
+"""Alignment in bytes of every matrix of an adapter."""
+
+Add = Callable[[torch.Tensor, torch.Tensor, SlotTable, AdapterRows], None]
+"""Adds what the adapters add: ``Ops.add_adapters``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The place of a projection: in the site ``site``, whose outputs from ``first`` on are this rank's ``cut``."""
+
+    site: int
+    cut: Cut
+    first: int
+
+
+class AdapterSites:
+    """All sites of a model, and the adapters that the tokens of the running step use.
+
+    A site is a fused linear layer with a table of the adapters in each slot. A model without LoRA has no sites.
+
+    Attributes:
+        active: whether a row of the running step uses an adapter. The sites of other steps do nothing.
+        targets: the place of each projection, by its full name, such as ``model.layers.0.self_attn.q_proj``.
+        rows: the slot of each token of the step, in memory that recorded plans and CUDA graphs read.
+        dtype: dtype of the adapters' matrices, which is that of the activations.
+    """
+
+    def __init__(
+        self, num_slots: int, max_rank: int, max_tokens: int, dtype: torch.dtype, device: torch.device | str, add: Add
+    ) -> None:
+        """
+        Args:
+            max_tokens: maximum number of tokens of a step, with padding.
+            device: as for ``Decoder``; on ``meta`` the sites can be counted.
+        """
+        self.num_slots, self.max_rank, self.dtype, self.device = num_slots, max_rank, dtype, torch.device(device)
+        self.add = add
+        self.active = False
+        self.targets: dict[str, Target] = {}
+        self._tables: list[SlotTable] = []
+        self.rows = AdapterRows(max_tokens, num_slots, self.device)
+        self._routed = AdapterRows(max_tokens, num_slots, self.device)
+
+    def add_site(self, layer: str, cuts: Sequence[Cut], *, routed: bool = False) -> "Site":
+        """Make the site of a fused layer, whose outputs are those of ``cuts``.
+
+        Args:
+            layer: full name of the layer that contains it.
+            routed: its rows are the tokens of the last ``route``, instead of those of the step.
+        """
+        first = 0
+        for cut in cuts:
+            self.targets[f"{layer}.{cut.name}"] = Target(len(self._tables), cut, first)
+            first += cut.num_rows
+        sizes = (cuts[0].num_columns, first, len(cuts), self.max_rank)
+        self._tables.append(SlotTable(self.num_slots, *sizes, self.dtype, self.device))
+        return Site(self, self._tables[-1], self._routed if routed else self.rows)
+
+    def set_slot(self, slot: int, parts: Mapping[int, Sequence[Part]]) -> None:
+        """Replace the adapter in a slot of all sites. ``parts``: by the number of their site."""
+        for number, table in enumerate(self._tables):
+            if number in parts:
+                table.set(slot, parts[number])
+            elif table.parts(slot):
+                table.clear(slot)
+
+    def route(self, tokens: torch.Tensor) -> bool:
+        """Let the routed sites compute these tokens of the step; return whether one of them uses an adapter."""
+        slots = self.rows.slots[tokens.numpy()]
+        if not (slots >= 0).any():
+            return False
+        self._routed.assign(slots)
+        return True
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of an adapter of the highest rank that changes every projection."""
+        sizes = [size for target in self.targets.values() for size in (target.cut.num_columns, target.cut.num_rows)]
+        return sum(aligned_bytes(self.max_rank * size, self.dtype) for size in sizes)
+
+
+def aligned_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a matrix takes in the memory of an adapter."""
+    return -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class Site:
+    """Adds to a layer's outputs what the adapters of the rows add."""
+
+    def __init__(self, sites: AdapterSites, table: SlotTable, rows: AdapterRows) -> None:
+        self._sites, self._table, self._rows = sites, table, rows
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to ``y``, ``[tokens, outputs]``, in place. ``x``: the layer's inputs, ``[tokens, inputs]``."""
+        if self._sites.active:
+            self._sites.add(x, y, self._table, self._rows)
+
+
+class ExpertSites:
+    """The sites of a layer's experts: per expert those of its gate and up projections, and of its down projection."""
+
+    def __init__(self, sites: AdapterSites, pairs: Sequence[tuple[Site, Site]]) -> None:
+        self._sites, self._pairs = sites, pairs
+
+    def of(self, expert: int, tokens: torch.Tensor) -> tuple[Site, Site] | None:
+        """Return an expert's sites, which then compute these tokens of the step; None if none uses an adapter."""
+        return self._pairs[expert] if self._sites.active and self._sites.route(tokens) else None
