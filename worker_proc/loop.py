@@ -9,6 +9,7 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Channel, Frames, Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import Heartbeat
@@ -24,6 +25,7 @@ from quire.protocol.wire.worker_messages import (
     SchedulerOutput,
     Shutdown,
 )
+from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.device.step_watcher import StepWatcher
 from quire.worker_proc.execute.model_runner import ModelRunner
@@ -61,6 +63,7 @@ class WorkerLoop:
         self._unread: Received | None = None
         self._watcher = StepWatcher()
         self._mover: Mover | None = None
+        self._adapters: AdapterLoader | None = None
 
     def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
         """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
@@ -80,24 +83,27 @@ class WorkerLoop:
             loaded.runner.begin_worker_epoch(configure.last_step)
             if self._mover is not None:
                 self._mover.begin_worker_epoch()
+            if self._adapters is not None:
+                self._adapters.begin_worker_epoch()
             channel.send(loaded.ready)
             self._steps(loaded.runner, loaded.group)
         except Superseded:
             return
         except Exception as error:
             channel.send(Fault(_kind(error), " ".join(str(error).split()) or type(error).__name__))
-            self._close_mover()
+            self._close_threads()
             raise
 
     def close(self) -> None:
         """Close the group; the process and the other ranks are about to exit."""
-        self._close_mover()
+        self._close_threads()
         if self._loaded is not None:
             self._loaded.group.close()
 
-    def _close_mover(self) -> None:
-        if self._mover is not None:
-            self._mover.close()
+    def _close_threads(self) -> None:
+        for each in (self._mover, self._adapters):
+            if each is not None:
+                each.close()
 
     def _load(self, configure: Configure, join: JoinGroup) -> _Loaded:
         """Load the model unless it is already loaded."""
@@ -110,6 +116,8 @@ class WorkerLoop:
             if config.cpu_offload_bytes or config.ssd_cache_bytes:
                 self._mover = make_mover(runner, group, config, self._watcher.wake)
                 ready = msgspec.structs.replace(ready, page_bytes=self._mover.page_bytes)
+            if runner.adapters is not None:
+                self._adapters = AdapterLoader(runner.adapters, config.model, self._watcher.wake)
             self._loaded = _Loaded(configure, runner, ready, group)
         elif self._loaded.configure.config != configure.config:
             previous, new = self._loaded.configure.config, configure.config
@@ -166,12 +174,13 @@ class WorkerLoop:
     def _take(self) -> Received | None:
         """Return the next message of a step, or None after a wait without one.
 
-        The wait ends when a watched step or a transfer has ended, or after a second. Messages about transfers are
-        handled here, so that they may also arrive while a step waits for its sample inputs.
+        The wait ends when a watched step, a transfer or a load of an adapter has ended, or after a second. Messages
+        about transfers and adapters are handled here, so that they may also arrive while a step waits for its sample
+        inputs.
         """
-        mover = self._mover
-        if mover is not None:
-            for answer in mover.take_answers():
+        mover, adapters = self._mover, self._adapters
+        for each in (mover, adapters):
+            for answer in () if each is None else each.take_answers():
                 self._channel.send(answer)
         received, self._unread = self._unread, None
         if received is None:
@@ -187,6 +196,9 @@ class WorkerLoop:
                 return None
             case MoveBlocks() as move if mover is not None:
                 mover.submit(move)
+                return None
+            case LoadAdapter() as load if adapters is not None:
+                adapters.submit(load)
                 return None
             case _:
                 return received

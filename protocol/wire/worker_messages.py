@@ -130,6 +130,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int
     """Tokens in the pool's smallest blocks: ``--block-size``, or the next size that the kernels can read."""
+    adapters: int = 0
+    """Memory of the slots of LoRA adapters, on a GPU."""
 
 
 class Ready(Message, frozen=True, tag=40):

@@ -4,7 +4,7 @@ Only the changes in the diff are checked, so a step without changes costs nothin
 block for a row whose last block is full; ``BlockTable.slots`` finds that before the step runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,18 @@ MAX_HANDLE = 2**31 - 1
 class DiffCheck:
     """Checks diffs against the batch and its block tables. Changes neither."""
 
-    def __init__(self, batch: InputBatch, tables: MultiGroupBlockTable, config: EngineConfig) -> None:
-        self._batch, self._tables = batch, tables
+    def __init__(
+        self,
+        batch: InputBatch,
+        tables: MultiGroupBlockTable,
+        config: EngineConfig,
+        slot_of: Mapping[int, int],
+    ) -> None:
+        """
+        Args:
+            slot_of: slot of each LoRA adapter that steps may use, by its number.
+        """
+        self._batch, self._tables, self._slot_of = batch, tables, slot_of
         self._vocab_size = config.model.vocab_size
         self._max_tokens = config.max_num_batched_tokens
 
@@ -42,6 +52,7 @@ class DiffCheck:
             self._require_appends(step)
             return
         after = _After(self._batch, step, self._max_tokens)
+        self._require_adapters(after)
         self._require_chosen(step)
         self._require_new(step)
         self._require_blocks(step, after)
@@ -91,6 +102,13 @@ class DiffCheck:
     def _outside(self, token_id: int) -> str:
         return f"has id {token_id}, which is outside the vocabulary of {self._vocab_size} tokens"
 
+    def _require_adapters(self, after: "_After") -> None:
+        """Check that the adapter of each row that runs is in a slot."""
+        numbers = np.where((after.lengths > 0) | after.is_forked, after.adapter, 0)
+        for row in np.flatnonzero(numbers).tolist():
+            if int(numbers[row]) not in self._slot_of:
+                raise StepRefused(f"handle {after.handle(row)} uses adapter {numbers[row]}, which is in no slot")
+
     def _require_chosen(self, step: SchedulerOutput) -> None:
         """Check that each row with a chosen token stays, and that its last token was sampled and is not computed."""
         for handle, token in _once(step.chosen):
@@ -138,6 +156,7 @@ class _After:
         lengths: int64: maximum number of tokens that each row computes; 0 for removed and parked rows.
         computed: int64: number of computed positions of each row before the step.
         is_forked: whether each row samples from the logits of another row.
+        adapter: number of each row's LoRA adapter, or 0.
     """
 
     def __init__(self, batch: InputBatch, step: SchedulerOutput, max_tokens: int) -> None:
@@ -155,6 +174,7 @@ class _After:
             np.int64
         )
         self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
+        self.adapter = np.concatenate((batch.adapter[held], [n.adapter for n in new])).astype(np.int64)
         self.is_forked = np.zeros(len(self.computed), np.bool_)
         self.is_forked[[self.row(handle) for handle in self._forks]] = True
         self.lengths = self._lengths(step)
@@ -250,6 +270,11 @@ class _After:
             if row < self.num_held or self.computed[row] != self._known[row]:
                 raise StepRefused(f"handle {handle} is forked, but is not new or has tokens to compute")
             end = self.computed[of] + self.lengths[of]
+            if self.adapter[row] != self.adapter[of]:
+                raise StepRefused(
+                    f"handle {handle} with adapter {self.adapter[row]} cannot be forked from handle {parent} with "
+                    f"adapter {self.adapter[of]}"
+                )
             if not self.lengths[of] or end != self._known[of] or end != self._known[row]:
                 raise StepRefused(
                     f"handle {handle} with {self._known[row]} tokens cannot be forked from handle {parent}, which has "

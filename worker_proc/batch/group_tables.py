@@ -10,6 +10,7 @@ import torch
 from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.staged_write import pack_runs, write_runs, write_runs_reference
 from quire.protocol.model.kv_layout import KVGroup
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.worker_proc.batch.block_table import BlockTable, Ints, num_equal_before
 from quire.worker_proc.batch.slot_owners import SlotOwners
 from quire.worker_proc.device.transfer import Transfer
@@ -44,6 +45,15 @@ class MultiGroupBlockTable:
             table.append_row(row, ids)
             if self._owners is not None:
                 self._owners.add_blocks(row, group, table.block_ids(row))
+
+    def add_new(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
+        """Set the blocks of the step's new requests, which are in ``rows``."""
+        start = 0
+        for request, row in zip(step.new_requests, rows, strict=True):
+            assert step.block_ids is not None
+            ends = start + np.cumsum(request.num_blocks)
+            self.add_row(row, np.split(step.block_ids[start : ends[-1]], ends[:-1] - start))
+            start = int(ends[-1])
 
     def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
         """Append one block to each of ``rows``; a row that occurs more than once gets its blocks in this order."""

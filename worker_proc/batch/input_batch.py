@@ -93,6 +93,7 @@ class InputBatch:
         serial: number of the addition that filled the row, from 1; never reused.
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
         searches: true for the beams of a search, whose log probabilities are those after logits processors.
+        adapter: number of the row's LoRA adapter; 0 for none.
 
     Attributes:
         generation: number of steps in which requests were added or removed.
@@ -131,6 +132,7 @@ class InputBatch:
         self.num_logprobs = self._column(np.int32, -1)
         self.searches = self._column(np.bool_)
         self.num_prompt_logprobs = self._column(np.int32, -1)
+        self.adapter = self._column(np.int32)
 
     def register(self, store: RowStore) -> None:
         """Apply every future move and clearing of rows to ``store`` too."""
@@ -209,6 +211,7 @@ class InputBatch:
             self.num_logprobs[row] = -1 if (wanted := sampling.num_candidates) is None else wanted
             self.searches[row] = sampling.use_beam_search
             self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+            self.adapter[row] = request.adapter
             self._record_addition(row, request)
 
     def _record_addition(self, row: int, request: NewRequestData) -> None:

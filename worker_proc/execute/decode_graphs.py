@@ -7,6 +7,7 @@ or with ``--enforce-eager``, the same steps are launched kernel by kernel.
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from quire.protocol.process.log import event_logger
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.verify_step import VerifyStep
+from quire.worker_proc.models.sites import AdapterSites
 
 log = event_logger("worker")
 
@@ -80,16 +82,19 @@ class Graphs(Generic[Key]):
 class DecodeGraphs:
     """Runs a ``DecodeStep`` for any number of rows, and, with draft tokens, a ``VerifyStep``."""
 
-    def __init__(self, step: DecodeStep, verify: VerifyStep | None, *, eager: bool) -> None:
+    def __init__(
+        self, step: DecodeStep, verify: VerifyStep | None, adapters: AdapterSites | None, *, eager: bool
+    ) -> None:
         """
         Args:
             verify: None without speculative decoding.
+            adapters: sites of LoRA adapters; steps in which rows use adapters have graphs of their own.
         """
-        self.step, self.verify = step, verify
+        self.step, self.verify, self._adapters = step, verify, adapters
         self.eager = eager
         self._sizes = capture_sizes(step.max_rows)
-        self._decode: Graphs[tuple[int, bool]] = Graphs(self._launch)
-        self._verify: Graphs[int] = Graphs(self._launch_verify)
+        self._decode: Graphs[tuple[int, bool, bool]] = Graphs(self._launch)
+        self._verify: Graphs[tuple[int, bool]] = Graphs(self._launch_verify)
 
     def capture(self, *, largest_only: bool = False) -> None:
         """Capture all graphs, or those of the largest size. The batch must be empty."""
@@ -99,9 +104,10 @@ class DecodeGraphs:
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
         sizes = self._sizes[-1:] if largest_only else self._sizes[::-1]
+        adapted = (False,) if self._adapters is None else (True, False)
         if self.verify is not None:
-            self._verify.capture(sizes, pool)
-        self._decode.capture([(size, sampling) for size in sizes for sampling in (True, False)], pool)
+            self._verify.capture(product(sizes, adapted), pool)
+        self._decode.capture(product(sizes, (True, False), adapted), pool)
         taken = (torch.cuda.memory_allocated() - before) / 2**20
         seconds = time.monotonic() - begun
         num_graphs = len(self._decode) + len(self._verify)
@@ -116,7 +122,7 @@ class DecodeGraphs:
         Returns:
             Logits ``[num_rows, vocab_size]``, valid until the next step; None with sampling.
         """
-        logits = self._decode.run((self.size_for(num_rows), sampling))
+        logits = self._decode.run((self.size_for(num_rows), sampling, self._adapted))
         return None if logits is None else logits[:num_rows]
 
     def takes(self, inputs: StepInputs) -> bool:
@@ -130,7 +136,7 @@ class DecodeGraphs:
 
     def run_verify(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """Run one step with draft tokens, whose inputs were stored; returns logits ``[num_tokens, vocab_size]``."""
-        logits = self._verify.run(self.size_for(num_rows))
+        logits = self._verify.run((self.size_for(num_rows), self._adapted))
         assert logits is not None
         return logits[:num_tokens]
 
@@ -138,14 +144,25 @@ class DecodeGraphs:
         """Return the size of the smallest graph for ``num_rows`` rows."""
         return next(size for size in self._sizes if size >= num_rows)
 
-    def _launch(self, key: tuple[int, bool]) -> torch.Tensor | None:
-        size, sampling = key
+    @property
+    def _adapted(self) -> bool:
+        return self._adapters is not None and self._adapters.active
+
+    def _set_adapted(self, adapted: bool) -> None:
+        if self._adapters is not None:
+            self._adapters.active = adapted
+
+    def _launch(self, key: tuple[int, bool, bool]) -> torch.Tensor | None:
+        size, sampling, adapted = key
+        self._set_adapted(adapted)
         logits = self.step.forward(size)
         if not sampling:
             return logits
         self.step.sample(logits)
         return None
 
-    def _launch_verify(self, size: int) -> torch.Tensor:
+    def _launch_verify(self, key: tuple[int, bool]) -> torch.Tensor:
         assert self.verify is not None
+        size, adapted = key
+        self._set_adapted(adapted)
         return self.verify.forward(size)

@@ -2,6 +2,7 @@
 
 The Python between native calls takes as long as the calls themselves when a step has few rows. So the first step with
 some number of tokens records its native calls, and later steps with as many tokens run them again on the same memory.
+Steps in which rows use LoRA adapters have passes of their own.
 """
 
 from collections import OrderedDict
@@ -53,15 +54,16 @@ class ForwardPasses:
         self._native: Native | None = None
         if isinstance(backend, CpuBackend) and not eager and forward.model.build.parallel.size == 1:
             self._native = backend.native
-        self._passes: OrderedDict[int, _Pass] = OrderedDict()
+        self._adapters = forward.model.build.adapters
+        self._passes: OrderedDict[tuple[int, bool], _Pass] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of recorded passes."""
         return len(self._passes)
 
     def plan(self, num_tokens: int) -> RecordedPlan | None:
-        """Return the recorded plan of steps with this number of tokens, if there is one."""
-        found = self._passes.get(num_tokens)
+        """Return the recorded plan of steps with this number of tokens and without adapters, if there is one."""
+        found = self._passes.get((num_tokens, False))
         return None if found is None else found.plan
 
     def run(
@@ -86,10 +88,11 @@ class ForwardPasses:
 
     def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
         """Run a pass of this size, which is recorded at the first time; None if this model cannot be recorded."""
-        found = self._passes.get(len(sent.token_ids))
+        key = len(sent.token_ids), self._adapters is not None and self._adapters.active
+        found = self._passes.get(key)
         if found is None:
-            return self._record(native, sent, plans)
-        self._passes.move_to_end(len(sent.token_ids))
+            return self._record(native, sent, plans, key)
+        self._passes.move_to_end(key)
         found.token_ids.copy_(sent.token_ids)
         found.positions.copy_(sent.positions)
         for step, plan in zip(found.steps, plans, strict=True):
@@ -97,7 +100,9 @@ class ForwardPasses:
         require_no_error(found.plan.run())
         return found
 
-    def _record(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
+    def _record(
+        self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan], key: tuple[int, bool]
+    ) -> _Pass | None:
         forward, model = self._forward, self._forward.model
         token_ids, positions = sent.token_ids.clone(), sent.positions.clone()
         own = [NativePlan(Step.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
@@ -113,7 +118,7 @@ class ForwardPasses:
             self._native = None
             return None
         made = _Pass(token_ids, positions, [plan.step for plan in own], plan, hidden, scores)
-        self._passes[len(positions)] = made
+        self._passes[key] = made
         if len(self._passes) > MOST_PLANS:
             self._passes.popitem(last=False)
         return made

@@ -1,7 +1,6 @@
 """Execution of a step: apply the diff, prepare inputs, run the model, sample, and advance the rows."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -12,6 +11,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
+from quire.worker_proc.adapters.slots import AdapterSlots
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.block_copies import BlockCopies
 from quire.worker_proc.batch.diff_check import DiffCheck
@@ -88,7 +88,8 @@ class ModelRunner:
             self._transfer,
         )
         self.batch.register(self.tables)
-        self._diffs = DiffCheck(self.batch, self.tables, config)
+        self.adapters = None if model.build.adapters is None else AdapterSlots(model.build.adapters, self._transfer)
+        self._diffs = DiffCheck(self.batch, self.tables, config, self.adapters.slot_of if self.adapters else {})
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
@@ -128,7 +129,8 @@ class ModelRunner:
         verify = None
         if config.num_speculative_tokens:
             verify = VerifyStep(self.forward, self.batch, self._transfer, 1 + config.num_speculative_tokens)
-        graphs = DecodeGraphs(step, verify, eager=config.enforce_eager or self._device.type != "cuda")
+        eager, sites = config.enforce_eager or self._device.type != "cuda", self._model.build.adapters
+        graphs = DecodeGraphs(step, verify, sites, eager=eager)
         return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
 
     @torch.inference_mode()
@@ -220,6 +222,8 @@ class ModelRunner:
             wanted = {self.batch.row(handle): count for handle, count in step.drafts}
             proposals = self._proposer.propose(wanted)
         inputs = prepare_inputs(self.batch, step, proposals)
+        if self.adapters is not None:
+            self.adapters.begin_step(self.batch, inputs.rows, inputs.query_lens)
         if self.steady is not None and self.steady.graphs.takes(inputs):
             return self._launch_verify(step, began, inputs)
         sent, positions = self._inputs.of(inputs), inputs.sampled
@@ -237,6 +241,8 @@ class ModelRunner:
         sampling = not step.awaits_sample_inputs and self.sampler.is_plain(positions.rows)
         if not sampling:
             self._prepare_sampling(positions)
+        if self.adapters is not None:
+            self.adapters.begin_step(self.batch, positions.rows, 1)
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)
         sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
@@ -310,7 +316,7 @@ class ModelRunner:
         if step.removed or step.new_requests:
             self._sampling_handles = HANDLES_UNSENT
         rows = batch.change_rows(step.removed, step.new_requests, step.token_ids)
-        self._add_blocks(step, rows)
+        self.tables.add_new(step, rows)
         batch.active[[batch.row(handle) for handle in step.unparked]] = True
         self.history.replace_last(step.chosen)
         self._append_blocks(step)
@@ -326,14 +332,6 @@ class ModelRunner:
         groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
         rows = np.array([self.batch.row(handle) for handle in handles.tolist()], np.int64)
         self.tables.append_rows(rows, groups, ids)
-
-    def _add_blocks(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
-        start = 0
-        for request, row in zip(step.new_requests, rows, strict=True):
-            assert step.block_ids is not None
-            ends = start + np.cumsum(request.num_blocks)
-            self.tables.add_row(row, np.split(step.block_ids[start : ends[-1]], ends[:-1] - start))
-            start = int(ends[-1])
 
     # ---- advance
 

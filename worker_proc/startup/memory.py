@@ -20,7 +20,12 @@ _MIB = 2**20
 
 
 def plan_memory(
-    config: EngineConfig, layout: KVLayout, weight_bytes: int, device: torch.device, draft_block_bytes: int = 0
+    config: EngineConfig,
+    layout: KVLayout,
+    weight_bytes: int,
+    device: torch.device,
+    draft_block_bytes: int = 0,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan memory and choose the number of KV blocks.
 
@@ -32,6 +37,8 @@ def plan_memory(
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
         draft_block_bytes: bytes of a draft model's cache per block.
+        adapter_bytes: bytes of the largest LoRA adapter. On a GPU each slot has as many; on a CPU adapters are in host
+            memory, which is taken when they are loaded.
 
     Raises:
         ConfigError: weights and the pool do not fit in memory; the message has the needed and the usable memory.
@@ -43,7 +50,8 @@ def plan_memory(
     else:
         total = psutil.virtual_memory().total
         usable = available_bytes() // config.tensor_parallel_size
-    left = usable - weight_bytes - activations
+    adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
+    left = usable - weight_bytes - activations - adapters
     block_bytes = layout.block_bytes + draft_block_bytes
     if config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
@@ -54,7 +62,8 @@ def plan_memory(
     if num_blocks < 2 or kv_cache > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; {max(usable, 0) // _MIB} MiB are usable: "
+            f"{_of_adapters(adapters)}KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; "
+            f"{max(usable, 0) // _MIB} MiB are usable: "
             f"lower --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise "
             f"--gpu-memory-utilization"
         )
@@ -66,7 +75,12 @@ def plan_memory(
         kv_cache=kv_cache,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        adapters=adapters,
     )
+
+
+def _of_adapters(num_bytes: int) -> str:
+    return f"LoRA adapters {num_bytes // _MIB} MiB (lower --max-loras or --max-lora-rank), " if num_bytes else ""
 
 
 def _cpu_pool_bytes(config: EngineConfig, layout: KVLayout, left: int, block_bytes: int) -> int:

@@ -24,6 +24,7 @@ from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
@@ -54,17 +55,19 @@ def make_runner(
         check_speculative(config.speculative)
     device = pick_device(config, group.rank)
     dtypes = _compute_dtypes(config, device)
+    ops = pick_ops(device, config.deterministic)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
-        """Build the model on a device, or on ``meta``, with shapes but no data."""
+        """Build the model on a device, or on ``meta``, with shapes but no data. Draft models have no adapters."""
         return build_model(
             of,
             dtypes.weights,
             place,
             config.max_model_len,
-            ops=pick_ops(device, config.deterministic),
+            ops=ops,
             parallel=ranks,
             activation_dtype=dtypes.activations,
+            adapters=None if ranks is None else _sites(config, dtypes.activations, place, ops),
         )
 
     model = build(config.model, "meta", group)
@@ -84,8 +87,13 @@ def make_runner(
     config, layout = msgspec.structs.replace(config, block_size=block_size), layout.with_block_size(block_size)
     if draft_plan is not None:
         draft_plan = replace(draft_plan, layout=draft_plan.layout.with_block_size(block_size))
-    plan = plan_memory(config, layout, size, device, draft_plan.block_bytes if draft_plan is not None else 0)
+    draft_block_bytes = draft_plan.block_bytes if draft_plan is not None else 0
+    adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
+    plan = plan_memory(config, layout, size, device, draft_block_bytes, adapter_bytes)
     log_plan(plan, config.max_model_len)
+    if adapter_bytes:
+        slots, mib = config.max_loras + 1, 2**20
+        log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     set_kv_scales(model, scales, config, layout.dtype)
@@ -101,6 +109,14 @@ def make_runner(
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, ops: Ops) -> AdapterSites | None:
+    """Make the sites of LoRA adapters on the model's device, or return None without ``--enable-lora``."""
+    if not config.enable_lora:
+        return None
+    most = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
+    return AdapterSites(config.max_loras + 1, config.max_lora_rank, most, dtype, place, ops.add_adapters)
 
 
 def _own_layout(config: EngineConfig, layout: KVLayout, model: Decoder, dtype: torch.dtype) -> KVLayout:

@@ -1,0 +1,1 @@
+"""LoRA adapters: host copies, slots, and the slots that the tokens of a step use."""

@@ -1,0 +1,108 @@
+"""This rank's share of an adapter, in one piece of host memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.lora.lora import Part
+from quire.protocol.model.adapter import Adapter, AdapterPart, AdapterTensor
+from quire.protocol.model.adapter_config import AdapterError
+from quire.worker_proc.models.sites import AdapterSites, Target, aligned_bytes
+
+Placed = tuple[AdapterPart, Target]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The matrices of one part: their site, sizes, and the bytes from which on they are stored."""
+
+    site: int
+    first: int
+    scale: float
+    rank: int
+    inputs: int
+    outputs: int
+    a: int
+    b: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """
+    Attributes:
+        memory: uint8, the matrices one after the other; pinned for a GPU.
+        dtype: dtype of the matrices.
+    """
+
+    memory: torch.Tensor
+    dtype: torch.dtype
+    places: tuple[_Place, ...]
+
+    def parts(self, memory: torch.Tensor) -> dict[int, list[Part]]:
+        """Return the parts by the number of their site. ``memory``: that of this adapter, or a copy of it."""
+        found: dict[int, list[Part]] = {}
+        for place in self.places:
+            part = Part(*self.matrices(place, memory), place.first, place.scale)
+            found.setdefault(place.site, []).append(part)
+        return found
+
+    def matrices(self, place: _Place, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A ``[rank, inputs]`` and B ``[rank, outputs]``, as views of ``memory``."""
+        size = place.rank * self.dtype.itemsize
+        a = memory[place.a : place.a + size * place.inputs].view(self.dtype)
+        b = memory[place.b : place.b + size * place.outputs].view(self.dtype)
+        return a.view(place.rank, -1), b.view(place.rank, -1)
+
+
+def pack_adapter(adapter: Adapter, sites: AdapterSites) -> PackedAdapter:
+    """Copy this rank's columns of each A and rows of each B, in the dtype of the sites.
+
+    Raises:
+        AdapterError: a projection has no site, or a value is not finite in the dtype.
+    """
+    groups, places, size, dtype = _joined(adapter, sites), [], 0, sites.dtype
+    for group in groups:
+        part, target = group[0]
+        inputs, outputs = target.cut.num_columns, sum(own.cut.num_rows for _, own in group)
+        b = size + aligned_bytes(part.rank * inputs, dtype)
+        places.append(_Place(target.site, target.first, part.scale, part.rank, inputs, outputs, size, b))
+        size = b + aligned_bytes(part.rank * outputs, dtype)
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=sites.device.type == "cuda")
+    packed = PackedAdapter(memory, dtype, tuple(places))
+    for group, place in zip(groups, places, strict=True):
+        part, target = group[0]
+        a, b_columns = packed.matrices(place, memory)
+        _fill(a, part.a.take(slice(None), target.cut.columns), adapter)
+        for each, own in group:
+            at = own.first - place.first
+            _fill(b_columns[:, at : at + own.cut.num_rows].T, each.b.take(own.cut.rows, slice(None)), adapter)
+    return packed
+
+
+def _joined(adapter: Adapter, sites: AdapterSites) -> list[list[Placed]]:
+    """Return the parts with their places; those of one fused module, which share A, as one group."""
+    groups: list[list[Placed]] = []
+    for part in adapter.parts:
+        name = f"model.layers.{part.layer}.{part.projection}"
+        target = sites.targets.get(name)
+        if target is None:
+            raise AdapterError(f"{adapter.folder}: adapts {name}; adapters of experts need --device cpu")
+        if groups and _adjoin(groups[-1], part, target):
+            groups[-1].append((part, target))
+        else:
+            groups.append([(part, target)])
+    return groups
+
+
+def _adjoin(group: Sequence[Placed], part: AdapterPart, target: Target) -> bool:
+    last, before = group[-1]
+    follows = before.site == target.site and before.first + before.cut.num_rows == target.first
+    return follows and last.a is part.a and last.scale == part.scale
+
+
+def _fill(target: torch.Tensor, tensor: AdapterTensor, adapter: Adapter) -> None:
+    target.copy_(torch.from_numpy(tensor.float32()))
+    if not target.isfinite().all():
+        dtype = str(target.dtype).removeprefix("torch.")
+        raise AdapterError(f"{adapter.folder}: tensor {tensor.name} has values that are not finite in {dtype}")

@@ -1,0 +1,85 @@
+"""The adapters on the device, and those that the tokens of a step use."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.lora.lora import NO_SLOT
+from quire.worker_proc.adapters.packed import PackedAdapter
+from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
+from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.models.sites import AdapterSites
+
+
+class AdapterSlots:
+    """Owns the memory of the slots, and which adapter is in each.
+
+    On a CPU a slot has pointers to the adapter's copy in host memory. On a GPU it has memory of its own, for an adapter
+    of the highest rank that changes every projection.
+
+    Attributes:
+        slot_of: slot of each adapter that steps may use, by its number; changed in place.
+    """
+
+    def __init__(self, sites: AdapterSites, transfer: Transfer) -> None:
+        self.sites = sites
+        self._transfer = transfer
+        self.slot_of: dict[int, int] = {}
+        self._memory: torch.Tensor | None = None
+        if sites.device.type == "cuda":
+            shape = (sites.num_slots, sites.slot_bytes)
+            self._memory = torch.empty(shape, dtype=torch.uint8, device=sites.device)
+            self._stream = torch.cuda.Stream(sites.device)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def fill(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Put an adapter, or none, into a slot that no step uses; returns when it is on the device.
+
+        The loader's thread calls it, beside steps that use other slots.
+        """
+        if self._memory is None:
+            self.sites.set_slot(slot, {} if adapter is None else adapter.parts(adapter.memory))
+            return
+        with torch.cuda.device(self.sites.device), torch.cuda.stream(self._stream):
+            own = self._memory[slot]
+            if adapter is not None:
+                own[: len(adapter.memory)].copy_(adapter.memory, non_blocking=True)
+            self.sites.set_slot(slot, {} if adapter is None else adapter.parts(own))
+            self._copied.record(self._stream)
+        self._copied.synchronize()
+
+    def occupy(self, slot: int, number: int) -> None:
+        """Let steps use an adapter, which fills the slot."""
+        self.vacate(slot)
+        self.slot_of[number] = slot
+
+    def vacate(self, slot: int) -> None:
+        """Refuse steps that use the adapter in this slot, if there is one."""
+        for number in [number for number, own in self.slot_of.items() if own == slot]:
+            del self.slot_of[number]
+
+    def clear(self) -> None:
+        """Refuse steps that use any adapter."""
+        self.slot_of.clear()
+
+    def begin_step(self, batch: InputBatch, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int32] | int) -> None:
+        """Set the slots of a step's tokens, ``counts`` tokens of each of ``rows``, with the step's one copy.
+
+        Raises:
+            StepRefused: the adapter of a row is in no slot. ``DiffCheck`` finds that first, unless a load has taken the
+                slot since the row's last change.
+        """
+        numbers = batch.adapter[rows]
+        self.sites.active = bool(numbers.any())
+        if not self.sites.active:
+            return
+        found = {0: NO_SLOT, **self.slot_of}
+        missing = next((at for at, number in enumerate(numbers.tolist()) if number not in found), None)
+        if missing is not None:
+            handle = int(batch.handles[rows[missing]])
+            raise StepRefused(f"handle {handle} uses adapter {numbers[missing]}, which is in no slot")
+        slots = np.array([found[number] for number in numbers.tolist()], np.int32)
+        of_tokens, sorted_rows = np.repeat(slots, counts), self.sites.rows
+        if not np.array_equal(of_tokens, sorted_rows.slots):
+            (sent,) = self._transfer(sorted_rows.sort(of_tokens))
+            self._transfer.then(lambda: sorted_rows.store(of_tokens, sent))
