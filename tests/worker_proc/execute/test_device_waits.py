@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -16,9 +18,11 @@ from counting_device import CountingDevice, Record, counting_device
 from runner_steps import CONFIG, MODEL, adding
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SampleInputs, SchedulerOutput
+from quire.worker_proc.adapters.packed import pack_adapter
 from quire.worker_proc.attention import triton_backend
 from quire.worker_proc.batch import shared_prefixes
 from quire.worker_proc.execute.device_inputs import InputSender
@@ -196,6 +200,31 @@ def test_plugin_that_no_request_uses_leaves_the_steps_as_they_are() -> None:
         records, _ = runner.step()
         require(records, copies_in=0)
         assert [record.what for record in records if record.kind == "launch"] == ["graph"]
+
+
+def test_adapters_are_captured_in_graphs_of_their_own(tmp_path: Path) -> None:
+    """The slots of the tokens are part of the step's one copy, and are sent only if they have changed."""
+    with counted(enable_lora=True, max_loras=2) as runner:
+        slots = runner.runner.adapters
+        assert slots is not None
+        folder = make_adapter(tmp_path / "a", runner.runner.forward.model.config)
+        slots.fill(1, pack_adapter(read_adapter(folder, MODEL, 64), slots.sites))
+        slots.occupy(1, 7)
+        runner.device.take()
+        fields = runner.add(*ROWS)
+        fields["new_requests"][1] = msgspec.structs.replace(fields["new_requests"][1], adapter=7)
+        records, _ = runner.step(**fields)
+        require(records)
+        assert sum(record.what == "shrink_kernel" for record in records) == 4 * 2  # sites of each of the layers
+        require(runner.step()[0])
+        records, _ = runner.step()
+        require(records, copies_in=0)
+        assert [record.what for record in records if record.kind == "launch"] == ["graph"]
+        require(runner.step(removed=[1])[0])
+        records, _ = runner.step()
+        require(records, copies_in=0)
+        graphs = runner.runner.steady.graphs  # type: ignore[union-attr]
+        assert len(graphs._decode) == 2 * 2 * len(graphs._sizes)
 
 
 def test_two_ranks() -> None:

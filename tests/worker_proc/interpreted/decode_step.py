@@ -3,18 +3,24 @@
 Both runners receive the same diffs. Without a GPU there are no graphs: the step that would be captured is launched.
 """
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
+from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
+from quire.worker_proc.adapters.packed import pack_adapter
 from quire.worker_proc.attention import triton_backend
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
@@ -25,6 +31,7 @@ from quire.worker_proc.execute.decode_graphs import capture_sizes
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.triton_ops import TritonOps
 from quire.worker_proc.startup.loader import init_dummy_weights
 
@@ -58,6 +65,8 @@ CONFIG = EngineConfig(
     block_size=4,
 )
 
+NONE: Mapping[int, int] = MappingProxyType({})
+
 
 class Scripted:
     """A proposer whose drafts are given: per call, row → drafts."""
@@ -70,13 +79,18 @@ class Scripted:
 
 
 def _runner(
-    backend: AttentionBackend, ops: Ops, drafts: tuple[dict[int, list[int]], ...], kv_dtype: str
+    backend: AttentionBackend,
+    ops: Ops,
+    drafts: tuple[dict[int, list[int]], ...],
+    kv_dtype: str,
+    adapters: Sequence[Path],
 ) -> ModelRunner:
     config = CONFIG
     if drafts:
         speculative = SpeculativeConfig(method="ngram")
         config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
-    model = build_model(MODEL, torch.float32, CPU, CONFIG.max_model_len, ops=ops)
+    sites = AdapterSites(3, 8, 64, torch.float32, CPU, ops.add_adapters) if adapters else None
+    model = build_model(MODEL, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites)
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
@@ -85,15 +99,26 @@ def _runner(
     runner = ModelRunner(config, layout, NUM_BLOCKS, model, backend, CPU)
     if drafts:
         runner._proposer = Scripted(*drafts)
+    for slot, folder in enumerate(adapters):
+        assert sites is not None and runner.adapters is not None
+        runner.adapters.fill(slot, pack_adapter(read_adapter(folder, MODEL, 8), sites))
+        runner.adapters.occupy(slot, slot + 1)
     return runner
 
 
 class Both:
     """Two runners that receive the same steps and must return the same tokens."""
 
-    def __init__(self, *drafts: dict[int, list[int]], fresh_from: int = 0, kv_dtype: str = "float32") -> None:
-        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts, kv_dtype)
-        self.device = _runner(TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from), TritonOps(), drafts, kv_dtype)
+    def __init__(
+        self,
+        *drafts: dict[int, list[int]],
+        fresh_from: int = 0,
+        kv_dtype: str = "float32",
+        adapters: Sequence[Path] = (),
+    ) -> None:
+        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts, kv_dtype, adapters)
+        backend = TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from)
+        self.device = _runner(backend, TritonOps(), drafts, kv_dtype, adapters)
         self.steps = self.steady_steps = self.verify_steps = 0
         assert self.device.steady is not None
         launch = self.device.steady.launch
@@ -131,10 +156,18 @@ class Both:
         return got.tokens.tolist()
 
 
-def adding(*rows: tuple[int, list[int], list[int]], computed: int = 0, **sampling: Any) -> dict[str, Any]:
-    """Return diff fields that add (handle, tokens, blocks of group 0); the block ids of group 1 are 20 higher."""
+def adding(
+    *rows: tuple[int, list[int], list[int]], computed: int = 0, adapters: Mapping[int, int] = NONE, **sampling: Any
+) -> dict[str, Any]:
+    """Return diff fields that add (handle, tokens, blocks of group 0); the block ids of group 1 are 20 higher.
+
+    ``adapters``: numbers of the adapters by handle.
+    """
     params = SamplingParams(**{"temperature": 0.0} | sampling)
-    new = [NewRequestData(h, f"r{h}", len(t), len(t), computed, [len(b)] * 2, params, 70 + h) for h, t, b in rows]
+    new = [
+        NewRequestData(h, f"r{h}", len(t), len(t), computed, [len(b)] * 2, params, 70 + h, adapters.get(h, 0))
+        for h, t, b in rows
+    ]
     return {
         "new_requests": new,
         "token_ids": np.array([t for _, tokens, _ in rows for t in tokens], np.int32),
@@ -259,6 +292,37 @@ def test_drafts_of_several_lengths(sampling: dict[str, Any]) -> None:
     both.step()  # steady decode after drafts: the newest tokens are on the host
     assert both.steady_steps == 1
     both.step(**adding((3, [4, 4], [11, 12]), **sampling))
+
+
+@pytest.fixture
+def two_adapters(tmp_path: Path) -> list[Path]:
+    ranks = {"a": 5, "b": 8}
+    return [make_adapter(tmp_path / name, MODEL, rank=rank, seed=rank, size=1.0) for name, rank in ranks.items()]
+
+
+def test_steady_steps_with_adapters(two_adapters: list[Path]) -> None:
+    """Rows with either adapter and without one; rows move, and a step without adapters follows."""
+    both = Both(adapters=two_adapters)
+    rows = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3]), (1, [5, 9, 2, 7, 7, 1], [4, 5, 6]), (2, [5, 9, 2, 7, 7, 1], [7, 8, 9])
+    firsts = [both.step(**adding(*rows, adapters={1: 2, 2: 1}))]
+    firsts += [both.step() for _ in range(3)]
+    assert len({tuple(column) for column in zip(*firsts, strict=True)}) == 3, "all three rows differ"
+    both.step(removed=[0])
+    both.step()
+    both.step(removed=[1, 2], **adding((3, [3, 1, 4], [1, 2])))
+    both.step()
+    assert both.steady_steps == 6
+
+
+def test_drafts_with_adapters(two_adapters: list[Path]) -> None:
+    rows = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3, 4]), (1, [8, 8], [5, 6, 7])
+    both = Both({0: [60, 2], 1: [60]}, {1: [7]}, adapters=two_adapters)
+    both.step(**adding(*rows, adapters={1: 2}))
+    for _ in range(2):
+        both.step(drafts=[(0, 3), (1, 3)], counts=[(0, 4), (1, 4)])
+    assert both.verify_steps == 2
+    both.step()
+    assert both.steady_steps == 1
 
 
 def test_capture_sizes_cover_every_batch() -> None:

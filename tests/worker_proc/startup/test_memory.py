@@ -53,6 +53,19 @@ def test_cpu_pool_of_a_small_context_is_one_gib() -> None:
     assert made.num_blocks == 1024 * MIB // BLOCK and made.kv_cache == made.num_blocks * BLOCK
 
 
+def test_slots_of_adapters_are_reserved_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = msgspec.structs.replace(CONFIG, enable_lora=True, max_loras=3)
+    assert plan_memory(config, LAYOUT, 10 * MIB, CPU, adapter_bytes=5 * MIB) == plan()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * MIB, 1000 * MIB))
+    device = torch.device("cuda")
+    without, with_slots = (plan_memory(config, LAYOUT, 10 * MIB, device, 0, size) for size in (0, 5 * MIB))
+    assert (without.adapters, with_slots.adapters) == (0, 20 * MIB)
+    assert without.kv_cache - with_slots.kv_cache == 20 * MIB // BLOCK * BLOCK
+    named = r"LoRA adapters 4000 MiB \(lower --max-loras or --max-lora-rank\), KV cache"
+    with pytest.raises(ConfigError, match=named):
+        plan_memory(config, LAYOUT, 10 * MIB, device, 0, 1000 * MIB)
+
+
 def test_pool_shrinks_to_the_memory_left_by_weights_and_activations() -> None:
     made = plan(weights=2500 * MIB)
     left = 3000 * MIB - 2500 * MIB - made.activations
