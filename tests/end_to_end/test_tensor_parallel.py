@@ -5,11 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from adapters import make_adapter
 from checkpoints import make_checkpoint
 from engine_processes import engine_processes
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import load_model_config
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 20, [16, 17]]
 
@@ -25,6 +27,24 @@ def _tokens(folder: Path, **settings: object) -> list[list[int]]:
 def test_two_ranks_give_the_same_tokens_as_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_two_ranks_with_adapters_give_the_same_tokens_as_one(family: str, tmp_path: Path) -> None:
+    """Four adapters take turns in steps of at most two."""
+    make_checkpoint(tmp_path / "model", family)
+    model = load_model_config(tmp_path / "model")
+    folders = [make_adapter(tmp_path / f"{n}", model, rank=n, seed=n, size=1.0) for n in range(1, 5)]
+    adapters = [LoRARequest(folder.name, n, folder) for n, folder in enumerate(folders, 1)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        settings = {"tensor_parallel_size": size, "enable_lora": True, "max_loras": 2}
+        with LLM(tmp_path / "model", dtype="float32", **settings) as llm:  # type: ignore[arg-type]
+            outputs = llm.generate(PROMPTS, greedy, lora_request=adapters) + llm.generate(PROMPTS, greedy)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] and all(a != b for a, b in zip(found[0][:4], found[0][4:], strict=True))
 
 
 @pytest.mark.full
