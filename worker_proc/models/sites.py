@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
@@ -51,6 +52,9 @@ class AdapterSites:
         self._tables: list[SlotTable] = []
         self.rows = AdapterRows(max_tokens, num_slots, self.device)
         self._routed = AdapterRows(max_tokens, num_slots, self.device)
+        self._routed_sites: set[int] = set()
+        self._is_routed = np.zeros(num_slots + 1, np.bool_)
+        """Whether the adapter in each slot changes experts; the last entry is that of NO_SLOT, -1."""
 
     def add_site(self, layer: str, cuts: Sequence[Cut], *, routed: bool = False) -> "Site":
         """Make the site of a fused layer, whose outputs are those of ``cuts``.
@@ -59,6 +63,8 @@ class AdapterSites:
             layer: full name of the layer that contains it.
             routed: its rows are the tokens of the last ``route``, instead of those of the step.
         """
+        if routed:
+            self._routed_sites.add(len(self._tables))
         first = 0
         for cut in cuts:
             self.targets[f"{layer}.{cut.name}"] = Target(len(self._tables), cut, first)
@@ -69,6 +75,7 @@ class AdapterSites:
 
     def set_slot(self, slot: int, parts: Mapping[int, Sequence[Part]]) -> None:
         """Replace the adapter in a slot of all sites. ``parts``: by the number of their site."""
+        self._is_routed[slot] = not self._routed_sites.isdisjoint(parts)
         for number, table in enumerate(self._tables):
             if number in parts:
                 table.set(slot, parts[number])
@@ -76,9 +83,9 @@ class AdapterSites:
                 table.clear(slot)
 
     def route(self, tokens: torch.Tensor) -> bool:
-        """Let the routed sites compute these tokens of the step; return whether one of them uses an adapter."""
+        """Let the routed sites compute these tokens of the step; return whether an adapter of one changes experts."""
         slots = self.rows.slots[tokens.numpy()]
-        if not (slots >= 0).any():
+        if not self._is_routed[slots].any():
             return False
         self._routed.assign(slots)
         return True

@@ -172,6 +172,22 @@ def test_new_scheduler_begins_without_adapters(checkpoint_factory: Factory, tmp_
     assert runner.generate(requests(), 4) == before
 
 
+def test_adapter_that_changes_no_expert_is_not_sorted_for_each_expert(
+    checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    runner = AdapterRunner(checkpoint_factory("mixtral")[0])
+    names = {"a": ["q_proj", "gate"], "b": ["up_proj"]}
+    for number, (name, projections) in enumerate(names.items(), 1):
+        make_adapter(tmp_path / name, runner.config.model, projections=projections)
+        assert runner.load(tmp_path / name, number, number).problem == ""
+    assert runner.runner.adapters is not None
+    routed = runner.runner.adapters.sites._routed
+    runner.generate([([5, 6, 7], 1), ([5, 6, 7], 0)], 4)
+    assert len(routed.slots) == 0
+    runner.generate([([5, 6, 7], 2), ([5, 6, 7], 0)], 4)
+    assert len(routed.slots) > 0
+
+
 def test_engine_without_the_library_computes_the_same_tokens(
     checkpoint_factory: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
