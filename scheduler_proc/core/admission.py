@@ -7,8 +7,10 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
+from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Rejected
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
@@ -16,6 +18,8 @@ from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 
 MAX_REQUEST_ID = 256
+MAX_ADAPTER_NAME = 256
+MAX_ADAPTER_PATH = 4096
 
 
 class Refusal(Exception):
@@ -46,14 +50,17 @@ class ArrivalFields(Protocol):
     def arrival(self) -> float: ...
     @property
     def tenant(self) -> int: ...
+    @property
+    def adapter(self) -> AdapterRef | None: ...
 
 
 class Admission:
     """Turns arrivals into Requests, and keeps none of them. ``kv`` gives the limits of the block pool."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, adapters: Adapters) -> None:
         self.config = config
         self.kv = kv
+        self._adapters = adapters
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, kv.block_size)
 
     def admit(self, event: AddRequest, client: int, parent: Request | None) -> Request:
@@ -64,13 +71,15 @@ class Admission:
         """
         config = self.config
         self.check_order(event)
+        self.check_adapter(event.adapter)
         self._check_fields(event)
         if event.forked_from:
             return self._fork(event, client, parent)
         self._check_prompt(event)
         owner = event.tenant if config.isolate_prefix_cache_by_key else 0
-        names = self._hasher.chain(event.cache_salt, tenant=owner) if config.enable_prefix_caching else None
-        request = self.build(event, client, Tokens(_known_tokens(event), names), len(event.prompt_token_ids))
+        digest = "" if event.adapter is None else event.adapter.digest.hex()
+        chain = self._hasher.chain(event.cache_salt, digest, tenant=owner) if config.enable_prefix_caching else None
+        request = self.build(event, client, Tokens(_known_tokens(event), chain), len(event.prompt_token_ids))
         if event.sampling.repetition_detection is not None:
             delivered = () if event.output_token_ids is None else event.output_token_ids.tolist()
             request.repetition = RepetitionWatch(event.sampling.repetition_detection, delivered)
@@ -94,6 +103,20 @@ class Admission:
                     "priority",
                     f"this server allows a priority from {low} to {high} (got {event.priority})",
                 )
+
+    def check_adapter(self, adapter: AdapterRef | None) -> None:
+        """Raise Refusal unless this engine can load the adapter, if there is one."""
+        if adapter is None:
+            return
+        if not self.config.enable_lora:
+            raise Refusal("unsupported", "model", f"this engine serves no adapters (got {adapter.name!r})")
+        if len(adapter.digest) != DIGEST_BYTES:
+            text = f"the digest of an adapter must have {DIGEST_BYTES} bytes (got {len(adapter.digest)})"
+            raise Refusal("invalid_value", "model", text)
+        for what, text, most in (("name", adapter.name, MAX_ADAPTER_NAME), ("path", adapter.path, MAX_ADAPTER_PATH)):
+            if len(text) > most:
+                text = f"the {what} of an adapter must have at most {most} characters (got {len(text)})"
+                raise Refusal("invalid_value", "model", text)
 
     def check_length(self, num_prompt_tokens: int) -> None:
         """Raise Refusal unless the prompt and one token fit into the context and the block pool."""
@@ -122,7 +145,7 @@ class Admission:
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-        reserved = ("job_id", "resumable", "adapter", "mm_features", "kv_transfer")
+        reserved = ("job_id", "resumable", "mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
             text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"
@@ -157,6 +180,9 @@ class Admission:
         if event.sampling.use_beam_search or parent.leader is not None:
             text = "use_beam_search cannot be combined with a fork, neither of this request nor of the one to fork"
             raise Refusal("unsupported_value", "use_beam_search", text)
+        if event.adapter is not None and (parent.adapter is None or event.adapter.digest != parent.adapter.ref.digest):
+            text = f"a forked request must have the adapter of its parent (got {event.adapter.name!r})"
+            raise Refusal("invalid_value", "model", text)
         num_tokens = event.num_forked_tokens or parent.num_tokens
         if not parent.num_prompt_tokens <= num_tokens <= parent.num_tokens:
             text = (
@@ -164,8 +190,7 @@ class Admission:
                 f"prompt and of all of the request to fork (got {num_tokens})"
             )
             raise Refusal("invalid_value", "num_forked_tokens", text)
-        request = self.build(event, client, parent.tokens.fork(num_tokens), parent.num_prompt_tokens)
-        request.parent = parent
+        request = self.build(event, client, parent.tokens.fork(num_tokens), parent.num_prompt_tokens, parent)
         if request.needs_no_more_steps:
             text = f"the request to fork has {request.num_output_tokens} output tokens there, so that no token is left"
             raise Refusal("invalid_value", "max_tokens", text)
@@ -176,7 +201,15 @@ class Admission:
                 raise Refusal("invalid_value", "repetition_detection", "the output to continue repeats itself already")
         return request
 
-    def build(self, event: ArrivalFields, client: int, tokens: TokenStore, num_prompt_tokens: int) -> Request:
+    def build(
+        self,
+        event: ArrivalFields,
+        client: int,
+        tokens: TokenStore,
+        num_prompt_tokens: int,
+        parent: Request | None = None,
+    ) -> Request:
+        """Return the Request, with the adapter of its parent if it is forked from one."""
         sampling, config = event.sampling, self.config
         eos = () if sampling.ignore_eos else config.model.eos_token_ids
         # The KV of the last token is never needed, so a sequence can have one token more than the pool has positions.
@@ -195,7 +228,11 @@ class Admission:
             priority=event.priority,
             arrival=event.arrival,
             tenant=event.tenant if config.fair_admission else 0,
+            adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
+        request.parent = parent
+        if parent is not None:
+            request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
         return request
 

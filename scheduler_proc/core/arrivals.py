@@ -1,10 +1,12 @@
-"""ArrivalFields requests: accepts or rejects them, holds and releases them."""
+"""Arriving requests: accepts or rejects them, holds and releases them."""
 
 from collections.abc import Callable
 from functools import partial
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.core.admission import Admission, Refusal
 from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.events import Hold, Refuse, Release
@@ -38,8 +40,9 @@ class Arrivals:
         transfers: Transfers,
         forks: Forks,
         beams: Beams,
+        adapters: Adapters,
     ) -> None:
-        self.admission = Admission(config, kv)
+        self.admission = Admission(config, kv, adapters)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
         self._max_waiting = config.max_num_queued_reqs
         self._kv = kv
@@ -51,6 +54,7 @@ class Arrivals:
         self._transfers = transfers
         self._forks = forks
         self._beams = beams
+        self._adapters = adapters
 
     def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
         """Accept a request, or reply with a rejection.
@@ -77,6 +81,7 @@ class Arrivals:
         else:
             self._beams.begin(request)
             self._forks.hold(request)
+            self._adapters.arrived(request)
 
     def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
         if (client, request_id) in self._table.requests:
@@ -95,6 +100,7 @@ class Arrivals:
         elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS and not self._beams.wait(request):
             self._transfers.stop_waiting(request)
             self._forks.stop_waiting(request)
+            self._adapters.stop_waiting(request)
             step = table.steady_decode.clock.sent + 1
             if request not in table.waiting:
                 self._preempt(request, step)
@@ -113,23 +119,53 @@ class Arrivals:
         self._stats.num_preemptions += 1
 
     def refuse(self, event: Refuse, request: Request) -> None:
-        """Reject a held request that can never run: for its client, it was not accepted at all.
+        """Reject a held request that can never run.
 
         A request that ran before it was held ends with an error instead.
         """
         if request.handle not in self._table.skipped_waiting or request.wait_reason not in HOLD_REASONS:
             self._stats.num_stray_messages += 1
-            return
-        if request.introduced:
+        elif request.introduced:
             self._results.finish(request, EndReason.ERROR, detail=f"{event.code}: {event.message}")
-            return
+        else:
+            self._reject(request, Rejected(event.request_id, event.code, event.param, event.message))
+
+    def adapter_loaded(self, answer: AdapterLoaded) -> None:
+        """Continue with the requests of an adapter, or end them if it could not be loaded."""
+        adapter = self._adapters.loaded(answer)
+        self._stats.num_stray_messages += adapter is None
+        if adapter is not None and answer.problem:
+            for request in [r for r in self._table.requests.values() if r.adapter is adapter and r.client >= 0]:
+                if request.introduced or request.status is not RequestStatus.WAITING or request.leader is not None:
+                    detail = f"adapter_not_loaded: {answer.problem}"
+                    self._results.finish(request, EndReason.ERROR, detail=detail)
+                else:
+                    rejected = Rejected(request.request_id, "adapter_not_loaded", "model", answer.problem)
+                    self._reject(request, rejected)
+        self._adapters.plan_loads()
+
+    def _reject(self, request: Request, answer: Rejected) -> None:
+        """Reject a waiting request: for its client, it was not accepted at all."""
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
+        self._adapters.ended(request)
         self._stats.num_requests_refused += 1
         self._stats.prompt_tokens -= request.num_prompt_tokens
-        self.replies.append((request.client, Rejected(event.request_id, event.code, event.param, event.message)))
+        self.replies.append((request.client, answer))
+
+    def unload_adapter(self, event: UnloadAdapter) -> bool:
+        """Drop an adapter if no request has it under this name. Returns whether that is so now."""
+        named = [r for r in self._table.requests.values() if r.adapter_name == event.name and r.adapter is not None]
+        named = [r for r in named if r.adapter is not None and r.adapter.ref.digest == event.digest]
+        if event.force:
+            for request in named:
+                self._results.finish(request, EndReason.ABORTED)
+        elif named:
+            return False
+        adapter = self._adapters.slots.known.get(event.digest)
+        return (adapter is not None and adapter.num_requests > 0) or self._adapters.unload(event.digest)
 
     def take_replies(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         replies, self.replies = self.replies, []

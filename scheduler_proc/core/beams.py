@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.beams.search import BeamSearch, Candidates, Choice
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -53,12 +54,14 @@ class Beams:
         hooks: SchedulerHooks,
         transfers: Transfers,
         forks: Forks,
+        adapters: Adapters,
     ) -> None:
         self._table, self._kv = table, kv
         self._decisions = decisions
         self._hooks = hooks
         self._transfers = transfers
         self._forks = forks
+        self._adapters = adapters
         self._groups: dict[int, BeamGroup] = {}
         """By handle of the leader."""
 
@@ -125,6 +128,7 @@ class Beams:
             priority=leader.priority,
             arrival=leader.arrival,
             tenant=leader.tenant,
+            adapter=leader.adapter,
         )
         beam.introduced, beam.num_cached_tokens, beam.turn = True, 0, leader.turn
         beam.leader, beam.parent, beam.diverges = leader, parent, True
@@ -180,6 +184,7 @@ class Beams:
         self._transfers.forget(beam)
         self._forks.forget(beam)
         self._table.end(beam, RequestStatus.FINISHED_ABORTED)
+        self._adapters.ended(beam)
 
     def check(self) -> None:
         """Raise AssertionError unless exactly the beams of searches have a leader, and all have the same length."""

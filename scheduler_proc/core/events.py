@@ -6,6 +6,7 @@ for the event log, with their own tags (protocol/wire/link_messages.py).
 
 from typing import TypeAlias
 
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, Stop
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
@@ -60,4 +61,6 @@ Consumed: TypeAlias = (
     | BlocksMoved
     | DiskContents
     | LoadLate
+    | AdapterLoaded
+    | UnloadAdapter
 )

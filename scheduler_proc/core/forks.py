@@ -104,7 +104,7 @@ class Forks:
         for child in sorted(waiting, key=self._table.waiting.key):
             parent = child.parent
             assert parent is not None
-            if parent.status is not RequestStatus.RUNNING or self._overtakes(child):
+            if parent.status is not RequestStatus.RUNNING or not parent.can_run or self._overtakes(child):
                 continue
             root = self._computes_last(plan, parent, child)
             if sampling and root is not None:

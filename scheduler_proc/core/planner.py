@@ -5,6 +5,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.forks import Forks
@@ -25,6 +26,8 @@ from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 _by_order = attrgetter("order")
 
+_HELD = (WaitReason.LOADING, WaitReason.ADAPTER)
+"""Reasons for which a request is held, so that the next one is considered."""
 _LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE)
 """Reasons to wait that do not depend on which prefills a step has."""
 
@@ -53,6 +56,7 @@ class Planner:
         transfers: Transfers,
         forks: Forks,
         beams: Beams,
+        adapters: Adapters,
         *,
         preemption_class: Callable[..., Preemption] = Preemption,
     ) -> None:
@@ -70,6 +74,7 @@ class Planner:
         self._transfers = transfers
         self._forks = forks
         self._beams = beams
+        self._adapters = adapters
         self._pressure = Pressure(kv.pool)
         self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
@@ -83,7 +88,15 @@ class Planner:
         Args:
             pause: if not empty, no request is admitted.
         """
-        plan = StepPlan(step, self.config)
+        plan = self._fill(StepPlan(step, self.config), pause)
+        for _ in range(len(self._adapters.turns.waiting)):
+            if plan.rows or self.steady_decode.batch:
+                break
+            self._adapters.pass_turns()
+            plan = self._fill(StepPlan(step, self.config), pause)
+        return plan
+
+    def _fill(self, plan: StepPlan, pause: str) -> StepPlan:
         # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
         can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
         self._beams.settle()
@@ -108,14 +121,14 @@ class Planner:
         if plan.budget < len(self.table.running):  # less than one token for each: the order of admission decides
             for request in list(self.steady_decode.batch.values()):
                 self.table.leave_steady(request)
+        for request in sorted((r for r in self.table.unsteady.values() if r.can_leave), key=_by_order):
+            self.table.move_to_leaving(request)  # length limits are known a step ahead (law 4)
+        self._adapters.next_step()
         self._handle_due(plan)
         plan.budget -= len(self.steady_decode.batch)
-        prefills: list[Request] = []
-        decodes: list[Request] = []
-        if self.table.unsteady:
-            running = sorted(self.table.unsteady.values(), key=_by_order)
-            prefills = [r for r in running if r.num_tokens_to_compute > 1]
-            decodes = [r for r in running if r.num_tokens_to_compute <= 1]
+        running = sorted((r for r in self.table.unsteady.values() if r.can_run), key=_by_order)
+        prefills = [r for r in running if r.num_tokens_to_compute > 1 or not r.on_worker]
+        decodes = [r for r in running if r.num_tokens_to_compute <= 1 and r.on_worker]
         self.schedule_rows(plan, prefills, decodes)
         self.note_evictions(plan, evicted, None)
 
@@ -123,19 +136,17 @@ class Planner:
         """Schedule running requests outside of steady decode. Both lists are in order of admission."""
         self.schedule_decodes(plan, decodes)
         if prefills or self.table.waiting:
-            self.bound_prefill(plan)
+            plan.bound_prefill(len(self.steady_decode))
         self._schedule_prefills(plan, prefills)
 
     def _handle_due(self, plan: StepPlan) -> None:
-        """Handle requests in steady decode that are due, and remove requests that need no more steps.
+        """Handle requests in steady decode that are due.
 
         A request that needs a block gets one; a request that may have drafts leaves steady decode. The fast path of
         allocation is used if blocks suffice for all and no other decode competes for them. Otherwise the due requests
         leave steady decode, are scheduled like others, and join it again.
         """
         table, due = self.table, self.steady_decode.due(plan.step)
-        for request in sorted((r for r in table.unsteady.values() if r.can_leave), key=_by_order):
-            table.move_to_leaving(request)  # length limits are known a step ahead (law 4)
         if not due:
             return
         plan.last = [r for r in due if r.last_step == plan.step]
@@ -145,7 +156,7 @@ class Planner:
         if not due:
             return
         if self.decode_blocks.can_allocate(len(due)) and not any(
-            r.num_tokens_to_compute <= 1 for r in table.unsteady.values()
+            r.num_tokens_to_compute <= 1 and r.can_run for r in table.unsteady.values()
         ):
             plan.grown, plan.new_blocks = due, self.decode_blocks.allocate(due)
             self.steady_decode.mark_handled(due, plan.step)
@@ -155,10 +166,8 @@ class Planner:
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         """Schedule one token for each request, and drafts only from the budget that remains after that."""
-        num_decoding = len(self.steady_decode.batch) + len(decodes)
-        wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
-        if not decodes:
-            return
+        states, num_steady = [request.draft_state for request in decodes], len(self.steady_decode.batch)
+        wanted = self._drafting.choose(states, num_steady + len(decodes), plan.step)
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
             self._schedule_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
 
@@ -195,18 +204,9 @@ class Planner:
                 self._transfers.join(request)
                 return
             most = min(most, request.split_at - request.num_computed_tokens)
-        most = min(most, request.num_tokens_to_compute, plan.budget, plan.prefill_budget)
-        most = min(most, self.config.long_prefill_token_threshold or most)
+        most = plan.prefill_tokens(min(most, request.num_tokens_to_compute))
         if most > 0:
             self._allocate(plan, StepRow(request, most, None, is_prefill=True))
-
-    def bound_prefill(self, plan: StepPlan) -> None:
-        """Set the prefill budget: a part of the step while requests decode, whose next tokens wait for the step."""
-        plan.prefill_budget = plan.budget
-        if self.config.enable_chunked_prefill and (self.steady_decode.batch or plan.rows):
-            part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
-            plan.prefill_budget = min(plan.budget, max(part, 1))
-        plan.prefill_limit = plan.prefill_budget
 
     def _allocate(self, plan: StepPlan, row: StepRow) -> None:
         """Allocate the blocks of a running request's row and add it to the plan.
@@ -247,7 +247,7 @@ class Planner:
         while self.table.waiting:
             request = self.table.waiting.peek_request()
             reason = WaitReason.PAUSED if pause else self.admission_obstacle(plan, request)
-            if reason is not None and reason is not WaitReason.LOADING:
+            if reason is not None and reason not in _HELD:
                 self._waits_for(plan, request, reason)
                 return
 
@@ -318,9 +318,11 @@ class Planner:
             return WaitReason.PREEMPTING
         if request.awaits_result:  # recently preempted: its token in flight belongs to the tokens to recompute
             return WaitReason.RESULT_IN_FLIGHT
-        while plan.budget <= 0 or plan.prefill_budget <= 0:
+        if not self._adapters.is_loaded(request):
+            return WaitReason.ADAPTER
+        while (reason := plan.lacks_tokens()) is not None:
             if not self.preemption.for_tokens(plan, request):
-                return WaitReason.TOKEN_BUDGET if plan.budget <= 0 else WaitReason.PREFILL_SHARE
+                return reason
         if len(self.table.running) >= self.config.max_num_seqs and not self.preemption.for_a_row(plan, request):
             return WaitReason.MAX_NUM_SEQS
         while self.table.running and self._pressure.is_high(self.config):
@@ -332,11 +334,10 @@ class Planner:
         if choice is not None and choice.kind == "load":
             return WaitReason.LOADING
         missing = request.num_tokens - num_hit_tokens
-        while missing > plan.budget and not self.config.enable_chunked_prefill:
+        while (reason := plan.lacks_tokens(missing)) is not None:
             if not self.preemption.for_tokens(plan, request):
-                return WaitReason.WHOLE_PROMPT
-        num_tokens = min(missing, plan.budget, plan.prefill_budget)
-        num_tokens = min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
+                return reason
+        num_tokens = plan.prefill_tokens(missing)
         if choice is not None and choice.front:
             num_tokens = min(num_tokens, choice.front - num_hit_tokens)
         evicted = self.kv.pool.num_evicted_blocks
@@ -360,8 +361,9 @@ class Planner:
             self.table.waiting.charge(request.tenant, -loaded)
         request.split_at = 0
         self._hooks.admitted(request, num_hit_tokens)
-        plan.add(StepRow(request, num_tokens, None, is_prefill=True))
-        self._cache_written(request, num_tokens)
+        if self._adapters.may_run(request):
+            plan.add(StepRow(request, num_tokens, None, is_prefill=True))
+            self._cache_written(request, num_tokens)
         if choice is not None:
             self._transfers.admitted(request, choice)
         return None
@@ -378,14 +380,13 @@ class Planner:
         There must be room for all known tokens. Otherwise the request would be preempted before its prefill is
         complete, again and again.
         """
-        kv = self.kv
-        if self.config.reserve_full_sequence and not kv.can_fit_full_sequence(
+        if self.config.reserve_full_sequence and not self.kv.can_fit_full_sequence(
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
         if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits):
             return WaitReason.KV_BLOCKS
-        new_blocks = kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=self._keep_free)
+        new_blocks = self.kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=self._keep_free)
         return WaitReason.KV_BLOCKS if new_blocks is None else None
 
     @property
@@ -394,7 +395,6 @@ class Planner:
         return self.kv.watermark_blocks if self.table.running else 0
 
     def note_evictions(self, plan: StepPlan, before: int, beneficiary: Request | None) -> None:
-        evicted = self.kv.pool.num_evicted_blocks - before
-        if evicted:
+        if evicted := self.kv.pool.num_evicted_blocks - before:
             reason, request_id = ("decode", "") if beneficiary is None else ("admission", beneficiary.request_id)
             self._decisions.note(Decision(plan.step, "evict", "", reason, request_id, evicted))

@@ -70,6 +70,8 @@ class RequestTable:
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
 
     def hold(self, request: Request, reason: WaitReason) -> None:
         """Hold a waiting request. Raises KeyError unless it is in the queue."""
@@ -90,6 +92,8 @@ class RequestTable:
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
+        if request.adapter is not None:
+            request.adapter.running[request.handle] = request
 
     def join_steady(self, request: Request, until: int, room: int) -> None:
         """Move a running request to steady decode, for the steps after the newest one and before ``until``.
@@ -144,6 +148,8 @@ class RequestTable:
         request.status = status
         self.retire(request.handle)
         self.stops.remove(request.stop_tokens)
+        if request.adapter is not None:
+            request.adapter.num_requests -= 1
         del self.requests[request.client, request.request_id]
         if self.requests:
             self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
@@ -197,6 +203,9 @@ class RequestTable:
     def _leave_running(self, request: Request) -> None:
         self.leave_steady(request)
         del self.unsteady[request.handle], self.running[request.handle]
+        if request.adapter is not None:
+            del request.adapter.running[request.handle]
+            request.adapter.last_step = self.steady_decode.clock.sent
         if self.rows[request.tenant] > 1:
             self.rows[request.tenant] -= 1
         else:
@@ -230,6 +239,10 @@ class RequestTable:
                 assert named.get(handle, request) is request, f"handle {handle} refers to two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.steady_decode)
+        for adapter in {request.adapter for request in self.requests.values()} - {None}:
+            assert adapter is not None
+            running = [r for r in self.running.values() if r.adapter is adapter]
+            assert list(adapter.running.values()) == running, f"{adapter!r}: wrong running requests"
         assert Counter(r.tenant for r in self.running.values()) == self.rows, "wrong row counts of tenants"
         orders = [r.order for r in self.running.values()]
         assert orders == sorted(orders), "running requests are not in order of admission"

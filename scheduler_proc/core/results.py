@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.beams.search import Choice
 from quire.scheduler_proc.core.beams import BeamGroup, Beams
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
@@ -65,6 +66,7 @@ class Results:
         transfers: Transfers,
         forks: Forks,
         beams: Beams,
+        adapters: Adapters,
     ) -> None:
         self.table = table
         self.steady_decode = table.steady_decode
@@ -80,6 +82,7 @@ class Results:
         self._transfers = transfers
         self._forks = forks
         self._beams = beams
+        self._adapters = adapters
         self._endings = TokenEndings(table.stops)
 
     def update_from_output(
@@ -103,6 +106,7 @@ class Results:
         judge = self._endings if endings is None else endings
         cut = self._apply(record, sampled, output, judge)
         self._transfers.plan_stores()
+        self._adapters.plan_loads()
         if deliver:
             self.outputs.sampled(sampled, cut, output.logprobs)
 
@@ -333,6 +337,7 @@ class Results:
         self._forks.forget(request)
         self._beams.forget(request)
         self.table.end(request, STATUS_OF_END[reason])
+        self._adapters.ended(request)
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
         self._hooks.ended(ended)

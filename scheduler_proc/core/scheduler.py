@@ -12,6 +12,7 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
@@ -23,11 +24,13 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
+from quire.scheduler_proc.core.invariants import check_requests
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
@@ -44,7 +47,7 @@ from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
-from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 
@@ -116,8 +119,9 @@ class Scheduler:
         self._drafting = make_draft_policy(config)
         self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
         self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
-        self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks)
-        side_work = self.transfers, self.forks, self.beams
+        self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
+        self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
+        side_work = self.transfers, self.forks, self.beams, self.adapters
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
         )
@@ -178,6 +182,11 @@ class Scheduler:
                 self.transfers.open_disk(event)
             case LoadLate():
                 self.transfers.release_late(event.transfer)
+            case AdapterLoaded():
+                self.arrivals.adapter_loaded(event)
+            case UnloadAdapter():
+                done = self.arrivals.unload_adapter(event)
+                self.arrivals.replies.append((client, self.statistics(event.query, done)))
             case _:
                 assert_never(event)
 
@@ -218,6 +227,7 @@ class Scheduler:
         self.steady_decode.clock.acknowledged = step
         self.kv.drop_device_contents()
         self.transfers.begin_epoch(new_workers=new_workers)
+        self.adapters.begin_epoch(new_workers=new_workers)
         if not new_workers:
             return False
         self.table.take_removed()
@@ -298,6 +308,7 @@ class Scheduler:
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
         self.transfers.plan_stores()
+        self.adapters.plan_loads()
         return diff
 
     @property
@@ -307,8 +318,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request exists, and no step and no transfer is in flight."""
-        return not (self.table.requests or self.in_flight or self.transfers)
+        """Whether no request exists, and no step, no transfer and no load of an adapter is in flight."""
+        return not (self.table.requests or self.in_flight or self.transfers or self.adapters)
 
     def resume_after(self, step: int) -> None:
         """Set the last decided and answered step. The scheduler must be idle."""
@@ -374,25 +385,16 @@ class Scheduler:
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Return current gauges, and counters since start."""
         paused, tiers = bool(self.pause), self.transfers.tiers()
-        return make_statistics(
+        statistics = make_statistics(
             self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
         )
+        return self.adapters.add_to(statistics)
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
         parts = self.kv, self.table, self.transfers, self.forks, self.beams, self.planner.decode_blocks
         for part in parts:
             part.check()
-        requests = self.table.requests.values()
-        for request in requests:
-            running = request.status is RequestStatus.RUNNING
-            most = request.num_in_flight * (1 + self.config.num_speculative_tokens)
-            assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more placeholders than steps in flight"
-            assert request.num_in_flight <= self.config.pipeline_depth, f"{request!r}: too many steps in flight"
-            assert 0 <= request.num_acknowledged_tokens <= request.num_computed_tokens, f"{request!r}: not computed"
-            held = self.kv.coordinator.managers[0].req_to_blocks.get(request.handle)
-            assert bool(held) == running, f"{request!r}: holds blocks although not running, or the reverse"
-        assert len(self.table.running) <= self.config.max_num_seqs
-        live = {r.handle for r in requests}
-        for manager in self.kv.coordinator.managers:
-            assert manager.req_to_blocks.keys() <= live, "blocks are held by requests that have ended"
+        check_requests(self.table, self.kv, self.config)
+        in_flight = [request for record in self.in_flight.records for request in record.requests().values()]
+        self.adapters.check(self.table.requests.values(), in_flight)

@@ -11,6 +11,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -38,7 +39,7 @@ class StepRow:
     The proposer may find fewer drafts; the workers then compute fewer positions.
 
     Attributes:
-        new_blocks: blocks to append, for a request that the workers already hold; None for a new or resumed request.
+        new_blocks: blocks to append, for a request that the workers already hold; ignored for a new or resumed one.
         is_prefill: the positions count towards the prefill budget.
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
@@ -82,6 +83,28 @@ class StepPlan:
         self.grown: list[Request] = []
         self.new_blocks = NewBlocks([], [], [])
         self.last: list[Request] = []
+
+    def bound_prefill(self, num_steady: int) -> None:
+        """Set the prefill budget: a part of the step while requests decode, whose next tokens wait for the step."""
+        self.prefill_budget = self.budget
+        if self.config.enable_chunked_prefill and (num_steady or self.rows):
+            part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
+            self.prefill_budget = min(self.budget, max(part, 1))
+        self.prefill_limit = self.prefill_budget
+
+    def lacks_tokens(self, num_missing: int = 1) -> WaitReason | None:
+        """Return why no request that lacks this number of tokens can be admitted to the step, or None if one can."""
+        if self.budget <= 0:
+            return WaitReason.TOKEN_BUDGET
+        if self.prefill_budget <= 0:
+            return WaitReason.PREFILL_SHARE
+        fits = num_missing <= self.budget or self.config.enable_chunked_prefill
+        return None if fits else WaitReason.WHOLE_PROMPT
+
+    def prefill_tokens(self, wanted: int) -> int:
+        """Return how many of the ``wanted`` positions of a prefill the step can compute."""
+        most = min(wanted, self.budget, self.prefill_budget)
+        return min(most, self.config.long_prefill_token_threshold or most)
 
     def add(self, row: StepRow) -> None:
         self.rows[row.request.handle] = row
@@ -131,14 +154,14 @@ def build_diff(
     unparked: list[int] = []
     for handle, row in plan.rows.items():
         request = row.request
-        if row.new_blocks is None:
+        if not request.on_worker:
             known, held = contents.of(row)
             new.append(_new_request_data(request, [len(ids) for ids in held]))
             tokens.append(known)
             new_ids += held
             request.on_worker, request.parked = True, False
             continue
-        for group, blocks in enumerate(row.new_blocks):
+        for group, blocks in enumerate(row.new_blocks or ()):
             if blocks:
                 handles += [handle] * len(blocks)
                 block_ids += [block.block_id for block in blocks]
@@ -194,6 +217,7 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
         num_blocks=num_blocks,
         sampling=request.sampling,
         seed=request.seed,
+        adapter=0 if request.adapter is None else request.adapter.number,
     )
 
 
@@ -201,7 +225,7 @@ def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
     """Park the requests without a row, which the workers would otherwise decode. Returns their handles, sorted."""
     parked: list[int] = []
     for request in unsteady:
-        if request.handle not in plan.rows and not request.parked:
+        if request.handle not in plan.rows and request.on_worker and not request.parked:
             request.parked = True
             parked.append(request.handle)
     return sorted(parked) if parked else parked

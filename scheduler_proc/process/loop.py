@@ -12,6 +12,7 @@ from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.process.log import event_logger
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EngineState, Rejected, Statistics, Stop
@@ -233,7 +234,7 @@ class SchedulerLoop:
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._on_step_message(self._scheduler, workers, received)
-            case BlocksMoved() | DiskContents() as answer if self._scheduler is not None:
+            case BlocksMoved() | DiskContents() | AdapterLoaded() as answer if self._scheduler is not None:
                 self._transfers.answered(self._scheduler, answer, self._clock())
             case Hello() as hello:
                 if reason := mismatch(hello):
@@ -254,9 +255,8 @@ class SchedulerLoop:
     def _configure(self, workers: WorkerGroup) -> Configure:
         """Return the configuration of a new group. A replacement continues after the last step, with as many blocks."""
         told, scheduler = (workers.worker_epoch, self._layout, self._config), self._scheduler
-        if scheduler is None:
-            return Configure(*told)
-        return Configure(*told, scheduler.last_step, scheduler.kv.pool.num_usable_blocks + 1)
+        resumed = () if scheduler is None else (scheduler.last_step, scheduler.kv.pool.num_usable_blocks + 1)
+        return Configure(*told, *resumed)
 
     def _on_step_message(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
         before = scheduler.num_generated_tokens
@@ -367,7 +367,7 @@ class SchedulerLoop:
             case AddRequest() as request if self._scheduler is None:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
-            case AddRequest() | Abort() | Stop() | Control() as event if self._scheduler is not None:
+            case AddRequest() | Abort() | Stop() | Control() | UnloadAdapter() as event if self._scheduler is not None:
                 is_known = (client, getattr(event, "request_id", "")) in self._scheduler.table.requests
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)

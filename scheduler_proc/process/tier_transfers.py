@@ -1,4 +1,4 @@
-"""Copies of blocks between the Scheduler and the workers: where their pages are, messages, and deadlines."""
+"""Work of the workers beside the steps: copies of blocks (where their pages are, deadlines) and loads of adapters."""
 
 import math
 from collections import deque
@@ -6,6 +6,7 @@ from collections import deque
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.log import event_logger
+from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
@@ -22,10 +23,10 @@ LOG_S = 10.0
 
 
 class TierTransfers:
-    """Sends the Scheduler's transfers, and passes it their answers and which loads are late.
+    """Sends the Scheduler's transfers and loads of adapters, and passes it their answers and which transfers are late.
 
-    Owns where the pages of all tiers are. Without ``--cpu-offload-bytes`` and ``--ssd-cache-bytes`` it has nothing to
-    do. Writes to the disk itself only to forget contents, and waits for it then.
+    Owns where the pages of all tiers are. Without ``--cpu-offload-bytes``, ``--ssd-cache-bytes`` and ``--enable-lora``
+    it has nothing to do. Writes to the disk itself only to forget contents, and waits for it then.
     """
 
     def __init__(self, config: EngineConfig, transport: Transport, journal: Journal, worker_epoch: int) -> None:
@@ -104,9 +105,15 @@ class TierTransfers:
             workers.send_to(rank, DiskPages(str(path), disk.first_id, files.num_pages, *rest))
 
     def send_loads(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
-        """Send loads, which need not wait for the step that was just decided."""
+        """Send loads of blocks and adapters, which need not wait for the step that was just decided."""
         for load in scheduler.transfers.take_loads():
             self._deadlines[load.transfer] = now + scheduler.transfers.load_limit(load.transfer)
+            workers.send(load)
+        self._load_adapters(scheduler, workers)
+
+    @staticmethod
+    def _load_adapters(scheduler: Scheduler, workers: WorkerGroup) -> None:
+        for load in scheduler.adapters.take_loads():
             workers.send(load)
 
     def send_stores(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
@@ -117,12 +124,19 @@ class TierTransfers:
         for store in scheduler.transfers.take_stores():
             workers.send(store)
 
-    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents, now: float) -> None:
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | AdapterLoaded, now: float) -> None:
         """Pass an answer to the Scheduler, and log what has failed.
 
         Raises:
             EngineError: its durations are impossible.
         """
+        if isinstance(answer, AdapterLoaded):
+            if not 0.0 <= answer.seconds < math.inf:
+                raise EngineError(f"load of adapter {answer.number} took {answer.seconds} s: the worker is faulty")
+            self._consume(scheduler, answer)
+            if answer.problem:
+                log.error("an adapter was not loaded; its requests end", number=answer.number, reason=answer.problem)
+            return
         if isinstance(answer, BlocksMoved):
             if not 0.0 <= answer.disk_seconds <= answer.seconds < math.inf:
                 durations = f"{answer.seconds} s, of which {answer.disk_seconds} s on disk"
@@ -162,6 +176,8 @@ class TierTransfers:
             files.forget(disk.forgotten)
         if workers is not None:
             self.send_stores(scheduler, workers)
+            if workers.is_ready:
+                self._load_adapters(scheduler, workers)
         for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[number]
             self._consume(scheduler, LoadLate(number))
@@ -172,7 +188,7 @@ class TierTransfers:
         """Expect no more answers: the workers are lost."""
         self._deadlines.clear()
 
-    def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate) -> None:
+    def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate | AdapterLoaded) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)
 

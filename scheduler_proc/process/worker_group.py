@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.errors import EngineError
+from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Channel, Frames, Received, SendFailed
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
@@ -34,6 +35,8 @@ class WorkerGroup:
         self._held: deque[Received] = deque()
         self._digests: dict[int, dict[int, bytes]] = {}
         self._moved: dict[int, dict[int, BlocksMoved]] = {}
+        self._loaded: dict[int, dict[int, AdapterLoaded]] = {}
+        """Answers to loads of adapters, by slot and rank."""
         self._contents: list[list[DiskContents]] = [[] for _ in channels]
         """The parts received from each rank."""
 
@@ -83,6 +86,12 @@ class WorkerGroup:
                         if len(answers) == self.size:
                             del self._moved[moved.transfer]
                             return rank, received._replace(message=_of_all_ranks(list(answers.values())))
+                    case AdapterLoaded() as loaded if self.size > 1:
+                        ends = self._loaded.setdefault(loaded.slot, {})
+                        ends[rank] = loaded
+                        if len(ends) == self.size:
+                            del self._loaded[loaded.slot]
+                            return rank, received._replace(message=_loaded_by_all(list(ends.values())))
                     case DiskContents() as contents:
                         self._contents[rank].append(contents)
                         if all(parts and parts[-1].is_last for parts in self._contents):
@@ -160,3 +169,22 @@ def _of_all_ranks(answers: Sequence[BlocksMoved]) -> BlocksMoved:
     reason = next((answer.reason for answer in answers if answer.reason), "")
     seconds, disk_seconds = (max(getattr(each, name) for each in answers) for name in ("seconds", "disk_seconds"))
     return BlocksMoved(answers[0].transfer, failed, seconds, reason, disk_seconds)
+
+
+def _loaded_by_all(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
+    """Return the answer of a group: an adapter that one rank could not load is not loaded.
+
+    Raises:
+        EngineError: the answers are about different adapters.
+    """
+    numbers = sorted({answer.number for answer in answers})
+    if len(numbers) > 1:
+        raise EngineError(f"the ranks loaded different adapters to slot {answers[0].slot}: numbers {numbers}")
+    return AdapterLoaded(
+        numbers[0],
+        answers[0].slot,
+        next((answer.problem for answer in answers if answer.problem), ""),
+        sum(answer.num_bytes for answer in answers),
+        max(answer.seconds for answer in answers),
+        all(answer.was_cached for answer in answers),
+    )

@@ -32,6 +32,10 @@ class WaitReason(enum.StrEnum):
     """The request that it was forked from has not computed their common tokens, or there is no row or block for it."""
     BEAMS = "beams"
     """It is the request of a beam search, or a beam with a result, and the search has not continued yet."""
+    ADAPTER = "adapter"
+    """Its LoRA adapter is not loaded."""
+    ADAPTER_TURN = "adapter_turn"
+    """It was admitted, and other adapters have their turn; only in decisions, because it runs."""
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
 

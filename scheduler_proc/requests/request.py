@@ -2,10 +2,12 @@
 
 import enum
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.requests.adapter_state import AdapterState
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
@@ -53,6 +55,7 @@ class Request:
         handle: identifies the request in messages; -1 until the scheduler allocates it.
         client: index of the front end that sent the request.
         admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics; 0 until then.
+        adapter: its LoRA adapter, or None; adapter_name: the name by which its client asked for it.
         tenant: account for fair scheduling of the queue, rows and blocks (tenants.py).
         turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
         stop_tokens: token ids that end the request.
@@ -82,6 +85,8 @@ class Request:
         "_num_computed_tokens",
         "_num_in_flight",
         "_num_output_placeholders",
+        "adapter",
+        "adapter_name",
         "admitted",
         "arrival",
         "block_step",
@@ -139,8 +144,11 @@ class Request:
         arrival: float = 0.0,
         tenant: int = 0,
         handle: int = -1,
+        adapter: "Adapter | None" = None,
     ) -> None:
         self.number = self.order = 0
+        self.adapter = adapter
+        self.adapter_name = "" if adapter is None else adapter.ref.name
         self.handle = handle
         self.client = client
         self.request_id = request_id
@@ -323,6 +331,11 @@ class Request:
         return self.has_grammar or self.sampling.repetition_detection is not None
 
     @property
+    def can_run(self) -> bool:
+        """Whether the next step may compute it, if it runs: its adapter has a turn."""
+        return self.adapter is None or self.adapter.is_active
+
+    @property
     def repeats_itself(self) -> bool:
         """Whether its newest tokens are a repetition and ``min_tokens`` is reached."""
         watch = self.repetition
@@ -346,3 +359,6 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
         )
+
+
+Adapter: TypeAlias = AdapterState[Request]

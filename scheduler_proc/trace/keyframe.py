@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
@@ -47,6 +48,20 @@ class TiersState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     costs: CostState = CostState()
 
 
+class AdaptersState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The adapters while no load is in flight.
+
+    Attributes:
+        last_number: number of the newest adapter.
+        places: (number, adapter, slot or -1, last step that used it) of those in host memory.
+        dropped: numbers of those whose copies the next load drops.
+    """
+
+    last_number: int
+    places: list[tuple[int, AdapterRef, int, int]] = []
+    dropped: list[int] = []
+
+
 class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that affects later decisions while there are no requests and no steps in flight.
 
@@ -64,6 +79,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cached: (block, key) of each cached content; blocks with equal keys in lookup order.
         tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
         tiers: the tiers behind the device; None without any.
+        adapters: None without LoRA adapters.
     """
 
     step: int
@@ -77,6 +93,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached: list[tuple[int, bytes]] = []
     tenants: list[tuple[int, int, int]] = []
     tiers: TiersState | None = None
+    adapters: AdaptersState | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -100,7 +117,13 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         cached=pool.contents(),
         tenants=pool.left_by_tenant(),
         tiers=_tiers_state(scheduler) if scheduler.kv.tiers else None,
+        adapters=_adapters_state(scheduler) if scheduler.config.enable_lora else None,
     )
+
+
+def _adapters_state(scheduler: Scheduler) -> AdaptersState:
+    slots = scheduler.adapters.slots
+    return AdaptersState(last_number=slots.last_number, places=slots.state, dropped=slots.dropped.copy())
 
 
 def _tiers_state(scheduler: Scheduler) -> TiersState:
@@ -151,6 +174,11 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
     scheduler.table.restore(state.removed, state.retired)
     scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
     _restore_tiers(scheduler, TiersState(pages=[]) if state.tiers is None else state.tiers)
+    if state.adapters is not None:
+        if not config.enable_lora:
+            raise ValueError("invalid keyframe: it has adapters, and the header disables them")
+        known = state.adapters
+        scheduler.adapters.slots.restore(known.last_number, known.places, known.dropped)
     scheduler.resume_after(state.step)
 
 

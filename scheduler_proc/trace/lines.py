@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, Control, Ended, Stop
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.core.events import Fail, Hold, LoadLate, Refuse, Release
@@ -88,6 +89,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     ``sampling`` has the parameters that affect scheduling, but no texts, schemas or token lists. ``block_hashes``:
     hashes of its full blocks, concatenated. ``forked_from``: id of the request whose tokens it continues;
     ``hashes``: (handle, hash) of the blocks of that request that became full when it was asked for its tokens.
+    ``adapter``: its LoRA adapter, without the folder.
     """
 
     now: float
@@ -103,12 +105,26 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     tenant: int = 0
     resubmitted: bool = False
     forked_from: str = ""
+    adapter: AdapterRef | None = None
     hashes: list[tuple[int, bytes]] = []
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
 
 
-OtherEvent: TypeAlias = Abort | Stop | Control | Hold | Release | Refuse | Fail | BlocksMoved | DiskContents | LoadLate
+OtherEvent: TypeAlias = (
+    Abort
+    | Stop
+    | Control
+    | Hold
+    | Release
+    | Refuse
+    | Fail
+    | BlocksMoved
+    | DiskContents
+    | LoadLate
+    | AdapterLoaded
+    | UnloadAdapter
+)
 
 
 class Event(Line, frozen=True, kw_only=True, tag="event"):

@@ -6,6 +6,7 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
@@ -66,7 +67,11 @@ def make_header(
 
 
 def keyframe_line(now: float, state: IdleState, header: TraceHeader) -> Keyframe:
-    return Keyframe(now=now, state=with_short_hashes(state, KEY_BYTES[header.config.prefix_caching_hash_algo]))
+    state = with_short_hashes(state, KEY_BYTES[header.config.prefix_caching_hash_algo])
+    if (known := state.adapters) is not None:
+        places = [(number, without_folder(ref), slot, last) for number, ref, slot, last in known.places]
+        state = msgspec.structs.replace(state, adapters=msgspec.structs.replace(known, places=places))
+    return Keyframe(now=now, state=state)
 
 
 def public_config(config: EngineConfig) -> EngineConfig:
@@ -123,10 +128,15 @@ def arrival_line(
         tenant=event.tenant,
         resubmitted=event.resubmitted,
         forked_from=event.forked_from,
+        adapter=None if event.adapter is None else without_folder(event.adapter),
         hashes=hashes,
         block_hashes=b"".join([block_hash[:HASH_BYTES] for block_hash in block_hashes]),
         prompt_token_ids=_to_list(event.prompt_token_ids) if prompts else None,
     )
+
+
+def without_folder(adapter: AdapterRef) -> AdapterRef:
+    return msgspec.structs.replace(adapter, path="")
 
 
 def scheduling_params(sampling: SamplingParams) -> SamplingParams:
@@ -145,12 +155,14 @@ def scheduling_params(sampling: SamplingParams) -> SamplingParams:
 
 
 def event_line(now: float, client: int, event: OtherEvent, hashes: Hashes) -> Event:
-    """Omit the compiler's message, which may quote the grammar."""
+    """Omit texts of errors, which may quote a grammar or a path."""
     match event:
         case Refuse():
             event = Refuse(event.request_id, event.code, event.param, "")
         case Fail():
             event = Fail(event.request_id, event.detail.split(":", 1)[0])
+        case AdapterLoaded(problem=problem) if problem:
+            event = msgspec.structs.replace(event, problem="not loaded")
         case BlocksMoved():
             event = msgspec.structs.replace(event, reason="")
         case DiskContents():

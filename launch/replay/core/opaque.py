@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason
 from quire.scheduler_proc.beams.search import Choice
@@ -33,6 +34,7 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     tenant: int = 0
     resubmitted: bool = False
     forked_from: str = ""
+    adapter: AdapterRef | None = None
 
     @property
     def names(self) -> list[bytes]:

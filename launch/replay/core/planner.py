@@ -64,9 +64,9 @@ class ImitatingPlanner(Planner):
         plan.budget += len(later)
         for request in later:
             self.table.leave_steady(request)
-        self.bound_prefill(plan)
-        for request in sorted(self.table.unsteady.values(), key=_by_order):
-            if request.num_tokens_to_compute > 1:
+        plan.bound_prefill(len(self.steady_decode))
+        for request in sorted((r for r in self.table.unsteady.values() if r.can_run), key=_by_order):
+            if request.num_tokens_to_compute > 1 or not request.on_worker:
                 self.schedule_prefill(plan, request, plan.prefill_budget)
             else:
                 self.schedule_decodes(plan, [request])

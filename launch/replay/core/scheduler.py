@@ -71,6 +71,7 @@ class ReplayScheduler(Scheduler):
     def _admit(self, event: OpaqueRequest, client: int) -> Request:
         admission = self.arrivals.admission
         admission.check_order(event)
+        admission.check_adapter(event.adapter)
         admission.check_length(event.num_prompt_tokens)
         if event.num_output_tokens < 0:
             text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
@@ -81,9 +82,7 @@ class ReplayScheduler(Scheduler):
             raise Refusal("invalid_value", "block_hashes", text)
         names = event.names if self.config.enable_prefix_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
-        request = admission.build(event, client, tokens, event.num_prompt_tokens)
-        request.parent = self.forks.parent_of(event, client)
-        return request
+        return admission.build(event, client, tokens, event.num_prompt_tokens, self.forks.parent_of(event, client))
 
     def _answer(self, event: OpaqueResult) -> None:
         handles = self.in_flight.handles if event.handles is None else event.handles
@@ -118,7 +117,7 @@ class ReplayScheduler(Scheduler):
             return 0
         if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
             return 0
-        if not self.transfers.is_settled:
+        if not self.transfers.is_settled or not self.adapters.is_settled:
             return 0
         if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
             return 0

@@ -22,6 +22,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
         tenant=line.tenant,
         resubmitted=line.resubmitted,
         forked_from=line.forked_from,
+        adapter=line.adapter,
     )
 
 

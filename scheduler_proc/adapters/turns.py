@@ -1,0 +1,91 @@
+"""Turns: of which adapters the next step computes requests, when more of them have running requests than it may use."""
+
+from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE
+from quire.scheduler_proc.requests.request import Adapter, Request
+from quire.scheduler_proc.requests.step_clock import StepClock
+
+
+class Turns:
+    """Gives adapters their turns.
+
+    While running requests use at most ``max_active`` adapters, each of these has a turn that does not end, and a step
+    costs nothing here. Otherwise the adapter that has waited longest gets the place of the one whose turn began first,
+    when that turn has lasted ADAPTER_SLICE steps, or one step if a request that waits has no token yet.
+
+    Attributes:
+        active: adapters with a turn, in the order in which turns began.
+        waiting: adapters with running requests and without a turn, in the order in which they began to wait.
+    """
+
+    def __init__(self, max_active: int, clock: StepClock) -> None:
+        self.active: dict[int, Adapter] = {}
+        self.waiting: dict[int, Adapter] = {}
+        self._max_active = max_active
+        self._clock = clock
+
+    def take(self, adapter: Adapter) -> bool:
+        """Begin a turn in the step that is being planned, if there is room and the adapter is ready."""
+        if len(self.active) >= self._max_active or not adapter.is_ready:
+            return False
+        self.waiting.pop(adapter.number, None)
+        self.active[adapter.number] = adapter
+        adapter.is_active, adapter.turn_began = True, self._clock.sent + 1
+        return True
+
+    def wait(self, adapter: Adapter, request: Request) -> None:
+        """Let an adapter wait for a turn, since ``request`` of it was admitted."""
+        self.waiting.setdefault(adapter.number, adapter)
+        adapter.awaits_first_token |= _awaits_first_token(request)
+
+    def next_step(self) -> list[Adapter]:
+        """End and begin turns before a step is planned. Returns the adapters whose turn ended with running requests."""
+        for adapter in [each for each in self.active.values() if not each.running]:
+            self._end(adapter)
+        ended: list[Adapter] = []
+        if not self.waiting:
+            return ended
+        for adapter in [each for each in self.waiting.values() if not each.running]:
+            del self.waiting[adapter.number]
+            adapter.awaits_first_token = False
+        ready = [adapter for adapter in self.waiting.values() if adapter.is_ready]
+        is_urgent = any(adapter.awaits_first_token for adapter in ready)
+        for adapter in ready:
+            first = next(iter(self.active.values()), None)
+            if first is not None and len(self.active) >= self._max_active:
+                if self._clock.sent + 1 - first.turn_began < (1 if is_urgent else ADAPTER_SLICE):
+                    break
+                self.pause(first)
+                ended.append(first)
+            self.take(adapter)
+        return ended
+
+    def pause(self, adapter: Adapter) -> None:
+        """End a turn of an adapter with running requests, which waits for the next one."""
+        self._end(adapter)
+        self.waiting[adapter.number] = adapter
+        adapter.awaits_first_token = any(_awaits_first_token(request) for request in adapter.running.values())
+
+    def _end(self, adapter: Adapter) -> None:
+        del self.active[adapter.number]
+        adapter.is_active = False
+        adapter.num_turn_steps += self._clock.sent + 1 - adapter.turn_began
+        if adapter.running:
+            adapter.last_step = self._clock.sent
+
+    def clear(self) -> None:
+        """End all turns, because no request runs."""
+        for adapter in [*self.active.values(), *self.waiting.values()]:
+            adapter.is_active = adapter.awaits_first_token = False
+        self.active.clear()
+        self.waiting.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless each adapter with running requests has a turn or waits for one."""
+        assert len(self.active) <= self._max_active, "more adapters have a turn than a step may use"
+        for number, adapter in self.active.items():
+            assert adapter.number == number and adapter.is_active and number not in self.waiting
+            assert adapter.is_ready or not adapter.running, f"{adapter!r} has a turn and is not loaded"
+
+
+def _awaits_first_token(request: Request) -> bool:
+    return not request.num_output_tokens and not request.num_output_placeholders

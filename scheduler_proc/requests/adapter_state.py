@@ -1,0 +1,73 @@
+"""AdapterState: the scheduler's state of one LoRA adapter, to which its requests refer."""
+
+from typing import Generic, TypeVar
+
+from quire.protocol.wire.adapter_messages import AdapterRef
+
+R = TypeVar("R")
+"""Request, which refers to this class."""
+
+
+class AdapterState(Generic[R]):
+    """One adapter. Only ``scheduler_proc/adapters`` and the RequestTable, which counts its requests, change it.
+
+    Attributes:
+        number: identifies it in messages to the workers.
+        ref: name, digest and folder, as in its newest request.
+        slot: slot of the device that holds it, or to which it is being loaded; -1 without one.
+        is_loading: a load to the slot is not answered.
+        is_cached: the workers have a copy in host memory, or will have one after the load.
+        is_active: it has a turn: steps compute its requests.
+        num_requests: requests that have not ended.
+        running: by handle, its running requests, with a turn or without.
+        held: by handle, requests that are held until it is loaded.
+        last_step: newest step that uses it, as far as it has no running request and no turn.
+        turn_began: first step of its turn.
+        num_turn_steps: steps of its turns since it was loaded, without the present one.
+        awaits_first_token: while it waits for a turn: a running request of it had no token in flight when it began to
+            wait.
+    """
+
+    __slots__ = (
+        "awaits_first_token",
+        "held",
+        "is_active",
+        "is_cached",
+        "is_loading",
+        "last_step",
+        "num_requests",
+        "num_turn_steps",
+        "number",
+        "ref",
+        "running",
+        "slot",
+        "turn_began",
+    )
+
+    def __init__(self, number: int, ref: AdapterRef) -> None:
+        self.number, self.ref = number, ref
+        self.slot = -1
+        self.is_loading = self.is_cached = self.is_active = self.awaits_first_token = False
+        self.num_requests = self.last_step = self.turn_began = self.num_turn_steps = 0
+        self.running: dict[int, R] = {}
+        self.held: dict[int, R] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a slot holds it, so that steps can use it."""
+        return self.slot >= 0 and not self.is_loading
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the next step may use it."""
+        return self.is_active and bool(self.running)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for statistics: active, ready, loading, host or absent."""
+        if self.slot >= 0:
+            return "loading" if self.is_loading else ("active" if self.is_in_use else "ready")
+        return "host" if self.is_cached else "absent"
+
+    def __repr__(self) -> str:
+        return f"AdapterState({self.number}, {self.ref.name!r}, {self.place}, slot {self.slot})"
