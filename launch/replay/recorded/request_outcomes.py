@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import assert_never
 
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, Control, Ended, EndReason, Stop
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.core.events import Fail, Hold, LoadLate, Refuse, Release
@@ -196,8 +197,13 @@ class RequestOutcomes:
             case Control(kind="abort_all"):
                 for key in list(self._live):
                     self._end(key, "aborted")
-            case Control() | BlocksMoved() | DiskContents() | LoadLate():
-                pass
+            case UnloadAdapter(force=True):
+                for key, outcome in list(self._live.items()):
+                    adapter = outcome.arrival.adapter
+                    if adapter is not None and (adapter.name, adapter.digest) == (event.name, event.digest):
+                        self._end(key, "aborted")
+            case Control() | BlocksMoved() | DiskContents() | LoadLate() | AdapterLoaded() | UnloadAdapter():
+                pass  # the trace does not have which requests a failed load ends: they stay unfinished
             case _:
                 assert_never(event)
 

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+from fake_adapters import FakeAdapters
 from fake_pages import FakePages
 from log_replay import appended_blocks
 
@@ -61,6 +62,7 @@ class Row:
 
     ``tables``: block ids per group; entries that no later position reads may belong to other requests by now.
     ``prompt_width``: log probabilities per prompt token; 0 for none. ``num_candidates``: those of a sampled token.
+    ``adapter``: number of its adapter, or 0.
     """
 
     handle: int
@@ -75,6 +77,7 @@ class Row:
     prompt_width: int = 0
     num_candidates: int = 0
     active: bool = True
+    adapter: int = 0
 
     @property
     def blocks(self) -> list[int]:
@@ -139,7 +142,10 @@ class FakeWorker:
         groups: list[KVGroup] | None = None,
         caching: bool = True,
         num_speculative_tokens: int = 0,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
     ) -> None:
+        self.adapters = FakeAdapters(max_loras, max_cpu_loras)
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
         self.groups = groups or [KVGroup("full_attention", block_size, [0])]
         self.num_speculative_tokens = num_speculative_tokens
@@ -165,6 +171,7 @@ class FakeWorker:
     def forget_everything(self, last_step: int) -> None:
         """Become a new process; the next step is the one after ``last_step``. Host memory stays."""
         self.host.pending.clear()
+        self.adapters.forget()
         self.rows.clear()
         self.holders.clear()
         self.slots = [[_NOTHING] * len(self.slots[0]) for _ in range(self.num_blocks)]
@@ -259,6 +266,7 @@ class FakeWorker:
         wanted = new.sampling.prompt_logprobs
         row.prompt_width = 0 if wanted is None else wanted + 1
         row.num_candidates = new.sampling.num_candidates or 0
+        row.adapter = new.adapter
         assert not row.prompt_width or not row.num_computed, "a cached prefix has no logits"
         for token in tokens:
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
@@ -307,6 +315,8 @@ class FakeWorker:
             row, of = self.rows[handle], self.rows[parent]
             assert of.num_computed + counts[parent] == row.num_computed and of.contexts == row.contexts, "wrong parent"
         assert 0 < sum(counts.values()) <= self.max_tokens, "token budget exceeded, or an empty step"
+        used = {row.adapter for row in self.rows.values() if row.active and row.adapter}
+        assert len(used) <= self.adapters.max_active, f"a step uses adapters {sorted(used)}"
         drafts = dict(diff.drafts)
         assert drafts.keys() <= counts.keys() and all(0 < drafts[h] < counts[h] for h in drafts), "odd drafts"
         chunks = [self._chunk(self.rows[handle], count, drafts.get(handle, 0)) for handle, count in counts.items()]
@@ -342,7 +352,7 @@ class FakeWorker:
     # ---- the step
 
     def _tag(self, row: Row, group: int, context: int) -> int:
-        return context ^ (row.salt << 8) ^ group
+        return context ^ (row.salt << 8) ^ group ^ self.adapters.mix(row.adapter)
 
     def _entry(self, row: Row, group: int, position: int) -> int:
         """Return the block of a position that is read or written."""
@@ -399,7 +409,7 @@ class FakeWorker:
     def _answer(self, row: Row, index: int, context: int) -> int:
         """Return the token at ``index`` of the row, the one after ``context``."""
         told = self.forced.get((row.request_id, index - row.num_prompt_tokens))
-        return next_token(context, self.vocab_size) if told is None else told
+        return next_token(context ^ self.adapters.mix(row.adapter), self.vocab_size) if told is None else told
 
     def _settle(self, chunk: Chunk) -> list[int]:
         """Advance the row by its computed and accepted tokens and return the new ones. Rejected drafts leave
@@ -425,7 +435,8 @@ class FakeWorker:
             if not sampled:
                 continue
             if row.num_candidates:
-                found = candidates_after(row.contexts[-2], row.num_candidates, self.vocab_size)
+                context = row.contexts[-2] ^ self.adapters.mix(row.adapter)
+                found = candidates_after(context, row.num_candidates, self.vocab_size)
                 logprobs[len(tokens)] = [(sampled[0], 0.0), *found]
             num_output = len(row.tokens) - row.num_prompt_tokens
             once = (row.request_id, num_output)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from fake_adapters import mix_of
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
@@ -24,6 +25,7 @@ from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import (
@@ -93,14 +95,17 @@ def make_request(request_id: str, prompt: list[int], output: list[int] | None = 
     return AddRequest(request_id, np.array(prompt, np.int32), sampling, seed, delivered, **own)
 
 
-def expected_tokens(prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+def expected_tokens(
+    prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE, *, adapter: AdapterRef | None = None
+) -> list[int]:
     """Return the tokens that the fake model generates after ``prompt``, computed alone."""
+    mix = 0 if adapter is None else mix_of(adapter.digest)
     context = 0
     for token in prompt:
         context = extend_context(context, token)
     out: list[int] = []
     for _ in range(n):
-        out.append(next_token(context, vocab_size))
+        out.append(next_token(context ^ mix, vocab_size))
         context = extend_context(context, out[-1])
     return out
 
@@ -162,6 +167,8 @@ class Driver:
             groups=layout.groups,
             caching=config.enable_prefix_caching,
             num_speculative_tokens=config.num_speculative_tokens,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_cpu_loras=config.max_cpu_loras,
         )
         pages = self.worker.host
         pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)
@@ -179,6 +186,7 @@ class Driver:
         self.refused: list[Rejected] = []
         self.diffs: list[SchedulerOutput] = []
         self.moves: list[MoveBlocks] = []
+        self.adapter_loads: list[LoadAdapter] = []
         self.sizes: list[int] = []
         self.log = EventLog()
         self._events: Codec[Any] = Codec(Consumed)
@@ -262,6 +270,7 @@ class Driver:
         self.scheduler.check()
         self.num_steady += len(self.scheduler.steady_decode)
         self._send_moves(self.scheduler.transfers.take_loads())
+        self._send_adapter_loads()
         if diff is None:
             self.log.tick(0.0)
         else:
@@ -285,11 +294,17 @@ class Driver:
             self.consume(part)
             self.scheduler.check()
 
+    def _send_adapter_loads(self) -> None:
+        for load in self.scheduler.adapters.take_loads():
+            self.adapter_loads.append(load)
+            self.down.send(load)
+
     def _send_stores(self) -> None:
         if (disk := self.scheduler.kv.disk) is not None:
             for page in disk.take_invalid():
                 self.worker.host.pages.pop(disk.first_id + page, None)
         self._send_moves(self.scheduler.transfers.take_stores())
+        self._send_adapter_loads()
 
     def _send_moves(self, moves: list[MoveBlocks]) -> None:
         self.moves += moves
@@ -306,19 +321,26 @@ class Driver:
         if isinstance(message, MoveBlocks):
             self.worker.host.receive(message)
             return self.execute() or True
+        if isinstance(message, LoadAdapter):
+            self.worker.adapters.receive(message)
+            return self.execute() or True
         self._up.send(self.worker.execute(message))
         if not any(isinstance(each.message, SchedulerOutput) for each in self._to_run):
             self._compare_mirror()
         return True
 
     def move(self, index: int = 0) -> bool:
-        """Let the worker run a copy that it has received."""
-        if index >= len(self.worker.host.pending):
+        """Let the worker run a copy, or a load of an adapter, that it has received."""
+        num_copies = len(self.worker.host.pending)
+        if index < num_copies:
+            self._up.send(self.worker.host.run(index))
+        elif index - num_copies < len(self.worker.adapters.pending):
+            self._up.send(self.worker.adapters.run(index - num_copies))
+        else:
             return False
-        self._up.send(self.worker.host.run(index))
         return True
 
-    def deliver(self) -> ModelRunnerOutput | BlocksMoved | None:
+    def deliver(self) -> ModelRunnerOutput | BlocksMoved | AdapterLoaded | None:
         """Deliver the oldest ready result or answer."""
         received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None:
@@ -338,7 +360,7 @@ class Driver:
         Return False, without any effect, if no result is ready.
         """
         received = self._held_back.popleft() if self._held_back else self.down.receive()
-        if received is not None and isinstance(received.message, BlocksMoved):
+        if received is not None and isinstance(received.message, BlocksMoved | AdapterLoaded):
             self._held_back.appendleft(received)
             self.deliver()
             return False
@@ -359,7 +381,7 @@ class Driver:
         while self.move():
             pass
         delivered = self.deliver()
-        while isinstance(delivered, BlocksMoved):
+        while isinstance(delivered, BlocksMoved | AdapterLoaded):
             delivered = self.deliver()
         return delivered
 
@@ -404,7 +426,7 @@ class Driver:
 
     def random_step(self, rng: random.Random) -> None:
         """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
-        pending = len(self.worker.host.pending)
+        pending = len(self.worker.host.pending) + len(self.worker.adapters.pending)
         moves = (lambda: self.move(rng.randrange(pending)),) if pending else ()
         action = rng.choice((self.schedule, self.execute, self.deliver, *moves))
         action()
