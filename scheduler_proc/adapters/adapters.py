@@ -77,7 +77,11 @@ class Adapters:
     def arrived(self, request: Request) -> None:
         """Want the adapter of a request that was accepted."""
         adapter = request.adapter
-        if adapter is not None and adapter.slot < 0:
+        if adapter is None:
+            return
+        if adapter.num_requests == 1:
+            self.turns.forget(adapter)
+        if adapter.slot < 0:
             self._wanted.setdefault(adapter.number, adapter)
             self.plan_loads()
 

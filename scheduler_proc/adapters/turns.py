@@ -72,6 +72,12 @@ class Turns:
         if adapter.running:
             adapter.last_step = self._clock.sent
 
+    def forget(self, adapter: Adapter) -> None:
+        """Forget the turns of an adapter that had no request, so that what it did before it was idle has no effect."""
+        if adapter.is_active:
+            self._end(adapter)
+        adapter.num_turn_steps = 0
+
     def clear(self) -> None:
         """End all turns, because no request runs."""
         for adapter in [*self.active.values(), *self.waiting.values()]:

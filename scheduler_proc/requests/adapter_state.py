@@ -23,7 +23,7 @@ class AdapterState(Generic[R]):
         held: by handle, requests that are held until it is loaded.
         last_step: newest step that uses it, as far as it has no running request and no turn.
         turn_began: first step of its turn.
-        num_turn_steps: steps of its turns since it was loaded, without the present one.
+        num_turn_steps: steps of its turns since it was loaded, or had no request, without the present one.
         awaits_first_token: while it waits for a turn: a running request of it had no token in flight when it began to
             wait.
     """

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from scheduler_driver import Driver
-from scheduler_load import Load, random_settings
+from scheduler_load import Load, adapter_settings, random_settings
 from scheduler_long_run import long_run
 
 pytestmark = pytest.mark.full
@@ -27,10 +27,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     load: Load
 
-    @initialize(seed=SEEDS)
-    def begin(self, seed: int) -> None:
+    @initialize(seed=SEEDS, adapters=st.booleans())
+    def begin(self, seed: int, adapters: bool) -> None:
         rng = random.Random(seed)
-        self.load = Load(rng, Driver(**random_settings(rng)))
+        self.load = Load(rng, Driver(**random_settings(rng), **(adapter_settings(rng) if adapters else {})))
         self.load.driver.worker.draft_rng = random.Random(seed)
         for _ in range(6):
             self.load.arrive()
@@ -72,6 +72,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, name=st.sampled_from(GOVERNING))
     def govern(self, seed: int, name: str) -> None:
+        self.event(seed, name)
+
+    @precondition(lambda self: self.load.driver.config.enable_lora)
+    @rule(seed=SEEDS, name=st.sampled_from(("reload_adapter", "unload_adapter", "kill_worker")))
+    def change_adapters(self, seed: int, name: str) -> None:
+        self.load.adapter_rng = random.Random(seed)
         self.event(seed, name)
 
     @rule(

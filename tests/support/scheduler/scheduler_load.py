@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from fake_adapters import adapter_ref, mix_of
 from fake_worker import candidates_after, extend_context, prompt_logprob
 from log_replay import appended_blocks, describe
 from scheduler_driver import VOCAB_SIZE, Answer, Driver, change, expected_tokens, make_request
@@ -17,6 +18,7 @@ from scheduler_driver import VOCAB_SIZE, Answer, Driver, change, expected_tokens
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.beams.search import BeamSearch
@@ -24,6 +26,7 @@ from quire.scheduler_proc.beams.search import BeamSearch
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40
 NUM_CLIENTS = 3
+NUM_ADAPTERS = 7
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Asked:
     """A request as its client sent it.
 
     ``gone``: it may have ended before its time. ``bad``: output token from which its logits are not finite, or from
-    which it fails for a reason of its own.
+    which it fails for a reason of its own. ``may_fail``: its adapter's folder has another content by now.
     """
 
     client: int
@@ -47,6 +50,8 @@ class Asked:
     salt: str = ""
     tenant: int = 0
     search: SamplingParams | None = None
+    adapter: AdapterRef | None = None
+    may_fail: bool = False
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -94,6 +99,12 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
     }
 
 
+def adapter_settings(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of a Driver with few slots for many adapters."""
+    max_loras = rng.choice((1, 1, 2, 4))
+    return {"enable_lora": True, "max_loras": max_loras, "max_cpu_loras": max_loras + rng.choice((1, 1, 3))}
+
+
 EVENTS = {
     "arrive": 30,
     "fork": 10,
@@ -114,6 +125,9 @@ EVENTS = {
     "damaged_result": 3,
 }
 """Methods of Load, with their weights in a run without hypothesis."""
+
+ADAPTER_EVENTS = EVENTS | {"reload_adapter": 4, "unload_adapter": 6, "kill_worker": 1}
+"""The same for engines with adapters."""
 
 
 FLOOD = (0, 0, 0, 1, 0, 2, 0, 1)
@@ -141,7 +155,11 @@ class Load:
             driver.worker.draft_quality = quality
         self.fixed_budget = False
         self.num_tenants = 1
-        self.num_epochs = self.num_damaged = 0
+        self.adapter_rng = random.Random(f"adapters {rng.getstate()[1][0]}")
+        """Chance for adapters, so that engines without them draw the same as before."""
+        self._contents = [0] * NUM_ADAPTERS if self.driver.config.enable_lora else []
+        """A content for each name of an adapter."""
+        self.num_epochs = self.num_damaged = self.num_kills = 0
 
     # ---- events
 
@@ -174,7 +192,9 @@ class Load:
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
         tenant = FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
-        asked.salt, asked.tenant = salt, tenant
+        asked.salt, asked.tenant, asked.adapter = salt, tenant, self._any_adapter()
+        if output:
+            asked.output = output = expected_tokens(prompt, len(output), adapter=asked.adapter)
         for driver in self.drivers:
             if asked.bad is not None:
                 (driver.worker.failed_at if fails else driver.worker.bad_from)[request_id] = asked.bad
@@ -194,7 +214,42 @@ class Load:
                 repetition_detection=asked.repetition,
                 structured_outputs=grammar,
                 tenant=tenant,
+                adapter=asked.adapter,
             )
+
+    def _any_adapter(self) -> AdapterRef | None:
+        """Return an adapter, often one of the first two, or None."""
+        rng = self.adapter_rng
+        if not self._contents or rng.random() < 0.3:
+            return None
+        return self._adapter(rng.choice((0, 0, 1, rng.randrange(NUM_ADAPTERS))))
+
+    def _adapter(self, name: int) -> AdapterRef:
+        return adapter_ref(f"adapter {name}", f"{name} {self._contents[name]}")
+
+    def reload_adapter(self) -> None:
+        """Put another content into the folder of an adapter. The previous one can be loaded no more."""
+        name = self.adapter_rng.randrange(NUM_ADAPTERS)
+        self._contents[name] += 1
+        adapter = self._adapter(name)
+        for asked in self.asked.values():
+            asked.may_fail |= asked.adapter is not None and asked.adapter.name == adapter.name
+        for driver in self.drivers:
+            driver.worker.adapters.folders[adapter.path] = adapter.digest
+
+    def unload_adapter(self) -> None:
+        adapter, force = self._adapter(self.adapter_rng.randrange(NUM_ADAPTERS)), self.adapter_rng.random() < 0.2
+        for asked in self.asked.values():
+            asked.gone |= force and asked.adapter == adapter
+        for driver in self.drivers:
+            driver.consume(UnloadAdapter(adapter.name, adapter.digest, force))
+
+    def kill_worker(self) -> None:
+        """Replace the worker, but not when a request may be suspected a third time, which would end it."""
+        if self.num_kills < 2:
+            self.num_kills += 1
+            for driver in self.drivers:
+                driver.restart_worker()
 
     def search(self) -> None:
         """Add a beam search."""
@@ -206,6 +261,7 @@ class Load:
         asked.salt, asked.tenant = rng.choice(("", "salt")), FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
         if rng.random() < 0.1:
             asked.bad = rng.randrange(6)
+        asked.adapter = self._any_adapter()
         asked.search = SamplingParams(
             use_beam_search=True,
             beam_width=rng.choice((1, 2, 3, 5)),
@@ -222,6 +278,7 @@ class Load:
             driver.answers[request_id] = Answer()
             arrival = float(len(self.asked))
             request = make_request(request_id, prompt, arrival=arrival, cache_salt=asked.salt, tenant=asked.tenant)
+            request = change(request, adapter=asked.adapter)
             driver.consume(change(request, sampling=asked.search), asked.client)
 
     def fork(self) -> None:
@@ -233,11 +290,12 @@ class Load:
         known = (
             request.num_output_tokens if self.rng.random() < 0.5 else self.rng.randrange(request.num_output_tokens + 1)
         )
-        output = expected_tokens(of.prompt, known)
+        output = expected_tokens(of.prompt, known, adapter=of.adapter)
         for _ in range(self.rng.choice((1, 1, 2, 4))):
             request_id = f"r{len(self.asked)}"
             max_tokens = self.rng.randrange(len(output) + 1, max(40, len(output) + 2))
             asked = Asked(of.client, of.prompt, max_tokens, frozenset(), output, salt=of.salt, tenant=of.tenant)
+            asked.adapter, asked.may_fail = of.adapter, of.may_fail
             if self.rng.random() < 0.1:
                 asked.bad = self.rng.randrange(6)
             self.asked[request_id] = asked
@@ -362,7 +420,8 @@ class Load:
 
     def random_event(self) -> None:
         """Apply any of EVENTS, then a few steps."""
-        (name,) = self.rng.choices(list(EVENTS), list(EVENTS.values()))
+        events = ADAPTER_EVENTS if self._contents else EVENTS
+        (name,) = self.rng.choices(list(events), list(events.values()))
         getattr(self, name)()
         for _ in range(self.rng.randrange(1, 10)):
             self.advance()
@@ -376,13 +435,17 @@ class Load:
     def advance(self) -> None:
         """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
         action = self.rng.choice(("schedule", "schedule", "execute", "deliver"))
+        if self._contents and self.adapter_rng.random() < 0.3:
+            for driver in self.drivers:
+                driver.move(len(driver.worker.host.pending))
+        running = set(self.driver.scheduler.table.running)
         if action == "schedule":
             diffs = [driver.schedule() for driver in self.drivers]
             if len(diffs) > 1:
                 told = ["nothing" if diff is None else describe(diff) for diff in diffs]
                 assert all(t == told[0] for t in told), f"decided {told}"
             if diffs[0] is not None:
-                self.check_step(diffs[0])
+                self.check_step(diffs[0], running)
         for driver in self.drivers:
             if action == "execute":
                 driver.execute()
@@ -393,15 +456,15 @@ class Load:
             counters = [counters_of(driver) for driver in self.drivers]
             assert all(each == counters[0] for each in counters), "other counters, in steady decode or out of it"
 
-    def check_step(self, diff: SchedulerOutput) -> None:
+    def check_step(self, diff: SchedulerOutput, running: set[int]) -> None:
         """I14: no request is admitted before one that arrived earlier (or has priority) and could have been
-        admitted."""
+        admitted. ``running``: handles of requests that were admitted before, without a turn of their adapter."""
         table, suspects = self.driver.scheduler.table, self.driver.scheduler.suspects
         if suspects.alone is not None:
             assert list(table.running.values()) == [suspects.alone], "somebody runs beside who is to run alone"
         elif diff.new_requests and table.waiting:
             by_handle = {r.handle: r for r in table.running.values()}
-            for request in [by_handle[new.handle] for new in diff.new_requests]:
+            for request in [by_handle[new.handle] for new in diff.new_requests if new.handle not in running]:
                 behind = [table.waiting.key(r) for r in table.waiting if r.tenant == request.tenant]
                 assert all(table.waiting.key(request) <= key for key in behind), "somebody was overtaken"
         assert 0 not in [block for _, group, block in appended_blocks(diff) if self._is_full(group)]
@@ -440,15 +503,15 @@ class Load:
         if answer.rejected is not None:
             assert (
                 answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar", "invalid_value")
-                and not answer.tokens
-            )
+                or (asked.may_fail and answer.rejected.code == "adapter_not_loaded")
+            ) and not answer.tokens
             return
         if asked.search is not None:
             check_search(driver, asked, answer)
             return
         limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
         limit = min(limit, asked.max_tokens) - len(asked.output)
-        want = expected_tokens([*asked.prompt, *asked.output], max(limit, 0))
+        want = expected_tokens([*asked.prompt, *asked.output], max(limit, 0), adapter=asked.adapter)
         ends = [i for i, token in enumerate(want) if token in asked.stops and i >= asked.min_tokens]
         want = want[: ends[0] + 1] if ends else want
         reason = EndReason.STOPPED if ends else EndReason.LENGTH
@@ -459,7 +522,7 @@ class Load:
         bad = None if asked.bad is None else max(asked.bad - len(asked.output), 0)
         assert answer.tokens == want[: len(answer.tokens)], f"{request_id}: another stream than alone"
         assert answer.ended is not None
-        if asked.gone:
+        if asked.gone or (asked.may_fail and answer.ended.detail.startswith("adapter_not_loaded")):
             return
         # Drafts that were accepted together with a stop token, and follow it, may be the bad ones.
         beyond = len(want) + driver.config.num_speculative_tokens
@@ -478,7 +541,7 @@ def check_search(driver: Driver, asked: Asked, answer: Answer) -> None:
     params = asked.search
     assert params is not None and not answer.tokens and answer.ended is not None
     if asked.gone or answer.reason is EndReason.ERROR:
-        assert asked.gone or asked.bad is not None
+        assert asked.gone or asked.bad is not None or asked.may_fail
         return
     limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
     search = BeamSearch(params, asked.stops, min(limit, asked.max_tokens))
@@ -486,8 +549,9 @@ def check_search(driver: Driver, asked: Asked, answer: Answer) -> None:
     for token in asked.prompt:
         beams = [extend_context(beams[0], token)]
     assert params.num_candidates is not None
+    mix = 0 if asked.adapter is None else mix_of(asked.adapter.digest)
     while True:
-        found = [candidates_after(context, params.num_candidates, VOCAB_SIZE) for context in beams]
+        found = [candidates_after(context ^ mix, params.num_candidates, VOCAB_SIZE) for context in beams]
         choice = search.step([[(token, float(np.float32(value))) for token, value in own] for own in found])
         if choice is None:
             break
