@@ -136,7 +136,7 @@ class Arrivals:
         self._stats.num_stray_messages += adapter is None
         if adapter is not None and answer.problem:
             for request in [r for r in self._table.requests.values() if r.adapter is adapter and r.client >= 0]:
-                if request.introduced or request.status is not RequestStatus.WAITING or request.leader is not None:
+                if request.num_output_tokens or request.status is not RequestStatus.WAITING:
                     detail = f"adapter_not_loaded: {answer.problem}"
                     self._results.finish(request, EndReason.ERROR, detail=detail)
                 else:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.adapters.adapters import Adapters
@@ -23,8 +22,6 @@ from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
-
-_by_order = attrgetter("order")
 
 _HELD = (WaitReason.LOADING, WaitReason.ADAPTER)
 """Reasons for which a request is held, so that the next one is considered."""
@@ -89,11 +86,10 @@ class Planner:
             pause: if not empty, no request is admitted.
         """
         plan = self._fill(StepPlan(step, self.config), pause)
-        for _ in range(len(self._adapters.turns.waiting)):
-            if plan.rows or self.steady_decode.batch:
-                break
+        num_waiting = len(self._adapters.turns.waiting)
+        while num_waiting and not (plan.rows or self.steady_decode.batch):
             self._adapters.pass_turns()
-            plan = self._fill(StepPlan(step, self.config), pause)
+            num_waiting, plan = num_waiting - 1, self._fill(StepPlan(step, self.config), pause)
         return plan
 
     def _fill(self, plan: StepPlan, pause: str) -> StepPlan:
@@ -121,15 +117,11 @@ class Planner:
         if plan.budget < len(self.table.running):  # less than one token for each: the order of admission decides
             for request in list(self.steady_decode.batch.values()):
                 self.table.leave_steady(request)
-        for request in sorted((r for r in self.table.unsteady.values() if r.can_leave), key=_by_order):
-            self.table.move_to_leaving(request)  # length limits are known a step ahead (law 4)
+        self.table.move_to_leaving()
         self._adapters.next_step()
         self._handle_due(plan)
         plan.budget -= len(self.steady_decode.batch)
-        running = sorted((r for r in self.table.unsteady.values() if r.can_run), key=_by_order)
-        prefills = [r for r in running if r.num_tokens_to_compute > 1 or not r.on_worker]
-        decodes = [r for r in running if r.num_tokens_to_compute <= 1 and r.on_worker]
-        self.schedule_rows(plan, prefills, decodes)
+        self.schedule_rows(plan, *self.table.to_compute())
         self.note_evictions(plan, evicted, None)
 
     def schedule_rows(self, plan: StepPlan, prefills: list[Request], decodes: list[Request]) -> None:
@@ -166,8 +158,10 @@ class Planner:
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         """Schedule one token for each request, and drafts only from the budget that remains after that."""
-        states, num_steady = [request.draft_state for request in decodes], len(self.steady_decode.batch)
-        wanted = self._drafting.choose(states, num_steady + len(decodes), plan.step)
+        num_decoding = len(self.steady_decode.batch) + len(decodes)
+        wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
+        if not decodes:
+            return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
             self._schedule_decode(plan, request, min(num_drafts, plan.budget - (len(decodes) - served)))
 

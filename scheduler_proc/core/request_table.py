@@ -1,6 +1,7 @@
 """Request table: the state of each request (waiting, held, running, leaving), and all transitions."""
 
 from collections import Counter
+from operator import attrgetter
 
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
@@ -11,6 +12,8 @@ from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
 from quire.scheduler_proc.requests.stop_table import StopTable
+
+_by_order = attrgetter("order")
 
 
 class RequestTable:
@@ -118,10 +121,23 @@ class RequestTable:
         if request.on_worker:
             self._chosen[request.handle] = token
 
-    def move_to_leaving(self, request: Request) -> None:
-        """Move a running request that needs no more steps to ``leaving``; only its last result is missing."""
-        self._leave_running(request)
-        self.leaving[request.handle] = request
+    def move_to_leaving(self) -> None:
+        """Move the running requests that need no more steps to ``leaving``; only their last results are missing.
+
+        Length limits are known a step ahead (protocol law 4).
+        """
+        for request in sorted([r for r in self.unsteady.values() if r.can_leave], key=_by_order):
+            self._leave_running(request)
+            self.leaving[request.handle] = request
+
+    def to_compute(self) -> tuple[list[Request], list[Request]]:
+        """Return the prefills and the decodes that the next step may compute outside of steady decode, each in order of
+        admission. A request that the workers do not have yet is a prefill."""
+        if not self.unsteady:
+            return [], []
+        running = sorted([r for r in self.unsteady.values() if r.can_run], key=_by_order)
+        prefills = [r for r in running if r.num_tokens_to_compute > 1 or not r.on_worker]
+        return prefills, [r for r in running if r.num_tokens_to_compute <= 1 and r.on_worker]
 
     def preempt(self, request: Request) -> None:
         """Return a running or leaving request to the queue and reset its progress."""

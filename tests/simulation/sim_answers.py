@@ -4,6 +4,7 @@ from functools import reduce
 from math import isclose
 from typing import TYPE_CHECKING
 
+from fake_adapters import mix_of
 from fake_worker import extend_context, next_token
 from scheduler_load import EOS, MAX_MODEL_LEN, prompt_logprobs_of
 from sim_model import best_two
@@ -27,17 +28,20 @@ def most_output_tokens(request: SimRequest, max_tokens: int) -> int:
     return min(request.max_tokens, min(MAX_MODEL_LEN, max_tokens + 1) - len(request.prompt))
 
 
-def expected_answer(request: SimRequest, max_tokens: int, known: list[int]) -> tuple[list[int], EndReason]:
-    """Return the answer of an undisturbed engine with room for ``max_tokens`` in its pool.
+def expected_answer(world: "World", request: SimRequest, known: list[int]) -> tuple[list[int], EndReason]:
+    """Return the answer of an undisturbed engine.
 
     Args:
         known: output tokens with which the request was forked.
     """
+    assert world.max_tokens is not None
     context = reduce(extend_context, [*request.prompt, *known], 0)
-    limit = most_output_tokens(request, max_tokens)
+    limit = most_output_tokens(request, world.max_tokens)
+    adapter = world.adapter_of(request)
+    mix = 0 if adapter is None else mix_of(adapter.digest)
     answer = list(known)
     while len(answer) < limit:
-        token = next_token(context, VOCAB_SIZE)
+        token = next_token(context ^ mix, VOCAB_SIZE)
         answer.append(token & ~1 if request.even else token)
         context = extend_context(context, answer[-1])
         if not request.ignore_eos and answer[-1] in EOS:
@@ -48,8 +52,7 @@ def expected_answer(request: SimRequest, max_tokens: int, known: list[int]) -> t
 def check_update(world: "World", client: "SimClient", update: Update) -> None:
     """Record an update. Raises AssertionError if a token is not the next one."""
     request = world.requests[client.request.name]
-    assert world.max_tokens is not None
-    want, _ = expected_answer(request, world.max_tokens, client.forked_tokens)
+    want, _ = expected_answer(world, request, client.forked_tokens)
     first = len(client.tokens)
     client.tokens += update.token_ids
     assert client.tokens[first:] == want[first : len(client.tokens)], f"{request.name}: tokens differ from {first} on"
@@ -104,11 +107,12 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
     if isinstance(client.error, EngineError):
         assert world.fatal_error is not None, f"{name} got an engine error: {client.error}"
         return
-    assert world.max_tokens is not None
-    want, reason = expected_answer(request, world.max_tokens, client.forked_tokens)
+    want, reason = expected_answer(world, request, client.forked_tokens)
     if client.ended is EndReason.ERROR:
         if client.detail.startswith("numerical_error"):
             assert name in world.faults.bad_logits, f"{name} ended for bad logits without a fault"
+        elif client.detail.startswith("adapter_not_loaded"):
+            assert _has_bad_adapter(world, request), f"{name} ended for its adapter without a fault"
         elif client.detail == ENGINE_FAULT:
             deaths = sum(at >= client.last_token_at for at in front.scheduler_deaths)
             assert deaths >= MAX_SCHEDULER_DEATHS, f"{name} ended as the cause after {deaths} deaths of the scheduler"
@@ -133,5 +137,13 @@ def _check_rejection(world: "World", front: "SimFront", client: "SimClient", err
         assert world.config.max_num_queued_reqs
         assert front.submitted[request.name] == 1, f"{request.name} was rejected when it was resubmitted"
         return
+    if error.code == "adapter_not_loaded":
+        assert _has_bad_adapter(world, request), f"{request.name} was rejected for its adapter without a fault"
+        return
     assert error.code == "kv_pool_too_small", f"{request.name} was rejected: {error.code}"
     assert world.max_tokens is not None and len(request.prompt) + 1 > world.max_tokens
+
+
+def _has_bad_adapter(world: "World", request: SimRequest) -> bool:
+    adapter = world.adapter_of(request)
+    return adapter is not None and adapter.digest in world.faults.bad_adapters

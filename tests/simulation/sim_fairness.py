@@ -18,11 +18,19 @@ class FairnessCheck:
         self.longest = 0
         self._overtaken: dict[int, int] = {}
 
-    def decided(self, scheduler: Scheduler, step: SchedulerOutput, forked: Collection[Request] = ()) -> None:
+    def decided(
+        self,
+        scheduler: Scheduler,
+        step: SchedulerOutput,
+        forked: Collection[Request] = (),
+        running: Collection[int] = (),
+    ) -> None:
         """Raise AssertionError if an admitted request was not first in order, or if a request has waited too long.
 
         Args:
             forked: children admitted in this step, before another tenant's request may have preempted an older one.
+            running: handles of requests that were admitted before; a step computes them since it is their adapter's
+                turn.
         """
         table = scheduler.table
         waiting, key = list(table.waiting), table.waiting.key
@@ -31,6 +39,8 @@ class FairnessCheck:
             return
         by_handle = {request.handle: request for request in table.running.values()}
         for new in step.new_requests:
+            if new.handle in running:
+                continue
             admitted = by_handle[new.handle]
             before = step.removed if admitted in forked else ()
             behind = [other for other in waiting if other.tenant == admitted.tenant and other.handle not in before]

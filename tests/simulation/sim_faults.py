@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fake_pages import FAULTS as PAGE_FAULTS
 from fake_worker import Row
-from sim_scenario import DEADLY, FRAME_DAMAGE, WRONG_RESULTS, Fault
+from sim_scenario import DEADLY, FRAME_DAMAGE, NUM_ADAPTERS, WRONG_RESULTS, Fault
 from sim_violation import Violation
 from sim_wire import Tamper
 
@@ -24,6 +24,7 @@ MOST_KILLS = 7
 deaths and was committed after the third, which cleared it; then twice beside other requests and twice alone, if the
 others got tokens in between."""
 PAGE_FAULT_RATE = 0.03
+ADAPTER_FAULT_RATE = 0.05
 HELD_S = (0.0, 0.05, 0.7, 12.0)
 """Seconds for which a dead process may hold its memory before its death can be noticed."""
 
@@ -37,6 +38,7 @@ class Faults:
         num_deadly: all deadly faults.
         losses: epoch → time at which its workers were lost.
         bad_logits: requests with logits that were not finite.
+        bad_adapters: digests of adapters of which a load has failed, or whose folder has another content.
     """
 
     def __init__(self, world: "World", seed: int) -> None:
@@ -51,6 +53,7 @@ class Faults:
         self.in_a_row = self.num_deadly = 0
         self.losses: dict[int, float] = {}
         self.bad_logits: set[str] = set()
+        self.bad_adapters: set[bytes] = set()
         self.wall_jump = 0.0
         self.disk_is_full = False
         self._armed: list[tuple[str, int]] = []
@@ -100,6 +103,14 @@ class Faults:
             return ""
         self.count("page")
         return self.copies.choice(PAGE_FAULTS)
+
+    def adapter_fault(self, digest: bytes) -> str:
+        """Return a problem for the load of an adapter, or an empty string."""
+        if self.copies.random() >= ADAPTER_FAULT_RATE:
+            return ""
+        self.count("adapter")
+        self.bad_adapters.add(digest)
+        return "adapter cannot be read"
 
     def count(self, kind: str) -> None:
         """Count a fault of this kind."""
@@ -153,6 +164,14 @@ class Faults:
                 if front.alive:
                     self.count(fault.kind)
                     front.reset_prefix_cache()
+            case "new content":
+                self.count(fault.kind)
+                self.bad_adapters.add(self._world.change_folder(fault.where % NUM_ADAPTERS))
+            case "unload":
+                front = self._world.fronts[fault.where % self._world.shape.num_fronts]
+                if front.alive:
+                    self.count(fault.kind)
+                    front.unload_adapter(self._world.folders[fault.where % NUM_ADAPTERS])
             case "pause":
                 self._pause_scheduler()
             case "die_now" | "freeze" | "die_all":

@@ -16,6 +16,7 @@ from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason, Rejected
 from quire.protocol.wire.link_messages import Message
@@ -110,6 +111,11 @@ class SimFront(SimProcess):
         """Ask the scheduler to forget all contents, as an operator does."""
         if self.session.accepts:
             self._post(Control("reset_prefix_cache"))
+
+    def unload_adapter(self, adapter: AdapterRef) -> None:
+        """Ask the scheduler to drop an adapter, as an operator does."""
+        if self.session.accepts:
+            self._post(UnloadAdapter(adapter.name, adapter.digest))
 
     # ---- the link
 

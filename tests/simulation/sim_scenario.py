@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler_load import EOS, MAX_MODEL_LEN, random_settings
+from scheduler_load import EOS, MAX_MODEL_LEN, adapter_settings, random_settings
 
 VOCAB_SIZE = 1000
 
@@ -13,7 +13,7 @@ DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
 WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_at_start", "hang", "freeze", "slow")
 WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
 OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
-RARE = ("poison", "bug", "trace_full", "reset")
+RARE = ("poison", "bug", "trace_full", "reset", "new content", "unload")
 """Faults of some runs only."""
 KINDS = (
     *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
@@ -41,6 +41,9 @@ FORK_SHARE = 0.6
 """Fraction of seeds with forks, of those with room for two requests in a step."""
 DISK_SHARE = 0.5
 """Fraction of seeds with a disk, of those with a prefix cache."""
+ADAPTER_SEEDS = (5, 7)
+"""Seeds modulo 9 with LoRA adapters; none of them is a seed of a mutation."""
+NUM_ADAPTERS = 5
 PAGE_BYTES = 4096
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
@@ -70,6 +73,7 @@ class SimRequest:
         fork: name of the request from which it is forked, and number of that request's output tokens from which it
             continues, or less if that is all; ("", 0) for none. It arrives when its parent has got this number of
             tokens, or at the end of its parent. The prompts are equal.
+        adapter: number of its LoRA adapter; -1: none. Its content is that of the folder when the name is first used.
     """
 
     at: float
@@ -89,6 +93,7 @@ class SimRequest:
     bug: int | None = None
     tenant: int = 0
     fork: tuple[str, int] = ("", 0)
+    adapter: int = -1
 
     @property
     def prompt(self) -> list[int]:
@@ -101,12 +106,14 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk."""
+    """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk.
+    ``adapters``: requests have LoRA adapters."""
 
     seed: int
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
     disk: bool = False
+    adapters: bool = False
 
     @property
     def has_forks(self) -> bool:
@@ -118,7 +125,9 @@ class Scenario:
         lines += [f"        {request!r}," for request in self.requests]
         lines += ["    ),\n    ("]
         lines += [f"        {fault!r}," for fault in self.faults]
-        return "\n".join([*lines, "    ),", *(["    disk=True,"] if self.disk else []), ")"])
+        return "\n".join(
+            [*lines, "    ),", *(f"    {name}=True," for name in ("disk", "adapters") if getattr(self, name)), ")"]
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class Shape:
     real_runner: bool
 
 
-def shape_of(seed: int, *, disk: bool = False, forks: bool = False) -> Shape:
+def shape_of(seed: int, *, disk: bool = False, forks: bool = False, adapters: bool = False) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
     num_host_pages = settings.pop("num_host_pages")
@@ -158,8 +167,9 @@ def shape_of(seed: int, *, disk: bool = False, forks: bool = False) -> Shape:
             "cpu_offload_bytes": num_host_pages * num_ranks * PAGE_BYTES if settings["enable_prefix_caching"] else 0,
             **(_disk_settings(seed, num_ranks) if disk else {}),
             **(_fork_settings(seed, settings) if forks else {}),
+            **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
         },
-        real_runner=random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=not adapters and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 
@@ -220,7 +230,14 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     of_forks = random.Random(f"forks {seed}")
     if of_forks.random() < FORK_SHARE * (shape.settings["max_num_seqs"] > 1):
         requests = _with_forks(of_forks, requests)
-    return Scenario(seed, tuple(requests), tuple(faults), disk)
+    adapters = seed % 9 in ADAPTER_SEEDS
+    if adapters:
+        of_adapters = random.Random(f"requests with adapters {seed}")
+        chosen = (-1, 0, 0, 0, 1, *range(NUM_ADAPTERS))
+        requests = [replace(each, adapter=of_adapters.choice(chosen)) for each in requests]
+        kinds = ["new content"] * 3 + ["unload"] * 6
+        faults += [Fault(round(of_adapters.uniform(0, at), 3), kind, of_adapters.randrange(30)) for kind in kinds]
+    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters)
 
 
 def _with_forks(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:

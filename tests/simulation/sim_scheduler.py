@@ -191,10 +191,11 @@ class SimScheduler(SimProcess):
                 if self.world.faults.is_bug(request.request_id, num_output):
                     raise SchedulerBug(request.request_id)
             children = [r for r in scheduler.table.skipped_waiting.values() if r.wait_reason is WaitReason.FORK]
+            running = set(scheduler.table.running)
             step = decide(now)
             if step is not None:
                 forked = [child for child in children if child.status is RequestStatus.RUNNING]
-                self.fairness.decided(scheduler, step, forked)
+                self.fairness.decided(scheduler, step, forked, running)
                 self.world.num_forks += len(forked)
                 self.world.num_copies += len(step.block_copies)
             return step

@@ -16,6 +16,7 @@ from sim_process import SimProcess
 from sim_scenario import PAGE_BYTES
 
 from quire.protocol.process.child import Command, Report
+from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
@@ -167,6 +168,8 @@ class SimWorker(SimProcess):
                 self._open_disk(message)
             case MoveBlocks():
                 self._move(message)
+            case LoadAdapter():
+                self._load_adapter(message)
             case Shutdown():
                 self.die("stopped by a command")
 
@@ -211,6 +214,20 @@ class SimWorker(SimProcess):
 
         self.world.events.after(rng.choice((0.0, 1.0, 3.0, 80.0)) * self.world.shape.step_s, run)
 
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        """Load after a while, beside the steps."""
+        model, channel, rng = self.model, self._channel, self.world.faults.copies
+        assert model is not None
+        model.adapters.receive(load)
+
+        def run() -> None:
+            if self.alive and channel is self._channel and model is self.model and not (self.hung or self.frozen):
+                model.adapters.folders = {each.path: each.digest for each in self.world.folders}
+                model.adapters.fault = lambda: self.world.faults.adapter_fault(load.digest)
+                channel.send(model.adapters.run(model.adapters.pending.index(load)))
+
+        self.world.events.after(rng.choice((0.0, 1.0, 3.0, 30.0)) * self.world.shape.step_s, run)
+
     def _configure(self, configure: Configure) -> None:
         if self.world.faults.take_worker_fault("die_at_start", self.rank):
             self.die("failure while loading")
@@ -233,6 +250,8 @@ class SimWorker(SimProcess):
             groups=layout.groups,
             caching=config.enable_prefix_caching,
             num_speculative_tokens=config.num_speculative_tokens,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_cpu_loras=config.max_cpu_loras,
         )
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
         self.model.logprobs_of = self.world.logprobs_of

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import msgspec
+from fake_adapters import adapter_ref
 from fake_pages import Page
 from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
@@ -20,7 +21,7 @@ from sim_front import SimClient, SimFront
 from sim_grammars import InlinePool, even_helpers
 from sim_net import Net
 from sim_process import SimProcess
-from sim_scenario import EOS, Scenario, SimRequest, shape_of
+from sim_scenario import EOS, NUM_ADAPTERS, Scenario, SimRequest, shape_of
 from sim_scheduler import SimScheduler
 from sim_violation import Violation
 from sim_worker import SimWorker
@@ -34,6 +35,7 @@ from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Command, Report
 from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Configure
 from quire.scheduler_proc.process import loop as scheduler_loop
@@ -74,7 +76,9 @@ class World:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.shape = shape = shape_of(scenario.seed, disk=scenario.disk, forks=scenario.has_forks)
+        self.shape = shape = shape_of(
+            scenario.seed, disk=scenario.disk, forks=scenario.has_forks, adapters=scenario.adapters
+        )
         settings = dict(shape.settings)
         layout = settings.pop("layout")
         self.host_pages: dict[str, dict[int, Page]] = {}
@@ -95,6 +99,9 @@ class World:
         self.fatal_error: QuireError | None = None
         self.requests = {request.name: request for request in reversed(scenario.requests)}
         self._unborn = [request for request in scenario.requests if request.fork[1]]
+        self.folders = [adapter_ref(f"adapter {number}") for number in range(NUM_ADAPTERS)]
+        """The adapters as their folders contain them now."""
+        self._adapters: dict[str, AdapterRef | None] = {}
         self.even = frozenset(name for name, request in self.requests.items() if request.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
         self.num_forks = self.num_copies = self.num_orphans = 0
@@ -308,7 +315,23 @@ class World:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             structured_outputs=StructuredOutputs(regex="even") if request.even else None,
+            adapter=self.adapter_of(request),
         )
+
+    def adapter_of(self, request: SimRequest) -> AdapterRef | None:
+        """Return the adapter of a request, with the content of its folder when it, or its parent, was submitted."""
+        first = request
+        while first.fork[0]:
+            first = self.requests[first.fork[0]]
+        if not self.scenario.adapters or first.adapter < 0:
+            return None
+        return self._adapters.setdefault(first.name, self.folders[first.adapter])
+
+    def change_folder(self, number: int) -> bytes:
+        """Put another content into the folder of an adapter. Returns the digest of the previous one."""
+        before = self.folders[number]
+        self.folders[number] = adapter_ref(before.name, before.digest.hex())
+        return before.digest
 
     def check_configuration(self, configure: Configure) -> None:
         assert configure.config == self.config and configure.worker_epoch <= self.policy.worker_epoch
