@@ -15,10 +15,12 @@ import without_guards as without
 from quire.launch.frontend import session, streams
 from quire.launch.supervision import policy
 from quire.protocol.wire import channel, codec
+from quire.scheduler_proc.adapters import slots, turns
 from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
-from quire.scheduler_proc.kv import block_pool, forks, manager
+from quire.scheduler_proc.kv import block_hash, block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
+from quire.scheduler_proc.requests import adapter_state
 from quire.scheduler_proc.requests.request import RequestStatus
 
 
@@ -203,6 +205,29 @@ def removals_not_sent() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: [])
 
 
+def _any_slot(self: Any, held: Any, is_running: bool) -> bool:
+    """Return whether an adapter can lose its slot: whether it is used does not matter."""
+    return not held.is_loading
+
+
+def _hits_of_any_adapter() -> contextlib.AbstractContextManager[Any]:
+    real = block_hash.BlockHasher.chain
+    return mock.patch.object(
+        block_hash.BlockHasher, "chain", lambda self, salt="", adapter="", *rest, **names: real(self, salt, **names)
+    )
+
+
+@contextlib.contextmanager
+def _no_turns() -> Iterator[None]:
+    real = turns.Turns.__init__
+
+    def __init__(self: Any, max_active: int, clock: Any) -> None:
+        real(self, 100, clock)
+
+    with mock.patch.object(turns.Turns, "__init__", __init__):
+        yield
+
+
 MUTATIONS = (
     Mutation("a link accepts messages of any epoch", "I10, F16", _link_without("epoch"), seed=2),
     Mutation("a link accepts messages out of order, twice, or with a gap", "F15", _link_without("seq"), seed=3),
@@ -311,4 +336,24 @@ MUTATIONS = (
     Mutation("a block hash covers only the block's own tokens", "14, I5", without.hashes_cover_earlier_blocks),
     Mutation("removals are sent repeatedly", "20", without.removals_are_sent_once),
     Mutation("a copy is sent before its source is written", "I5", _copies_at_once, seed=2),
+    Mutation("blocks of one adapter are hits for another one", "I5", _hits_of_any_adapter, seed=23),
+    Mutation(
+        "a slot is given to another adapter while it is used",
+        "I5",
+        lambda: mock.patch.object(slots.AdapterSlots, "_can_give_up", _any_slot),
+        seed=7,
+    ),
+    Mutation(
+        "requests run before their adapter is loaded",
+        "I5",
+        lambda: mock.patch.object(adapter_state.AdapterState, "is_ready", property(lambda self: self.slot >= 0)),
+        seed=5,
+    ),
+    Mutation("a step may use any number of adapters", "I11", _no_turns, seed=7),
+    Mutation(
+        "new workers are expected to have the adapters of the old ones",
+        "F1, I6",
+        lambda: mock.patch.object(slots.AdapterSlots, "drop_all", lambda self: None),
+        seed=5,
+    ),
 )

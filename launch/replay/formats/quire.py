@@ -76,6 +76,7 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         priority=line.priority,
         tokens=line.prompt_token_ids if not line.num_output_tokens else None,
         answer=Content(ids, unit) if ids else None,
+        adapter="" if line.adapter is None else f"{line.adapter.name} {line.adapter.digest[:8].hex()}",
     )
 
 

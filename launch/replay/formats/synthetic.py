@@ -24,6 +24,8 @@ _DEFAULTS = {
     "output": "lognormal:256:1",
     "prefix_groups": "0",
     "prefix_tokens": "0",
+    "adapters": "0",
+    "adapter_zipf": "1",
 }
 
 
@@ -32,7 +34,8 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
 
     ``input`` and ``output`` may be ``file:PATH``: lengths are drawn from that trace, in pairs if both name the same
     file. Each request belongs to a random one of ``prefix_groups`` groups and begins with its group's ``prefix_tokens``
-    tokens, in addition to ``input``.
+    tokens, in addition to ``input``. With ``adapters``, each has one of so many LoRA adapters, that of rank r with a
+    probability in proportion to ``1 / r ** adapter_zipf``.
 
     Args:
         load_other: loads the trace of a ``file:PATH``.
@@ -49,15 +52,37 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
     if (groups == 0) != (prefix == 0):
         both = f"got {groups} and {prefix}"
         raise ConfigError(f"synthetic: prefix_groups and prefix_tokens must both be 0 or both be positive ({both})")
+    adapters = _adapters(given, count, options.seed)
     shared = [Content(array("Q", [group]), max(1, prefix)) for group in range(groups)]
     members = random.integers(0, max(1, groups), count).tolist()
     calls = []
     for i in range(count):
         content = shared[members[i]] if groups else None
-        calls.append(Call(i, f"{i}", times[i], int(inputs[i]) + prefix, int(outputs[i]), content))
+        if content is not None and adapters:
+            content = Content(content.ids, content.unit, space=adapters[i])
+        call = Call(i, f"{i}", times[i], int(inputs[i]) + prefix, int(outputs[i]), content)
+        call.adapter = f"adapter {adapters[i]}" if adapters else ""
+        calls.append(call)
     shown = ",".join(f"{key}={value}" for key, value in given.items())
     note = f"synthetic workload, seed {options.seed}: {shown}"
-    return finish(Workload("synthetic", str(path), calls, notes=[note]), options, Faults(False))
+    settings = {"enable_lora": True} if adapters else {}
+    return finish(Workload("synthetic", str(path), calls, settings, [note]), options, Faults(False))
+
+
+def _adapters(given: dict[str, str], count: int, seed: int) -> list[int]:
+    """Return the adapter of each request, from 0; an empty list without adapters."""
+    number = _whole(given, "adapters", 0, 2**20)
+    try:
+        exponent = float(given["adapter_zipf"])
+    except ValueError:
+        exponent = -1.0
+    if not 0 <= exponent <= 10:
+        raise ConfigError(f"synthetic: adapter_zipf must be from 0 to 10 (got {given['adapter_zipf']!r})")
+    if not number:
+        return []
+    weights = np.arange(1, number + 1, dtype=np.float64) ** -exponent
+    drawn: list[int] = np.random.default_rng([seed, number]).choice(number, count, p=weights / weights.sum()).tolist()
+    return drawn
 
 
 def parse_spec(spec: str) -> dict[str, str]:

@@ -25,6 +25,9 @@ SETTINGS = (
     "watermark",
     "kv_pressure_high",
     "kv_pressure_low",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
 )
 """Engine flags that affect scheduling."""
 

@@ -12,6 +12,7 @@ from quire.launch.config.foreign_names import FOREIGN_NAMES
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
+from quire.launch.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.models import find_model
@@ -72,6 +73,7 @@ class Setup:
     notes: list[str]
     policies: Policies = QUIRE
     tiers: Tiers = NO_TIERS
+    adapter_load_s: float = ADAPTER_LOAD_S
 
 
 def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | None) -> Setup:
@@ -97,6 +99,9 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     )
     like, usable = values.pop("like", None), values.pop("num_usable_blocks", None)
     rates = {key: values.pop(key) for key in RATES if key in values}
+    adapter_load_s = values.pop("adapter_load_s", ADAPTER_LOAD_S)
+    if not 0 <= adapter_load_s < float("inf"):
+        raise ConfigError(f"--set adapter_load_s must be at least 0 (got {adapter_load_s})")
     options = EngineOptions(model=name, **({"device": "cuda"} | values))
     config = make_engine_config(options, model=model, simulated=True)
     layout = kv_layout(model, config.block_size, config.kv_cache_dtype)
@@ -108,9 +113,10 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
         **_shown(config),
         "num_usable_blocks": num_usable_blocks,
         **_shown_rates(tiers),
+        **({"adapter_load_s": adapter_load_s} if config.enable_lora else {}),
     }
     shown |= {key: value for key, value in dataclasses.asdict(policies).items() if value != getattr(QUIRE, key)}
-    return Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers)
+    return Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers, adapter_load_s)
 
 
 def resolve_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
@@ -128,7 +134,8 @@ def _types() -> dict[str, Any]:
     types = {
         name: hint for name, hint in get_type_hints(EngineOptions, include_extras=True).items() if name not in INERT
     }
-    return types | get_type_hints(Policies) | {"like": str, "num_usable_blocks": int, **dict.fromkeys(RATES, float)}
+    numbers: dict[str, Any] = {"num_usable_blocks": int, **dict.fromkeys((*RATES, "adapter_load_s"), float)}
+    return types | get_type_hints(Policies) | {"like": str} | numbers
 
 
 def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:

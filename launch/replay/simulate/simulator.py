@@ -3,11 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from hashlib import sha256
 from typing import NamedTuple
 
 from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
+from quire.launch.replay.costs.adapter_clock import ADAPTER_LOAD_S, AdapterClock
 from quire.launch.replay.costs.copies import NO_TIERS, Tiers
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
@@ -19,6 +21,7 @@ from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
@@ -53,6 +56,7 @@ class Simulator:
         *,
         policies: Policies = QUIRE,
         tiers: Tiers = NO_TIERS,
+        adapter_load_s: float = ADAPTER_LOAD_S,
         reuse_answers: bool = False,
         fast_forward: bool = True,
         progress: Callable[[float, int], None] | None = None,
@@ -61,6 +65,7 @@ class Simulator:
         Args:
             policies: policies of the engine to imitate.
             tiers: the pages behind the pool.
+            adapter_load_s: seconds to load a LoRA adapter from its folder.
             reuse_answers: see ``block_names``.
             fast_forward: False: schedule each step individually, which takes longer and gives the same result.
             progress: called from time to time with the virtual time in seconds and the number of finished calls.
@@ -76,6 +81,7 @@ class Simulator:
             num_disk_pages=tiers.num_disk_pages,
         )
         self._copies = TierCopies(self.scheduler, tiers)
+        self._adapters = AdapterClock(adapter_load_s)
         self._collector = RunCollector(record, self.scheduler, decision_log)
         self._cost = cost
         self._source = source
@@ -101,7 +107,7 @@ class Simulator:
             now = done if waits else min(source.next_time(), done)
             if now == NEVER and not scheduler.table.requests:
                 break  # stores in flight are not waited for
-            now = min(now, NEVER if waits else self._copies.next_time)
+            now = min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
             if now == NEVER:
                 break
             self._now = max(self._now, now)
@@ -109,8 +115,10 @@ class Simulator:
                 self._finish_step()
             if self._copies.next_time <= self._now:
                 self._finish_copies()
+            self._finish_adapters()
             for call in source.take(self._now):
                 self._arrive(call)
+            self._send_adapters()
             self._copies.send_stores(self._now, self._worker_free)
             while scheduler.can_schedule and self._decide():
                 pass
@@ -133,6 +141,9 @@ class Simulator:
             return
         names = block_names(call, self.scheduler.kv.block_size, reuse_answers=self._reuse_answers)
         sampling = SamplingParams(max_tokens=call.num_output_tokens, ignore_eos=True)
+        adapter = None
+        if call.adapter and self.scheduler.config.enable_lora:
+            adapter = AdapterRef(call.adapter, sha256(call.adapter.encode()).digest(), "")
         known_as = f"{call.number}"  # ids of a trace may be equal or too long
         self.scheduler.consume(
             OpaqueRequest(
@@ -144,6 +155,7 @@ class Simulator:
                 hash_bytes=SHORT_HASH_BYTES,
                 priority=call.priority,
                 arrival=self._now,
+                adapter=adapter,
             )
         )
         self._calls[run] = call
@@ -165,6 +177,7 @@ class Simulator:
     def _decide(self) -> bool:
         diff = self.scheduler.schedule(self._now)
         self._copies.send_loads(self._now)
+        self._send_adapters()
         if diff is None:
             self._collector.note(self._now, self.scheduler.decisions.take())
         else:
@@ -187,12 +200,23 @@ class Simulator:
         for run in self._collector.changed(self._now):
             self._end(self._calls.pop(run))
 
+    def _send_adapters(self) -> None:
+        for load in self.scheduler.adapters.take_loads():
+            self._adapters.send(load, self._now)
+
+    def _finish_adapters(self) -> None:
+        while (answer := self._adapters.take(self._now)) is not None:
+            self.scheduler.consume(answer)
+            for run in self._collector.changed(self._now):
+                self._end(self._calls.pop(run))
+
     def _fast_forward(self, count: int) -> None:
         """Up to ``count`` times, finish the oldest step and schedule one more, without asking the Scheduler.
 
-        Stops at the first step that ends after the next arrival or the end of a copy.
+        Stops at the first step that ends after the next arrival, or the end of a copy or a load.
         """
-        shape, until = self._rows.steady_shape(), min(self._source.next_time(), self._copies.next_time)
+        shape = self._rows.steady_shape()
+        until = min(self._source.next_time(), self._copies.next_time, self._adapters.next_end)
         depth, first = len(self._in_flight), self._worker_free
         ends = [done.end for done in self._in_flight]
         for at in range(count):

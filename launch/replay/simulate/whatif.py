@@ -108,6 +108,7 @@ def run_workload(
         record,
         policies=setup.policies,
         tiers=setup.tiers,
+        adapter_load_s=setup.adapter_load_s,
         reuse_answers=reuse_answers,
         progress=progress,
     )

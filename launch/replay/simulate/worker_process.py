@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.launch.replay.costs.adapter_clock import AdapterClock
 from quire.launch.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
@@ -20,6 +21,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.process.log import event_logger
+from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Heartbeat
 from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
@@ -82,7 +84,7 @@ class SimulatedWorker:
     """Owns the channel to the scheduler, the rows, and the time at which the simulated device is free.
 
     Steps queue as on a device: a step that arrives while another is computed begins when that one ends. Copies of KV
-    blocks run beside them.
+    blocks and loads of adapters run beside them.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class SimulatedWorker:
         self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0
         self._copies = CopyClock(NO_TIERS)
+        self._adapters = AdapterClock()
 
     def run(self) -> None:
         """Run until the scheduler sends Shutdown or another call arrives.
@@ -146,6 +149,8 @@ class SimulatedWorker:
                     self._copies = CopyClock(Tiers(pages.num_pages, size, copy_rates(self._cost)))
                 case MoveBlocks() as move:
                     self._copies.send(move, self._clock.now(), self._free_at)
+                case LoadAdapter() as load:
+                    self._adapters.send(load, self._clock.now())
                 case Shutdown():
                     return
                 case None if timeout is not None:
@@ -157,10 +162,10 @@ class SimulatedWorker:
 
     @property
     def _next_end(self) -> float:
-        """When the oldest step or the next copy ends; infinite if neither has an end yet."""
+        """When the oldest step, copy or load of an adapter ends; infinite if none has an end yet."""
         oldest = self._in_flight[0] if self._in_flight else None
         step_end = float("inf") if oldest is None or oldest.result is None else oldest.end
-        return min(step_end, self._copies.next_end)
+        return min(step_end, self._copies.next_end, self._adapters.next_end)
 
     def _poll_timeout(self) -> float | None:
         """Return how long to wait for a message, in seconds; None: without a limit.
@@ -197,8 +202,8 @@ class SimulatedWorker:
             return  # the poll returned early
         if end > now:
             self._clock.sleep_until(end)
-        elif (moved := self._copies.take(now)) is not None:
-            self._channel.send(moved)
+        elif (ended := self._copies.take(now) or self._adapters.take(now)) is not None:
+            self._channel.send(ended)
         else:
             result = self._in_flight.popleft().result
             assert result is not None

@@ -38,6 +38,7 @@ class Call:
         pause: seconds from that finish to this call's arrival (tool calls, think time).
         conversation: id that groups calls; empty if the trace has none.
         tokens, text: the prompt, if the trace has it.
+        adapter: identity of its LoRA adapter, or empty.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
     """
 
@@ -55,6 +56,7 @@ class Call:
     tokens: Sequence[int] | None = None
     text: str | None = None
     answer: Content | None = None
+    adapter: str = ""
 
 
 @dataclass(slots=True)
