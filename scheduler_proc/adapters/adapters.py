@@ -142,23 +142,31 @@ class Adapters:
 
     # ---- loads
 
-    def plan_loads(self) -> None:
-        """Load wanted adapters to slots that can be given up. Called after each step, result, answer and arrival."""
-        while self._wanted and self.slots.slot_for(is_running=True) is not None:
-            adapter = next(iter(self._wanted.values()))
-            if not adapter.running and self.slots.slot_for(is_running=False) is None:
-                found = next((each for each in self._wanted.values() if each.running), None)
-                if found is None:
-                    return
-                adapter = found
-            slot = self.slots.slot_for(is_running=bool(adapter.running))
-            assert slot is not None
+    def plan_loads(self, *, is_stuck: bool = False) -> None:
+        """Load wanted adapters to slots that can be given up. Called after each step, result, answer and arrival.
+
+        ``is_stuck``: no request could be computed in the step that was planned, and no step is in flight.
+        """
+        while self._wanted and (place := self._next_load(is_stuck)) is not None:
+            adapter, slot = place
             before = self.slots.slots[slot]
             del self._wanted[adapter.number]
             self._loads.append(self.slots.load(adapter, slot))
             self.num_open += 1
             if before is not None and before.num_requests:
                 self._wanted[before.number] = before
+
+    def _next_load(self, is_stuck: bool) -> tuple[Adapter, int] | None:
+        """Return the wanted adapter that has lacked a slot longest, of those for which there is one, and that slot."""
+        of_running = self.slots.slot_for(is_running=True, is_stuck=is_stuck)
+        if of_running is None:
+            return None
+        of_others = self.slots.slot_for(is_running=False, is_stuck=is_stuck)
+        for adapter in self._wanted.values():
+            slot = of_running if adapter.running else of_others
+            if slot is not None:
+                return adapter, slot
+        return None
 
     def take_loads(self) -> list[LoadAdapter]:
         """Return and clear the loads to send."""
@@ -182,7 +190,7 @@ class Adapters:
                 self._wanted[adapter.number] = adapter
             return adapter
         self.num_loaded += 1
-        adapter.is_loading = False
+        adapter.is_loading, adapter.last_step = False, self._clock.sent
         for request in list(adapter.held.values()):
             self.stop_waiting(request)
         return adapter

@@ -45,28 +45,31 @@ class AdapterSlots:
 
     # ---- loads
 
-    def slot_for(self, *, is_running: bool) -> int | None:
+    def slot_for(self, *, is_running: bool, is_stuck: bool) -> int | None:
         """Return a slot to load an adapter to: a free one, or that of the adapter whose loss costs least, or None.
 
-        ``is_running``: whether the adapter to load has running requests.
+        Args:
+            is_running: whether the adapter to load has running requests.
+            is_stuck: whether no request could be computed in the step that was planned, and none is in flight.
         """
         for slot, held in enumerate(self.slots):
             if held is None:
                 return slot
-        candidates = [held for held in self.slots if held is not None and self._can_give_up(held, is_running)]
+        candidates = [held for held in self.slots if held is not None and self._can_give_up(held, is_running, is_stuck)]
         return min(candidates, key=_by_demand_and_use).slot if candidates else None
 
-    def _can_give_up(self, held: Adapter, is_running: bool) -> bool:
+    def _can_give_up(self, held: Adapter, is_running: bool, is_stuck: bool) -> bool:
         """Whether an adapter can lose its slot to another one.
 
-        With requests it keeps the slot for the steps of a whole turn. Without a running one it yields to an adapter
-        that has some, whose rows and blocks may be what its requests wait for.
+        With requests it keeps the slot for the steps of a whole turn. If none of them could be admitted for as long, or
+        nothing runs, it yields to an adapter with running requests, whose rows and blocks may be what they wait for.
         """
         if held.is_loading or held.is_in_use or held.last_step > self._clock.acknowledged:
             return False
         if not held.num_requests or held.num_turn_steps >= ADAPTER_SLICE:
             return True
-        return is_running and not held.running
+        idle_steps = self._clock.sent - held.last_step
+        return is_running and not held.running and (is_stuck or idle_steps >= ADAPTER_SLICE)
 
     def load(self, adapter: Adapter, slot: int) -> LoadAdapter:
         """Give ``slot`` to an adapter. Returns the message to the workers."""

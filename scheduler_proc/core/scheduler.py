@@ -308,7 +308,7 @@ class Scheduler:
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
         self.transfers.plan_stores()
-        self.adapters.plan_loads()
+        self.adapters.plan_loads(is_stuck=diff is None and not self.in_flight)
         return diff
 
     @property

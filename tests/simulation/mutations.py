@@ -205,7 +205,7 @@ def removals_not_sent() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: [])
 
 
-def _any_slot(self: Any, held: Any, is_running: bool) -> bool:
+def _any_slot(self: Any, held: Any, *of_wanted: bool) -> bool:
     """Return whether an adapter can lose its slot: whether it is used does not matter."""
     return not held.is_loading
 
