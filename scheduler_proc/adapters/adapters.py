@@ -158,12 +158,15 @@ class Adapters:
 
     def _next_load(self, is_stuck: bool) -> tuple[Adapter, int] | None:
         """Return the wanted adapter that has lacked a slot longest, of those for which there is one, and that slot."""
-        of_running = self.slots.slot_for(is_running=True, is_stuck=is_stuck)
-        if of_running is None:
+        of_any = self.slots.slot_for(is_running=True, is_stuck=is_stuck)
+        if of_any is None:
             return None
-        of_others = self.slots.slot_for(is_running=False, is_stuck=is_stuck)
+        of_running = self.slots.slot_for(is_running=True, is_stuck=False)
+        of_others = self.slots.slot_for(is_running=False, is_stuck=False)
         for adapter in self._wanted.values():
             slot = of_running if adapter.running else of_others
+            if slot is None and is_stuck and (adapter.running or adapter.held):
+                slot = of_any
             if slot is not None:
                 return adapter, slot
         return None

@@ -61,15 +61,15 @@ class AdapterSlots:
     def _can_give_up(self, held: Adapter, is_running: bool, is_stuck: bool) -> bool:
         """Whether an adapter can lose its slot to another one.
 
-        With requests it keeps the slot for the steps of a whole turn. If none of them could be admitted for as long, or
-        nothing runs, it yields to an adapter with running requests, whose rows and blocks may be what they wait for.
+        With requests it keeps the slot for the steps of a whole turn. If none of them could be admitted for as long, it
+        yields to an adapter with running requests, whose rows and blocks may be what they wait for.
         """
         if held.is_loading or held.is_in_use or held.last_step > self._clock.acknowledged:
             return False
         if not held.num_requests or held.num_turn_steps >= ADAPTER_SLICE:
             return True
         idle_steps = self._clock.sent - held.last_step
-        return is_running and not held.running and (is_stuck or idle_steps >= ADAPTER_SLICE)
+        return not held.running and (is_stuck or (is_running and idle_steps >= ADAPTER_SLICE))
 
     def load(self, adapter: Adapter, slot: int) -> LoadAdapter:
         """Give ``slot`` to an adapter. Returns the message to the workers."""

@@ -143,13 +143,12 @@ class Preemption:
         return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))
 
     def _claim(self, plan: StepPlan, request: Request, candidates: list[Request]) -> bool:
-        """Preempt one of the ``candidates``, unless one of them was admitted in this step: its block hashes are already
-        published, and it would pass the victim.
+        """Preempt one of the ``candidates``, unless one of them was admitted in this step, or waits for the first turn of
+        its adapter: its block hashes are already published, and it would pass the victim.
 
         Returns whether one was preempted.
         """
-        admitted = {handle for handle, row in plan.rows.items() if row.new_blocks is None}
-        if not candidates or any(candidate.handle in admitted for candidate in candidates):
+        if not candidates or not all(candidate.on_worker for candidate in candidates):
             return False
         self.preempt(self.choose(candidates), plan, request, PreemptReason.OVER_SHARE)
         plan.num_claimed += 1
