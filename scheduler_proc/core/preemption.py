@@ -143,8 +143,9 @@ class Preemption:
         return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))
 
     def _claim(self, plan: StepPlan, request: Request, candidates: list[Request]) -> bool:
-        """Preempt one of the ``candidates``, unless one of them was admitted in this step, or waits for the first turn of
-        its adapter: its block hashes are already published, and it would pass the victim.
+        """Preempt one of the ``candidates``, unless one of them has not been sent to the workers yet.
+
+        If it was admitted in this step, its block hashes are already published, and it would pass the victim.
 
         Returns whether one was preempted.
         """

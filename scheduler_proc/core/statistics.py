@@ -89,7 +89,8 @@ def make_statistics(
     tiers: list[TierState],
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
-    reasons = Counter({str(reason): 0 for reason in WaitReason})  # a series that ends would be a gap in a graph
+    # All of them, because a series that ends would be a gap in a graph. ADAPTER_TURN is a reason of running requests.
+    reasons = Counter({str(reason): 0 for reason in WaitReason if reason is not WaitReason.ADAPTER_TURN})
     reasons.update(str(request.wait_reason) for request in table.skipped_waiting.values())
     if table.waiting:
         reasons[_queue_reason(table, is_paused)] += len(table.waiting)

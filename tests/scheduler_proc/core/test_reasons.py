@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_adapters import adapter_ref
 from load_choices import compute_front, split
 from scheduler_driver import Driver, change
 
@@ -135,6 +136,13 @@ def beams() -> Driver:
     return driver
 
 
+def adapter() -> Driver:
+    driver = Driver(enable_lora=True)
+    driver.add("second", [1, 2, 3], max_tokens=5, adapter=adapter_ref("a"))
+    driver.schedule()
+    return driver
+
+
 def held(reason: WaitReason) -> Callable[[], Driver]:
     def case() -> Driver:
         driver = pair()
@@ -159,6 +167,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.LOADING: loading,
     WaitReason.FORK: fork,
     WaitReason.BEAMS: beams,
+    WaitReason.ADAPTER: adapter,
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 
@@ -177,10 +186,21 @@ def test_reason_to_wait_is_recorded_and_reported(reason: WaitReason) -> None:
     assert driver.answers["second"].reason is EndReason.LENGTH
 
 
+def test_a_request_without_a_turn_runs() -> None:
+    driver = Driver(enable_lora=True, max_loras=1)
+    for name in ("first", "second"):
+        driver.add(name, [1, 2, 3], max_tokens=20, adapter=adapter_ref(name))
+        driver.step(4)
+    assert WaitReason.ADAPTER_TURN in waits(driver, "second")
+    assert WaitReason.ADAPTER_TURN not in driver.scheduler.statistics().waiting_by_reason
+    driver.finish()
+
+
 def test_every_reason_to_wait_has_a_case() -> None:
-    assert set(CASES) == set(WaitReason) - {WaitReason.QUEUED}
+    counted = set(WaitReason) - {WaitReason.ADAPTER_TURN}
+    assert set(CASES) == counted - {WaitReason.QUEUED}
     driver = pair()
-    assert driver.scheduler.statistics().waiting_by_reason == {**dict.fromkeys(WaitReason, 0), WaitReason.QUEUED: 2}
+    assert driver.scheduler.statistics().waiting_by_reason == {**dict.fromkeys(counted, 0), WaitReason.QUEUED: 2}
 
 
 def test_reason_is_recorded_once_until_it_changes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from fake_adapters import adapter_ref
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_layout, make_request
 
@@ -15,7 +16,8 @@ from quire.launch.replay.recorded.exact import replay_lines
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
-from quire.protocol.wire.front_end_messages import Abort, StepOutputs
+from quire.protocol.wire.adapter_messages import UnloadAdapter
+from quire.protocol.wire.front_end_messages import Abort, Statistics, StepOutputs
 from quire.protocol.wire.link_messages import Welcome
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -160,3 +162,27 @@ def test_a_restarted_scheduler_continues_without_an_unwritable_trace(tmp_path: P
     journal.consumed(0, [b"frame"], Abort(["nobody"]))
     journal.close()
     assert not (tmp_path / "no").exists()
+
+
+def test_trace_with_adapters_replays_and_has_no_folders(start: Start, tmp_path: Path) -> None:
+    """Two contents under one name, a load that fails, an unload, and new workers that load again."""
+    path = tmp_path / "run.jsonl"
+    loop = start(trace=str(path), enable_lora=True, max_loras=1, max_cpu_loras=2)
+    first, second, bad = adapter_ref("name", "1"), adapter_ref("name", "2"), adapter_ref("bad")
+    loop.fake.adapters.folders[bad.path] = first.digest
+    for number, adapter in enumerate((first, second, bad, None)):
+        loop.client.send(make_request(str(number), PROMPT, max_tokens=9, adapter=adapter))
+    end_of(loop, 3)
+    loop.client.send(UnloadAdapter(first.name, first.digest, query=5))
+    loop.until(lambda message: isinstance(message, Statistics) and message.query == 5 and message.done)
+    loop.renew_worker()
+    loop.wait_for_report("ready")
+    loop.client.send(make_request("again", PROMPT, max_tokens=3, adapter=second))
+    end_of(loop, 1)
+    stop(loop)
+    assert replay_lines(TraceReader(path), check=True) is None
+    lines = lines_in(path)
+    assert [line.adapter.name for line in lines if isinstance(line, Arrival) and line.adapter] == [
+        *("name", "name", "bad", "name")
+    ]
+    assert b"/adapters/" not in path.read_bytes()

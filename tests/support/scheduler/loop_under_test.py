@@ -18,6 +18,7 @@ from kv_event_ends import WAIT_MS
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Child, Command, Report
+from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.front_end_messages import SchedulerToFrontEnd
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello
@@ -89,6 +90,8 @@ class LoopUnderTest:
             config.max_num_batched_tokens,
             config.model.vocab_size,
             num_speculative_tokens=config.num_speculative_tokens,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_cpu_loras=config.max_cpu_loras,
         )
 
     def handshake(self) -> None:
@@ -147,6 +150,9 @@ class LoopUnderTest:
             step = self.worker.receive()
             if step is not None and isinstance(step.message, SchedulerOutput):
                 self._work(step.message)
+            elif step is not None and isinstance(step.message, LoadAdapter):
+                self.fake.adapters.receive(step.message)
+                self.worker.send(self.fake.adapters.run())
             heard = (client or self.client).receive(0.005)
             assert heard is not None or self._thread.is_alive(), "the loop has ended"
             if heard is not None and wanted(heard.message):
