@@ -35,7 +35,7 @@ class Adapters:
 
     A request whose adapter is not loaded is held (WaitReason.ADAPTER) when it could be admitted otherwise. Loads do not
     wait for that: an adapter is wanted since its first request arrived, or since it lost its slot with requests, and is
-    loaded as soon as there is a slot.
+    loaded as soon as a slot can be given up.
 
     Invariants (``check``): requests in steps in flight use adapters in slots. A request in steady decode has an adapter
     with a turn. An adapter with requests and without a slot is wanted.

@@ -113,7 +113,7 @@ class AdapterSlots:
             self.known.pop(adapter.ref.digest, None)
 
     def drop_all(self) -> None:
-        """Give up all places, because the workers that had them are gone."""
+        """Give up all places, because the workers were replaced."""
         for adapter in list(self.known.values()):
             self.drop(adapter)
         self.dropped.clear()

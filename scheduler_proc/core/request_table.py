@@ -3,10 +3,12 @@
 from collections import Counter
 from operator import attrgetter
 
+from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.costs.costs import Prefill
+from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -264,3 +266,20 @@ class RequestTable:
         assert orders == sorted(orders), "running requests are not in order of admission"
         retired = len(self._retired) + self._num_retired_in_flight
         assert self.handles.num_taken == len(self.requests) + retired, "a handle leaked"
+
+
+def check_requests(table: RequestTable, kv: KVCacheManager, config: EngineConfig) -> None:
+    """Raise AssertionError unless counters are within limits, and exactly the running requests hold blocks."""
+    requests = table.requests.values()
+    for request in requests:
+        running = request.status is RequestStatus.RUNNING
+        most = request.num_in_flight * (1 + config.num_speculative_tokens)
+        assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more placeholders than steps in flight"
+        assert request.num_in_flight <= config.pipeline_depth, f"{request!r}: too many steps in flight"
+        assert 0 <= request.num_acknowledged_tokens <= request.num_computed_tokens, f"{request!r}: not computed"
+        held = kv.coordinator.managers[0].req_to_blocks.get(request.handle)
+        assert bool(held) == running, f"{request!r}: holds blocks although not running, or the reverse"
+    assert len(table.running) <= config.max_num_seqs
+    live = {r.handle for r in requests}
+    for manager in kv.coordinator.managers:
+        assert manager.req_to_blocks.keys() <= live, "blocks are held by requests that have ended"

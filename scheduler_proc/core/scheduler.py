@@ -30,9 +30,8 @@ from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
-from quire.scheduler_proc.core.invariants import check_requests
 from quire.scheduler_proc.core.planner import Planner
-from quire.scheduler_proc.core.request_table import RequestTable
+from quire.scheduler_proc.core.request_table import RequestTable, check_requests
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, add_requests, make_statistics
 from quire.scheduler_proc.core.steady_decode import SteadyDecode

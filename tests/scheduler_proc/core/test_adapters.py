@@ -24,6 +24,31 @@ def answered(driver: Driver, request_id: str, prompt: list[int], adapter: Adapte
     return tokens == expected_tokens(prompt, len(tokens), adapter=adapter) and len(tokens) > 0
 
 
+def test_the_worked_example() -> None:
+    """The one of docs/scheduling.md."""
+    driver = engine(1, num_blocks=60, max_num_batched_tokens=8, async_scheduling=True)
+    driver.add("A", [1, 2, 3], max_tokens=30, adapter=A)
+    driver.step(4)
+    driver.add("B", list(range(10, 30)), max_tokens=24, adapter=B)
+    driver.run()
+    reasons = [(d.step, d.request_id, str(d.reason)) for d in driver.scheduler.decisions.take()]
+    assert reasons == [(1, "A", "adapter"), (5, "B", "adapter"), (8, "B", "adapter_turn")]
+    changes = {
+        diff.step: (diff.parked, diff.unparked, [new.request_id for new in diff.new_requests], dict(diff.counts))
+        for diff in driver.diffs
+    }
+    assert {step: change for step, change in changes.items() if any(change)} == {
+        1: ([], [], ["A"], {0: 3}),
+        9: ([0], [], ["B"], {1: 8}),
+        10: ([], [], [], {1: 8}),
+        11: ([], [], [], {1: 4}),
+        25: ([1], [0], [], {}),
+        41: ([0], [1], [], {}),
+        51: ([], [0], [], {}),
+    }
+    assert [(load.number, load.slot) for load in driver.adapter_loads] == [(1, 0), (2, 1)]
+
+
 def test_waits_for_its_adapter_and_gets_its_tokens() -> None:
     driver = engine()
     driver.add("plain", [1, 2, 3], max_tokens=6)
