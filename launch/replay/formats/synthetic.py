@@ -34,8 +34,8 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
 
     ``input`` and ``output`` may be ``file:PATH``: lengths are drawn from that trace, in pairs if both name the same
     file. Each request belongs to a random one of ``prefix_groups`` groups and begins with its group's ``prefix_tokens``
-    tokens, in addition to ``input``. With ``adapters``, each has one of that number of LoRA adapters, that of rank r with a
-    probability in proportion to ``1 / r ** adapter_zipf``.
+    tokens, in addition to ``input``. With ``adapters``, each has one of that number of LoRA adapters, that of rank r
+    with a probability in proportion to ``1 / r ** adapter_zipf``.
 
     Args:
         load_other: loads the trace of a ``file:PATH``.
