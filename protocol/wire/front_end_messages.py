@@ -171,8 +171,8 @@ class TenantState(msgspec.Struct, frozen=True):
 
 
 class RequestState(msgspec.Struct, frozen=True):
-    """``state``: running, waiting, held or leaving. ``reason``: wait reason of a request that waits or is held, or "".
-    ``arrival``: seconds of the monotonic clock that all processes share."""
+    """``state``: running, waiting, held or leaving. ``reason``: why it waits or is held, or why it runs and is not
+    computed now, or "". ``arrival``: seconds of the monotonic clock that all processes share."""
 
     request_id: str
     tenant: int

@@ -147,9 +147,7 @@ class Planner:
         due = [r for r in due if r.block_step == plan.step]
         if not due:
             return
-        if self.decode_blocks.can_allocate(len(due)) and not any(
-            r.num_tokens_to_compute <= 1 and r.can_run for r in table.unsteady.values()
-        ):
+        if self.decode_blocks.can_allocate(len(due)) and not table.to_compute()[1]:
             plan.grown, plan.new_blocks = due, self.decode_blocks.allocate(due)
             self.steady_decode.mark_handled(due, plan.step)
         else:

@@ -128,6 +128,8 @@ class RequestTable:
 
         Length limits are known a step ahead (protocol law 4).
         """
+        if not self.unsteady:
+            return
         for request in sorted([r for r in self.unsteady.values() if r.can_leave], key=_by_order):
             self._leave_running(request)
             self.leaving[request.handle] = request

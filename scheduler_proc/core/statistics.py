@@ -138,7 +138,7 @@ def add_requests(
 def _request_state(table: RequestTable, kv: KVCacheManager, request: Request, is_paused: bool) -> RequestState:
     handle, reason = request.handle, ""
     if handle in table.running:
-        state = "running"
+        state, reason = "running", "" if request.can_run else str(WaitReason.ADAPTER_TURN)
     elif handle in table.leaving:
         state = "leaving"
     elif handle in table.skipped_waiting:

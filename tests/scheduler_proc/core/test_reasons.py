@@ -192,7 +192,9 @@ def test_a_request_without_a_turn_runs() -> None:
         driver.add(name, [1, 2, 3], max_tokens=20, adapter=adapter_ref(name))
         driver.step(4)
     assert WaitReason.ADAPTER_TURN in waits(driver, "second")
-    assert WaitReason.ADAPTER_TURN not in driver.scheduler.statistics().waiting_by_reason
+    listed = driver.control("requests")
+    assert WaitReason.ADAPTER_TURN not in listed.waiting_by_reason
+    assert {(each.state, each.reason) for each in listed.requests} == {("running", ""), ("running", "adapter_turn")}
     driver.finish()
 
 
