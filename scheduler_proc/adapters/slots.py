@@ -55,10 +55,10 @@ class AdapterSlots:
         for slot, held in enumerate(self.slots):
             if held is None:
                 return slot
-        candidates = [held for held in self.slots if held is not None and self._can_give_up(held, is_running, is_stuck)]
+        candidates = [held for held in self.slots if held is not None and self.can_give_up(held, is_running, is_stuck)]
         return min(candidates, key=_by_demand_and_use).slot if candidates else None
 
-    def _can_give_up(self, held: Adapter, is_running: bool, is_stuck: bool) -> bool:
+    def can_give_up(self, held: Adapter, is_running: bool, is_stuck: bool) -> bool:
         """Whether an adapter can lose its slot to another one.
 
         With requests it keeps the slot for the steps of a whole turn. If none of them could be admitted for as long, it

@@ -340,7 +340,7 @@ MUTATIONS = (
     Mutation(
         "a slot is given to another adapter while it is used",
         "I5",
-        lambda: mock.patch.object(slots.AdapterSlots, "_can_give_up", _any_slot),
+        lambda: mock.patch.object(slots.AdapterSlots, "can_give_up", _any_slot),
         seed=7,
     ),
     Mutation(
