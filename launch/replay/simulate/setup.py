@@ -35,6 +35,7 @@ INERT = {
     "enforce_eager": "the cost model determines the time of a step",
     "deterministic": "the cost model determines the time of a step",
     "gpu_memory_utilization": "set kv_cache_memory_bytes or num_usable_blocks",
+    "max_lora_rank": "adapter_load_s determines the time of a load",
     "prefix_caching_hash_algo": "the trace provides the block hashes",
     "speculative_config": "a simulated worker makes no drafts",
     "logits_processors": "a simulation does not sample",
