@@ -246,10 +246,11 @@ def test_what_cannot_be_forgotten_is_removed(tmp_path: Path, action: str, monkey
 
 OTHERS = """
     async_scheduling chat_template closed_objects cpu_offload_bytes crash_dump_dir enable_chunked_prefill
-    enable_prefix_caching enforce_eager fair_admission gpu_memory_utilization kv_cache_memory_bytes
+    enable_lora enable_prefix_caching enforce_eager fair_admission gpu_memory_utilization kv_cache_memory_bytes
     kv_events_curve_dir kv_events_endpoint kv_events_replay_endpoint kv_page_check kv_pressure_high kv_pressure_low
     learned_costs_dir logits_processors
-    logits_processors_exclude logprobs_mode long_prefill_token_threshold max_model_len max_num_batched_tokens
+    logits_processors_exclude logprobs_mode long_prefill_token_threshold max_cpu_loras max_lora_rank max_loras
+    max_model_len max_num_batched_tokens
     max_num_queued_reqs max_num_seqs max_prefill_share model_path num_blocks_override num_speculative_tokens
     priority_range reserve_full_sequence sampling_defaults scheduling_policy seed speculative ssd_cache_bytes
     ssd_cache_dir structured_outputs_backend thinking_end_token_ids thinking_start_token_ids trace
