@@ -9,6 +9,8 @@ HUGE_PAGE = 2 << 20
 CHUNK = 128 << 20
 """Bytes that are reserved at a time. Matrices of a small model are smaller than a huge page."""
 ALIGNMENT = 64
+FEWEST_PAGES = 4
+"""Huge pages that memory of its own must fill: at most a fifth of it is not used."""
 
 _lock = threading.Lock()
 _rest = torch.empty(0, dtype=torch.uint8)
@@ -26,6 +28,14 @@ def allocate(size: int) -> torch.Tensor:
             _rest = _reserve(max(size, CHUNK))
         found, _rest = _rest[:size], _rest[-(-size // ALIGNMENT) * ALIGNMENT :]
         return found
+
+
+def allocate_alone(size: int) -> torch.Tensor:
+    """As ``allocate``, for memory that is freed alone: in huge pages of its own, if it fills several."""
+    if size < FEWEST_PAGES * HUGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8)
+    with torch.inference_mode(False):
+        return _reserve(size)[:size]
 
 
 def _reserve(size: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.cpu.weight_memory import allocate_alone
 from quire.kernels.lora.lora import Part
 from quire.protocol.model.adapter import Adapter, AdapterPart, AdapterTensor
 from quire.protocol.model.adapter_config import AdapterError
@@ -68,7 +69,10 @@ def pack_adapter(adapter: Adapter, sites: AdapterSites) -> PackedAdapter:
         b = size + aligned_bytes(part.rank * inputs, dtype)
         places.append(_Place(target.site, target.first, part.scale, part.rank, inputs, outputs, size, b))
         size = b + aligned_bytes(part.rank * outputs, dtype)
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=sites.device.type == "cuda")
+    if sites.device.type == "cuda":
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    else:
+        memory = allocate_alone(size)
     packed = PackedAdapter(memory, dtype, tuple(places))
     for group, place in zip(groups, places, strict=True):
         part, target = group[0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.cpu.weight_memory import ALIGNMENT, CHUNK, allocate
+from quire.kernels.cpu.weight_memory import ALIGNMENT, CHUNK, HUGE_PAGE, allocate, allocate_alone
 
 
 def test_allocations_are_aligned_and_do_not_overlap() -> None:
@@ -29,6 +29,24 @@ def test_untouched_memory_is_not_resident() -> None:
     assert resident() - before > size * 3 // 4
     del held
     assert resident() - before < size // 4
+
+
+def test_memory_of_its_own_is_freed_alone() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    size = 16 * HUGE_PAGE
+    with torch.inference_mode():
+        held = [allocate_alone(size) for _ in range(3)]
+    before = resident()
+    for memory in held:
+        assert len(memory) == size and memory.data_ptr() % HUGE_PAGE == 0
+        memory.fill_(1)
+    assert resident() - before > 2 * size
+    del held[1], memory
+    assert resident() - before < 2 * size + size // 2
+    assert bool((held[0] == 1).all() and (held[1] == 1).all())
+    assert len(allocate_alone(100)) == 100
 
 
 def test_chunk_that_begins_in_inference_mode_can_be_written_to_outside_it() -> None:
