@@ -26,6 +26,8 @@ PROMPT = "Once upon a time, there was a little girl who lived in a small house n
 """The prompt of all requests: blocks of one adapter that another one finds would change its answer."""
 BASE_SHARE = 0.1
 """Part of the requests that use no adapter."""
+NUM_BLOCKS = 1000
+"""Few, so that the memory of all blocks is touched before growth is measured."""
 NUM_OUTPUT = 8
 NUM_STREAMS = 8
 NUM_LOADED = 16
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
         for i, name in enumerate(names):
             make_adapter(Path(folder) / name, model, rank=args.rank, seed=i, size=2.0)
         flags = ["--deterministic", "--lora-dir", folder, "--max-num-seqs", str(args.concurrency + NUM_STREAMS)]
+        flags += ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
         flags += ["--max-loras", str(args.max_loras), "--max-cpu-loras", str(args.max_cpu_loras)]
         with serving(None, None, flags, args.serve_args) as target:
             report = asyncio.run(_measure(target, names, args))
