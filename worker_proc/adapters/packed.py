@@ -60,7 +60,7 @@ def pack_adapter(adapter: Adapter, sites: AdapterSites) -> PackedAdapter:
     """Copy this rank's columns of each A and rows of each B, in the dtype of the sites.
 
     Raises:
-        AdapterError: a projection has no site, or a value is not finite in the dtype.
+        AdapterError: a value is not finite in the dtype.
     """
     groups, places, size, dtype = _joined(adapter, sites), [], 0, sites.dtype
     for group in groups:
@@ -88,10 +88,7 @@ def _joined(adapter: Adapter, sites: AdapterSites) -> list[list[Placed]]:
     """Return the parts with their places; those of one fused module, which share A, as one group."""
     groups: list[list[Placed]] = []
     for part in adapter.parts:
-        name = f"model.layers.{part.layer}.{part.projection}"
-        target = sites.targets.get(name)
-        if target is None:
-            raise AdapterError(f"{adapter.folder}: adapts {name}; adapters of experts need --device cpu")
+        target = sites.targets[f"model.layers.{part.layer}.{part.projection}"]
         if groups and _adjoin(groups[-1], part, target):
             groups[-1].append((part, target))
         else:

@@ -5,6 +5,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.lora.lora import NO_SLOT
+from quire.protocol.model.adapter_config import AdapterError
 from quire.worker_proc.adapters.packed import PackedAdapter
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.device.transfer import Transfer
@@ -14,8 +15,8 @@ from quire.worker_proc.models.sites import AdapterSites
 class AdapterSlots:
     """Owns the memory of the slots, and which adapter is in each.
 
-    On a CPU a slot has pointers to the adapter's copy in host memory. On a GPU it has memory of its own, for an adapter
-    of the highest rank that changes every projection.
+    On a CPU a slot has pointers to the adapter's copy in host memory. On a GPU it has memory of its own: for an adapter
+    of the highest rank that changes every projection but those of experts, or for what takes as much.
 
     Attributes:
         slot_of: slot of each adapter that steps may use, by its number; changed in place.
@@ -36,12 +37,19 @@ class AdapterSlots:
         """Put an adapter, or none, into a slot that no step uses; returns when it is on the device.
 
         The loader's thread calls it, beside steps that use other slots.
+
+        Raises:
+            AdapterError: the adapter is larger than a slot.
         """
         if self._memory is None:
             self.sites.set_slot(slot, {} if adapter is None else adapter.parts(adapter.memory))
             return
+        own = self._memory[slot]
+        if adapter is not None and len(adapter.memory) > len(own):
+            raise AdapterError(
+                f"the adapter has {len(adapter.memory)} bytes, a slot of the device {len(own)}: raise --max-lora-rank"
+            )
         with torch.cuda.device(self.sites.device), torch.cuda.stream(self._stream):
-            own = self._memory[slot]
             if adapter is not None:
                 own[: len(adapter.memory)].copy_(adapter.memory, non_blocking=True)
             self.sites.set_slot(slot, {} if adapter is None else adapter.parts(own))
@@ -70,8 +78,8 @@ class AdapterSlots:
                 slot since the row's last change.
         """
         numbers = batch.adapter[rows]
-        self.sites.active = bool(numbers.any())
-        if not self.sites.active:
+        if not numbers.any():
+            self.sites.begin_step(None)
             return
         found = {0: NO_SLOT, **self.slot_of}
         missing = next((at for at, number in enumerate(numbers.tolist()) if number not in found), None)
@@ -79,6 +87,7 @@ class AdapterSlots:
             handle = int(batch.handles[rows[missing]])
             raise StepRefused(f"handle {handle} uses adapter {numbers[missing]}, which is in no slot")
         slots = np.array([found[number] for number in numbers.tolist()], np.int32)
+        self.sites.begin_step(slots)
         of_tokens, sorted_rows = np.repeat(slots, counts), self.sites.rows
         if not np.array_equal(of_tokens, sorted_rows.slots):
             (sent,) = self._transfer(sorted_rows.sort(of_tokens))

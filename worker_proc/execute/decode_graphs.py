@@ -122,12 +122,15 @@ class DecodeGraphs:
         Returns:
             Logits ``[num_rows, vocab_size]``, valid until the next step; None with sampling.
         """
-        logits = self._decode.run((self.size_for(num_rows), sampling, self._adapted))
+        if self._changes_experts:
+            logits = self._launch((num_rows, sampling, True))
+        else:
+            logits = self._decode.run((self.size_for(num_rows), sampling, self._adapted))
         return None if logits is None else logits[:num_rows]
 
     def takes(self, inputs: StepInputs) -> bool:
         """Return whether ``run_verify`` can run a step with these inputs."""
-        return self.verify is not None and self.verify.takes(inputs)
+        return self.verify is not None and not self._changes_experts and self.verify.takes(inputs)
 
     def store(self, inputs: StepInputs) -> torch.Tensor:
         """Send the inputs of ``run_verify`` with the step's one copy, as ``VerifyStep.store`` does."""
@@ -147,6 +150,11 @@ class DecodeGraphs:
     @property
     def _adapted(self) -> bool:
         return self._adapters is not None and self._adapters.active
+
+    @property
+    def _changes_experts(self) -> bool:
+        """Whether adapters of the running step change experts: it waits for the device, so that no graph has it."""
+        return self._adapters is not None and self._adapters.changes_experts
 
     def _set_adapted(self, adapted: bool) -> None:
         if self._adapters is not None:

@@ -99,9 +99,9 @@ class SparseMlp(Module):
         )
 
     def _expert_sites(self) -> ExpertSites | None:
-        """Make the sites of LoRA adapters, if the operations compute experts one by one from separate gates and ups."""
+        """Make the sites of LoRA adapters, if gates and ups are separate."""
         sites, moe, hidden = self.build.adapters, self.moe, self.build.config.hidden_size
-        if sites is None or self.build.ops.stacks_experts or moe.activation == "swiglu_oai":
+        if sites is None or moe.activation == "swiglu_oai":
             return None
         whole, width, layer = slice(0, hidden), moe.intermediate_size, self.build.layer
         pairs = []

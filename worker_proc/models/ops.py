@@ -33,7 +33,7 @@ class Experts:
         stacked: the rows of all experts' two layers (``formats/stacked.py``), if the operations want quantised weights
             in this form; ``packed`` then has the same memory.
         gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
-        adapters: sites of LoRA adapters, which only ``TorchOps`` computes; None: adapters do not change the experts.
+        adapters: sites of LoRA adapters; None: adapters do not change the experts.
     """
 
     gate_up: torch.Tensor

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
@@ -32,6 +33,7 @@ class AdapterSites:
 
     Attributes:
         active: whether a row of the running step uses an adapter. The sites of other steps do nothing.
+        changes_experts: whether such an adapter changes experts.
         targets: the place of each projection, by its full name, such as ``model.layers.0.self_attn.q_proj``.
         rows: the slot of each token of the step, in memory that recorded plans and CUDA graphs read.
         dtype: dtype of the adapters' matrices, which is that of the activations.
@@ -47,7 +49,7 @@ class AdapterSites:
         """
         self.num_slots, self.max_rank, self.dtype, self.device = num_slots, max_rank, dtype, torch.device(device)
         self.add = add
-        self.active = False
+        self.active = self.changes_experts = False
         self.targets: dict[str, Target] = {}
         self._tables: list[SlotTable] = []
         self.rows = AdapterRows(max_tokens, num_slots, self.device)
@@ -82,9 +84,17 @@ class AdapterSites:
             elif table.parts(slot):
                 table.clear(slot)
 
+    def begin_step(self, slots: npt.NDArray[np.int32] | None) -> None:
+        """Begin a step. ``slots``: slot of each of its rows, NO_SLOT for none; None if no row uses an adapter."""
+        self.active = slots is not None
+        self.changes_experts = slots is not None and bool(self._is_routed[slots].any())
+
     def route(self, tokens: torch.Tensor) -> bool:
-        """Let the routed sites compute these tokens of the step; return whether an adapter of one changes experts."""
-        slots = self.rows.slots[tokens.numpy()]
+        """Let the routed sites compute these tokens of the step; return whether an adapter of one changes experts.
+
+        On a GPU this waits for the device.
+        """
+        slots = self.rows.slots[tokens.cpu().numpy()]
         if not self._is_routed[slots].any():
             return False
         self._routed.assign(slots)
@@ -92,8 +102,9 @@ class AdapterSites:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of an adapter of the highest rank that changes every projection."""
-        sizes = [size for target in self.targets.values() for size in (target.cut.num_columns, target.cut.num_rows)]
+        """Bytes of an adapter of the highest rank that changes every projection but those of experts."""
+        plain = [target.cut for target in self.targets.values() if target.site not in self._routed_sites]
+        sizes = [size for cut in plain for size in (cut.num_columns, cut.num_rows)]
         return sum(aligned_bytes(self.max_rank * size, self.dtype) for size in sizes)
 
 
@@ -122,4 +133,9 @@ class ExpertSites:
 
     def of(self, expert: int, tokens: torch.Tensor) -> tuple[Site, Site] | None:
         """Return an expert's sites, which then compute these tokens of the step; None if none uses an adapter."""
-        return self._pairs[expert] if self._sites.active and self._sites.route(tokens) else None
+        return self._pairs[expert] if self.in_use and self._sites.route(tokens) else None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an adapter of the running step changes experts."""
+        return self._sites.changes_experts

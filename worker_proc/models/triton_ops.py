@@ -10,11 +10,11 @@ from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.lora.lora import launch_adapters
 from quire.kernels.moe import fused_experts, fused_experts_mxfp4, fused_experts_packed
 from quire.kernels.moe.moe_routing import route
-from quire.worker_proc.models.ops import Experts
+from quire.worker_proc.models.ops import Experts, TorchOps
 
 
 class TritonOps:
-    """Stateless ``Ops`` for a CUDA device, or for the CPU with Triton's interpreter (tests).
+    """``Ops`` for a CUDA device, or for the CPU with Triton's interpreter (tests).
 
     Each method rounds to the dtype once, while ``TorchOps`` may round between its steps; the kernels' tolerances cover
     the difference.
@@ -32,6 +32,7 @@ class TritonOps:
 
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
+        self._one_by_one = TorchOps()
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), 1)
@@ -41,9 +42,14 @@ class TritonOps:
     ) -> torch.Tensor:
         """As ``Ops.experts``; a token's sum runs in the order of ``expert_ids``.
 
+        While adapters change experts, these are computed one by one, and the host waits for the device: such a step
+        cannot be captured.
+
         Raises:
             ValueError: the experts are packed for the CPU.
         """
+        if experts.adapters is not None and experts.adapters.in_use:
+            return self._one_by_one.experts(x, experts, expert_ids, weights)
         if experts.stacked is not None:
             w13, w2 = experts.stacked
             return fused_experts_packed.fused_experts_packed(x, w13, w2, expert_ids, weights, experts.activation)

@@ -141,9 +141,9 @@ def logits_of(runner: AdapterRunner, requests: Sequence[Request]) -> list[torch.
     adapters, model = runner.runner.adapters, runner.runner.forward.model
     assert adapters is not None
     lengths = [len(prompt) for prompt, _ in requests]
-    slots = [adapters.slot_of.get(number, NO_SLOT) for _, number in requests]
-    adapters.sites.active = True
-    adapters.sites.rows.assign(np.repeat(np.array(slots, np.int32), lengths))
+    slots = np.array([adapters.slot_of.get(number, NO_SLOT) for _, number in requests], np.int32)
+    adapters.sites.begin_step(slots)
+    adapters.sites.rows.assign(np.repeat(slots, lengths))
     with torch.inference_mode():
         prompts = {row: torch.tensor(prompt) for row, (prompt, _) in enumerate(requests)}
         logits = Rows(model, lengths, DenseBackend()).step(prompts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from adapter_steps import BLOCK_SIZE, AdapterRunner, adapter_config
 from adapters import Tensors, make_adapter
 from fake_child import no_calls
@@ -195,18 +196,16 @@ def test_load_of_the_previous_scheduler_is_forgotten(
     assert runner.runner.adapters is not None and runner.runner.adapters.slot_of == {3: 1}
 
 
-def test_adapter_of_experts_without_sites(checkpoint_factory: Factory, tmp_path: Path) -> None:
-    """As on a GPU, whose kernel computes all experts at once."""
-    runner = AdapterRunner(checkpoint_factory("mixtral")[0])
-    assert runner.runner.adapters is not None
-    targets = runner.runner.adapters.sites.targets
-    for name in [name for name in targets if ".experts." in name]:
-        del targets[name]
-    path = make_adapter(tmp_path / "a", runner.config.model)
-    reason = r"adapts model\.layers\.\d\.mlp\.experts\.\d\.\w+_proj; adapters of experts need --device cpu"
-    assert re.search(reason, runner.load(path, 1, 0).problem)
-    attention = make_adapter(tmp_path / "b", runner.config.model, projections=["q_proj", "gate"])
-    assert runner.load(attention, 2, 0).problem == ""
+def test_adapter_larger_than_a_slot_of_the_device(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Adapters of experts may be: a GPU's slots have room for the other projections at the highest rank."""
+    runner = AdapterRunner(checkpoint_factory("mixtral")[0], max_lora_rank=4)
+    slots = runner.runner.adapters
+    assert slots is not None
+    slots._memory = torch.empty(slots.sites.num_slots, slots.sites.slot_bytes, dtype=torch.uint8)
+    path = make_adapter(tmp_path / "a", runner.config.model, rank=4)
+    assert re.fullmatch(
+        r"the adapter has \d+ bytes, a slot of the device \d+: raise --max-lora-rank", runner.load(path, 1, 0).problem
+    )
 
 
 # ---- the worker's loop

@@ -17,7 +17,7 @@ from adapters import make_adapter
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
-from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
@@ -84,13 +84,14 @@ def _runner(
     drafts: tuple[dict[int, list[int]], ...],
     kv_dtype: str,
     adapters: Sequence[Path],
+    shape: ModelConfig,
 ) -> ModelRunner:
     config = CONFIG
     if drafts:
         speculative = SpeculativeConfig(method="ngram")
         config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
     sites = AdapterSites(3, 8, 64, torch.float32, CPU, ops.add_adapters) if adapters else None
-    model = build_model(MODEL, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites)
+    model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites)
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
@@ -101,7 +102,7 @@ def _runner(
         runner._proposer = Scripted(*drafts)
     for slot, folder in enumerate(adapters):
         assert sites is not None and runner.adapters is not None
-        runner.adapters.fill(slot, pack_adapter(read_adapter(folder, MODEL, 8), sites))
+        runner.adapters.fill(slot, pack_adapter(read_adapter(folder, shape, 8), sites))
         runner.adapters.occupy(slot, slot + 1)
     return runner
 
@@ -115,10 +116,11 @@ class Both:
         fresh_from: int = 0,
         kv_dtype: str = "float32",
         adapters: Sequence[Path] = (),
+        shape: ModelConfig = MODEL,
     ) -> None:
-        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts, kv_dtype, adapters)
+        self.host = _runner(CpuBackend(native=False), TorchOps(), drafts, kv_dtype, adapters, shape)
         backend = TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from)
-        self.device = _runner(backend, TritonOps(), drafts, kv_dtype, adapters)
+        self.device = _runner(backend, TritonOps(), drafts, kv_dtype, adapters, shape)
         self.steps = self.steady_steps = self.verify_steps = 0
         assert self.device.steady is not None
         launch = self.device.steady.launch
@@ -323,6 +325,32 @@ def test_drafts_with_adapters(two_adapters: list[Path]) -> None:
     assert both.verify_steps == 2
     both.step()
     assert both.steady_steps == 1
+
+
+EXPERTS = msgspec.structs.replace(
+    MODEL,
+    architecture="Qwen3MoeForCausalLM",
+    moe=MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16, layers=[0, 1]),
+)
+
+
+def test_adapters_that_change_experts(tmp_path: Path) -> None:
+    """Steps with such an adapter compute experts one by one, with padding neither in decode nor with drafts."""
+    experts = make_adapter(tmp_path / "a", EXPERTS, rank=5, seed=1, size=2.0)
+    attention = make_adapter(tmp_path / "b", EXPERTS, seed=2, size=2.0, projections=("q_proj", "o_proj"))
+    both = Both({0: [60, 2], 1: [60]}, {0: [60]}, adapters=[experts, attention], shape=EXPERTS)
+    prompt = [5, 9, 2, 7, 7, 1]
+    rows = (0, prompt, [1, 2, 3, 4]), (1, prompt, [5, 6, 7, 8]), (2, prompt, [9, 10, 11, 12])
+    firsts = [both.step(**adding(*rows, adapters={1: 1, 2: 2}))]
+    firsts += [both.step() for _ in range(3)]
+    assert len({tuple(column) for column in zip(*firsts, strict=True)}) == 3, "all three rows differ"
+    assert both.steady_steps == 3
+    drafting = {"drafts": [(0, 3), (1, 3)], "counts": [(0, 4), (1, 4)]}
+    both.step(**drafting)
+    assert both.verify_steps == 0, "a step that waits for the device cannot be captured"
+    both.step(removed=[1])
+    both.step(drafts=[(0, 3)], counts=[(0, 4)])
+    assert both.verify_steps == 1, "no adapter that is left changes experts"
 
 
 def test_capture_sizes_cover_every_batch() -> None:
