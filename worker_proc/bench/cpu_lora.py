@@ -90,9 +90,13 @@ def cpu_lora(bench: Bench) -> None:
         for _ in range(rounds):
             for name, plan in plans.items():
                 best[name] = min(best[name], elapsed_on_host(plan.run))
-        added = best["products and addends"] - best["products"]
+        added = best["quire, products and addends"] - best["quire, products"]
         read = num_layers * layers[0].num_bytes * num_adapters
-        figures = {"gb_per_s": read / best["addends"] / 1e9, "added_us": added * 1e6, "added": added / best["products"]}
+        figures = {
+            "gb_per_s": read / best["quire, addends"] / 1e9,
+            "added_us": added * 1e6,
+            "added": added / best["quire, products"],
+        }
         for name, seconds in best.items():
             bench.note(f"{num_rows} rows, {num_adapters} adapters", name, seconds, **figures)
             figures = {}
@@ -103,9 +107,9 @@ def _plans(native: Native, layers: Sequence[Layer], num_rows: int, rows: Adapter
     inputs = {table.inputs: torch.randn(num_rows, table.inputs).to(DTYPE) for table in layers[0].tables}
     outputs = {table.outputs: torch.zeros(num_rows, table.outputs, dtype=DTYPE) for table in layers[0].tables}
     bodies: dict[str, Callable[[Layer], None]] = {
-        "addends": lambda layer: layer.add_all(inputs, outputs, rows),
-        "products": lambda layer: layer.run(inputs, None),
-        "products and addends": lambda layer: layer.run(inputs, rows),
+        "quire, addends": lambda layer: layer.add_all(inputs, outputs, rows),
+        "quire, products": lambda layer: layer.run(inputs, None),
+        "quire, products and addends": lambda layer: layer.run(inputs, rows),
     }
 
     def plan(body: Callable[[Layer], None]) -> RecordedPlan:
