@@ -1,7 +1,7 @@
 """Adapters: loads the adapters of requests into slots, and decides of which adapters a step computes requests."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Protocol
 
 import msgspec
@@ -25,6 +25,10 @@ MAX_LISTED = 32
 class Table(Protocol):
     """What this package does with the lists of requests."""
 
+    @property
+    def running(self) -> Sized: ...
+    @property
+    def waiting(self) -> Sized: ...
     def hold(self, request: Request, reason: WaitReason) -> None: ...
     def release(self, request: Request) -> None: ...
     def leave_steady(self, request: Request) -> None: ...
@@ -83,7 +87,6 @@ class Adapters:
             self.turns.forget(adapter)
         if adapter.slot < 0:
             self._wanted.setdefault(adapter.number, adapter)
-            self.plan_loads()
 
     def is_loaded(self, request: Request) -> bool:
         """Whether the adapter of a waiting request is in a slot, if it has one; otherwise the request is held."""
@@ -142,11 +145,15 @@ class Adapters:
 
     # ---- loads
 
-    def plan_loads(self, *, is_stuck: bool = False) -> None:
-        """Load wanted adapters to slots that can be given up. Called after each step, result, answer and arrival.
+    def plan_loads(self, *, is_quiet: bool = False) -> None:
+        """Load wanted adapters to slots that can be given up. Called after each step and each event.
 
-        ``is_stuck``: no request could be computed in the step that was planned, and no step is in flight.
+        ``is_quiet``: no request could be computed in the step that was planned.
         """
+        if not self._wanted:
+            return
+        is_quiet = is_quiet or not (self._table.running or self._table.waiting)
+        is_stuck = is_quiet and self._clock.acknowledged == self._clock.sent
         while self._wanted and (place := self._next_load(is_stuck)) is not None:
             adapter, slot = place
             before = self.slots.slots[slot]
@@ -206,7 +213,6 @@ class Adapters:
         is_used = adapter.num_requests or adapter.is_loading or adapter.last_step > self._clock.acknowledged
         if not is_used:
             self.slots.drop(adapter)
-            self.plan_loads()
         return not is_used
 
     def begin_epoch(self, *, new_workers: bool) -> None:

@@ -50,7 +50,7 @@ class AdapterSlots:
 
         Args:
             is_running: whether the adapter to load has running requests.
-            is_stuck: whether no request could be computed in the step that was planned, and none is in flight.
+            is_stuck: whether the next step would compute no request, and none is in flight.
         """
         for slot, held in enumerate(self.slots):
             if held is None:

@@ -163,6 +163,25 @@ def test_rows_full_of_requests_without_a_turn() -> None:
     assert driver.replay_lines() is None
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_slot_is_given_up_although_nothing_else_runs(is_held: bool) -> None:
+    """No step is planned while no request runs or waits, so the event itself must lead to the load."""
+    driver = engine(1)
+    driver.add("a", [1, 2, 3], max_tokens=60, adapter=A)
+    driver.add("b", [1, 2, 3], max_tokens=60, adapter=B)
+    driver.step(8)
+    driver.add("c", [1, 2, 3], max_tokens=5, adapter=C)
+    driver.step(2)
+    assert driver.request("c").wait_reason is WaitReason.ADAPTER and not driver.scheduler.in_flight
+    if is_held:
+        driver.hold("a")
+        driver.hold("b")
+    else:
+        driver.abort("a", "b")
+    driver.step(10)
+    assert answered(driver, "c", [1, 2, 3], C) and end_of(driver, "c")[0] is EndReason.LENGTH
+
+
 def test_a_steady_batch_stays_steady_while_no_adapter_waits() -> None:
     driver = engine(2, block_size=16, num_blocks=200)
     for number, adapter in enumerate((A, B, None)):
