@@ -10,7 +10,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
 from quire.protocol.wire.front_end_messages import AdapterCounts, Statistics
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, AdapterSlots
+from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
 from quire.scheduler_proc.adapters.turns import Turns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Adapter, Request
@@ -165,15 +165,13 @@ class Adapters:
 
     def _next_load(self, is_stuck: bool) -> tuple[Adapter, int] | None:
         """Return the wanted adapter that has lacked a slot longest, of those for which there is one, and that slot."""
-        of_any = self.slots.slot_for(is_running=True, is_stuck=is_stuck)
-        if of_any is None:
+        for_running = self.slots.slot_for(0 if is_stuck else ADAPTER_SLICE)
+        if for_running is None:
             return None
-        of_running = self.slots.slot_for(is_running=True, is_stuck=False)
-        of_others = self.slots.slot_for(is_running=False, is_stuck=False)
+        for_held = self.slots.slot_for(0 if is_stuck else HELD_PATIENCE)
+        for_others = self.slots.slot_for(None)
         for adapter in self._wanted.values():
-            slot = of_running if adapter.running else of_others
-            if slot is None and is_stuck and (adapter.running or adapter.held):
-                slot = of_any
+            slot = for_running if adapter.running else (for_held if adapter.held else for_others)
             if slot is not None:
                 return adapter, slot
         return None

@@ -9,7 +9,7 @@ from scheduler_driver import Driver, end_of, expected_tokens
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE
+from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 A, B, C, D = (adapter_ref(name) for name in "ABCD")
@@ -180,6 +180,27 @@ def test_a_slot_is_given_up_although_nothing_else_runs(is_held: bool) -> None:
         driver.abort("a", "b")
     driver.step(10)
     assert answered(driver, "c", [1, 2, 3], C) and end_of(driver, "c")[0] is EndReason.LENGTH
+
+
+def test_slots_of_requests_that_never_run_are_given_up() -> None:
+    """Requests of low priority hold both slots; those without an adapter leave no row for them."""
+    driver = engine(1, scheduling_policy="priority", max_num_seqs=2, num_blocks=60)
+    requests = driver.scheduler.table.requests
+
+    def step(number: int) -> None:
+        for index in range(4 - sum(request.priority == 0 for request in requests.values())):
+            driver.add(f"{number} {index}", [1, 2, 3], max_tokens=9)
+        driver.step()
+
+    step(0)
+    driver.add("a", [1, 2, 3], max_tokens=9, priority=5, adapter=A)
+    driver.add("b", [1, 2, 3], max_tokens=9, priority=5, adapter=B)
+    step(1)
+    driver.add("c", [1, 2, 3], max_tokens=3, priority=-5, adapter=C)
+    for number in range(HELD_PATIENCE + 20):
+        step(number + 2)
+    assert end_of(driver, "c")[0] is EndReason.LENGTH and answered(driver, "c", [1, 2, 3], C)
+    assert not driver.answers["a"].tokens
 
 
 def test_a_steady_batch_stays_steady_while_no_adapter_waits() -> None:
