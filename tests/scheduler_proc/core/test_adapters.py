@@ -143,6 +143,20 @@ def test_adapters_take_turns() -> None:
     assert driver.replay_lines() is None
 
 
+@pytest.mark.parametrize("steps_between", [1, 8])
+def test_new_requests_of_one_adapter_leave_steps_to_another(steps_between: int) -> None:
+    """Each ends the turn of the other adapter, which then gets a turn soon."""
+    driver = engine(1, num_blocks=200, max_model_len=256)
+    driver.add("long", [1, 2, 3], max_tokens=240, adapter=A)
+    driver.step(5)
+    before = len(driver.answers["long"].tokens)
+    for number in range(200):
+        if number % steps_between == 0:
+            driver.add(f"short {number}", [1, 2, 3], max_tokens=8, adapter=B)
+        driver.step()
+    assert len(driver.answers["long"].tokens) - before > 200 * 0.3
+
+
 def test_more_adapters_than_slots_all_advance() -> None:
     driver = engine(1, num_blocks=200, max_cpu_loras=2)
     for adapter in (A, B, C, D):
