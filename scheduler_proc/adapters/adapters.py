@@ -1,7 +1,7 @@
 """Adapters: loads the adapters of requests into slots, and decides of which adapters a step computes requests."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Protocol
 
 import msgspec
@@ -10,7 +10,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
 from quire.protocol.wire.front_end_messages import AdapterCounts, Statistics
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, AdapterSlots
+from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
 from quire.scheduler_proc.adapters.turns import Turns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Adapter, Request
@@ -25,6 +25,10 @@ MAX_LISTED = 32
 class Table(Protocol):
     """What this package does with the lists of requests."""
 
+    @property
+    def running(self) -> Sized: ...
+    @property
+    def waiting(self) -> Sized: ...
     def hold(self, request: Request, reason: WaitReason) -> None: ...
     def release(self, request: Request) -> None: ...
     def leave_steady(self, request: Request) -> None: ...
@@ -83,7 +87,6 @@ class Adapters:
             self.turns.forget(adapter)
         if adapter.slot < 0:
             self._wanted.setdefault(adapter.number, adapter)
-            self.plan_loads()
 
     def is_loaded(self, request: Request) -> bool:
         """Whether the adapter of a waiting request is in a slot, if it has one; otherwise the request is held."""
@@ -142,11 +145,15 @@ class Adapters:
 
     # ---- loads
 
-    def plan_loads(self, *, is_stuck: bool = False) -> None:
-        """Load wanted adapters to slots that can be given up. Called after each step, result, answer and arrival.
+    def plan_loads(self, *, is_quiet: bool = False) -> None:
+        """Load wanted adapters to slots that can be given up. Called after each step and each event.
 
-        ``is_stuck``: no request could be computed in the step that was planned, and no step is in flight.
+        ``is_quiet``: no request could be computed in the step that was planned.
         """
+        if not self._wanted:
+            return
+        is_quiet = is_quiet or not (self._table.running or self._table.waiting)
+        is_stuck = is_quiet and self._clock.acknowledged == self._clock.sent
         while self._wanted and (place := self._next_load(is_stuck)) is not None:
             adapter, slot = place
             before = self.slots.slots[slot]
@@ -158,15 +165,13 @@ class Adapters:
 
     def _next_load(self, is_stuck: bool) -> tuple[Adapter, int] | None:
         """Return the wanted adapter that has lacked a slot longest, of those for which there is one, and that slot."""
-        of_any = self.slots.slot_for(is_running=True, is_stuck=is_stuck)
-        if of_any is None:
+        for_running = self.slots.slot_for(0 if is_stuck else ADAPTER_SLICE)
+        if for_running is None:
             return None
-        of_running = self.slots.slot_for(is_running=True, is_stuck=False)
-        of_others = self.slots.slot_for(is_running=False, is_stuck=False)
+        for_held = self.slots.slot_for(0 if is_stuck else HELD_PATIENCE)
+        for_others = self.slots.slot_for(None)
         for adapter in self._wanted.values():
-            slot = of_running if adapter.running else of_others
-            if slot is None and is_stuck and (adapter.running or adapter.held):
-                slot = of_any
+            slot = for_running if adapter.running else (for_held if adapter.held else for_others)
             if slot is not None:
                 return adapter, slot
         return None
@@ -206,7 +211,6 @@ class Adapters:
         is_used = adapter.num_requests or adapter.is_loading or adapter.last_step > self._clock.acknowledged
         if not is_used:
             self.slots.drop(adapter)
-            self.plan_loads()
         return not is_used
 
     def begin_epoch(self, *, new_workers: bool) -> None:

@@ -7,6 +7,8 @@ from quire.scheduler_proc.requests.step_clock import StepClock
 
 ADAPTER_SLICE = 16
 """Steps that an adapter has before another one gets its turn, or its slot. Chosen by measurement (docs/log.md)."""
+HELD_PATIENCE = 16 * ADAPTER_SLICE
+"""Steps without an admission after which an adapter yields its slot to one with held requests."""
 
 
 class AdapterSlots:
@@ -45,31 +47,32 @@ class AdapterSlots:
 
     # ---- loads
 
-    def slot_for(self, *, is_running: bool, is_stuck: bool) -> int | None:
+    def slot_for(self, idle_steps: int | None) -> int | None:
         """Return a slot to load an adapter to: a free one, or that of the adapter whose loss costs least, or None.
 
         Args:
-            is_running: whether the adapter to load has running requests.
-            is_stuck: whether no request could be computed in the step that was planned, and none is in flight.
+            idle_steps: as for ``can_give_up``.
         """
         for slot, held in enumerate(self.slots):
             if held is None:
                 return slot
-        candidates = [held for held in self.slots if held is not None and self.can_give_up(held, is_running, is_stuck)]
+        candidates = [held for held in self.slots if held is not None and self.can_give_up(held, idle_steps)]
         return min(candidates, key=_by_demand_and_use).slot if candidates else None
 
-    def can_give_up(self, held: Adapter, is_running: bool, is_stuck: bool) -> bool:
+    def can_give_up(self, held: Adapter, idle_steps: int | None) -> bool:
         """Whether an adapter can lose its slot to another one.
 
-        With requests it keeps the slot for the steps of a whole turn. If none of them could be admitted for as long, it
-        yields to an adapter with running requests, whose rows and blocks may be what they wait for.
+        With requests it keeps the slot for the steps of a whole turn.
+
+        Args:
+            idle_steps: steps after which it yields all the same, if none of its requests was admitted; None: it does
+                not.
         """
         if held.is_loading or held.is_in_use or held.last_step > self._clock.acknowledged:
             return False
         if not held.num_requests or held.num_turn_steps >= ADAPTER_SLICE:
             return True
-        idle_steps = self._clock.sent - held.last_step
-        return not held.running and (is_stuck or (is_running and idle_steps >= ADAPTER_SLICE))
+        return not held.running and idle_steps is not None and self._clock.sent - held.last_step >= idle_steps
 
     def load(self, adapter: Adapter, slot: int) -> LoadAdapter:
         """Give ``slot`` to an adapter. Returns the message to the workers."""

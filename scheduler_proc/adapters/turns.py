@@ -10,7 +10,8 @@ class Turns:
 
     While running requests use at most ``max_active`` adapters, each of these has a turn that does not end, and a step
     costs nothing here. Otherwise the adapter that has waited longest gets the place of the one whose turn began first,
-    when that turn has lasted ADAPTER_SLICE steps, or one step if a request that waits has no token yet.
+    when that turn has lasted ADAPTER_SLICE steps, or one step if a request that waits has no token yet. A turn lasts at
+    most twice as long as the last one of an adapter that waits, so that those that are cut short get their share.
 
     Attributes:
         active: adapters with a turn, in the order in which turns began.
@@ -48,11 +49,13 @@ class Turns:
             del self.waiting[adapter.number]
             adapter.awaits_first_token = False
         ready = [adapter for adapter in self.waiting.values() if adapter.is_ready]
-        is_urgent = any(adapter.awaits_first_token for adapter in ready)
+        most = min([ADAPTER_SLICE, *(2 * adapter.last_turn for adapter in ready if adapter.last_turn)])
+        if any(adapter.awaits_first_token for adapter in ready):
+            most = 1
         for adapter in ready:
             first = next(iter(self.active.values()), None)
             if first is not None and len(self.active) >= self._max_active:
-                if self._clock.sent + 1 - first.turn_began < (1 if is_urgent else ADAPTER_SLICE):
+                if self._clock.sent + 1 - first.turn_began < most:
                     break
                 self.pause(first)
                 ended.append(first)
@@ -68,7 +71,9 @@ class Turns:
     def _end(self, adapter: Adapter) -> None:
         del self.active[adapter.number]
         adapter.is_active = False
-        adapter.num_turn_steps += self._clock.sent + 1 - adapter.turn_began
+        num_steps = self._clock.sent + 1 - adapter.turn_began
+        adapter.num_turn_steps += num_steps
+        adapter.last_turn = num_steps if adapter.running else 0
         if adapter.running:
             adapter.last_step = self._clock.sent
 
@@ -76,7 +81,7 @@ class Turns:
         """Forget the turns of an adapter that had no request, so that what it did before it was idle has no effect."""
         if adapter.is_active:
             self._end(adapter)
-        adapter.num_turn_steps = 0
+        adapter.num_turn_steps = adapter.last_turn = 0
 
     def clear(self) -> None:
         """End all turns, because no request runs."""

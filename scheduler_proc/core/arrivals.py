@@ -142,7 +142,6 @@ class Arrivals:
                 else:
                     rejected = Rejected(request.request_id, "adapter_not_loaded", "model", answer.problem)
                     self._reject(request, rejected)
-        self._adapters.plan_loads()
 
     def _reject(self, request: Request, answer: Rejected) -> None:
         """Reject a waiting request: for its client, it was not accepted at all."""
@@ -155,7 +154,7 @@ class Arrivals:
         self._stats.prompt_tokens -= request.num_prompt_tokens
         self.replies.append((request.client, answer))
 
-    def unload_adapter(self, event: UnloadAdapter) -> bool:
+    def unload(self, event: UnloadAdapter) -> bool:
         """Drop an adapter if no request has it under this name. Returns whether that is so now."""
         named = [r for r in self._table.requests.values() if r.adapter_name == event.name and r.adapter is not None]
         named = [r for r in named if r.adapter is not None and r.adapter.ref.digest == event.digest]

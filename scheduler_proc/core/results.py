@@ -106,7 +106,6 @@ class Results:
         judge = self._endings if endings is None else endings
         cut = self._apply(record, sampled, output, judge)
         self._transfers.plan_stores()
-        self._adapters.plan_loads()
         if deliver:
             self.outputs.sampled(sampled, cut, output.logprobs)
 

@@ -184,14 +184,15 @@ class Scheduler:
             case AdapterLoaded():
                 self.arrivals.adapter_loaded(event)
             case UnloadAdapter():
-                done = self.arrivals.unload_adapter(event)
-                self.arrivals.replies.append((client, self.statistics(event.query, done)))
+                self.arrivals.replies.append((client, self.statistics(event.query, self.arrivals.unload(event))))
             case _:
                 assert_never(event)
+        self.adapters.plan_loads()
 
     def drop_client(self, client: int) -> None:
         """Abort all requests of a front end that disconnected."""
         self._abort([request for request in self.table.requests.values() if request.client == client])
+        self.adapters.plan_loads()
 
     def fail_all(self, detail: str) -> None:
         """End all requests with ERROR, because the engine cannot continue."""
@@ -307,7 +308,7 @@ class Scheduler:
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
         self.transfers.plan_stores()
-        self.adapters.plan_loads(is_stuck=diff is None and not self.in_flight)
+        self.adapters.plan_loads(is_quiet=diff is None)
         return diff
 
     @property

@@ -20,6 +20,8 @@ log = event_logger("scheduler")
 
 LOG_S = 10.0
 """Least seconds between two lines about failed copies, of which a bad disk has many."""
+SLOW_LOAD_S = 30.0
+"""Seconds between two lines about a load of an adapter that does not end."""
 
 
 class TierTransfers:
@@ -53,6 +55,8 @@ class TierTransfers:
         self._events: Codec[Consumed] = Codec(Consumed)
         self._deadlines: dict[int, float] = {}
         """Load to the time at which it is late."""
+        self._slow_at: dict[int, float] = {}
+        """Number of an adapter that is being loaded to the time at which that is logged."""
         self._num_failed = 0
         """Failed copies that no line in the log has counted."""
         self._logs_at = -math.inf
@@ -109,11 +113,11 @@ class TierTransfers:
         for load in scheduler.transfers.take_loads():
             self._deadlines[load.transfer] = now + scheduler.transfers.load_limit(load.transfer)
             workers.send(load)
-        self._load_adapters(scheduler, workers)
+        self._load_adapters(scheduler, workers, now)
 
-    @staticmethod
-    def _load_adapters(scheduler: Scheduler, workers: WorkerGroup) -> None:
+    def _load_adapters(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
         for load in scheduler.adapters.take_loads():
+            self._slow_at[load.number] = now + SLOW_LOAD_S
             workers.send(load)
 
     def send_stores(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
@@ -133,6 +137,7 @@ class TierTransfers:
         if isinstance(answer, AdapterLoaded):
             if not 0.0 <= answer.seconds < math.inf:
                 raise EngineError(f"load of adapter {answer.number} took {answer.seconds} s: the worker is faulty")
+            self._slow_at.pop(answer.number, None)
             self._consume(scheduler, answer)
             if answer.problem:
                 log.error("an adapter was not loaded; its requests end", number=answer.number, reason=answer.problem)
@@ -177,16 +182,20 @@ class TierTransfers:
         if workers is not None:
             self.send_stores(scheduler, workers)
             if workers.is_ready:
-                self._load_adapters(scheduler, workers)
+                self._load_adapters(scheduler, workers, now)
         for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[number]
             self._consume(scheduler, LoadLate(number))
+        for number in [number for number, at in self._slow_at.items() if at <= now]:
+            log.warning("an adapter is still being loaded; its requests wait", number=number, after_s=SLOW_LOAD_S)
+            self._slow_at[number] = now + SLOW_LOAD_S
         if self._contents:
             self._consume(scheduler, self._contents.popleft())
 
     def forget(self) -> None:
         """Expect no more answers: the workers are lost."""
         self._deadlines.clear()
+        self._slow_at.clear()
 
     def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate | AdapterLoaded) -> None:
         scheduler.consume(event)

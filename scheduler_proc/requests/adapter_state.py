@@ -23,6 +23,7 @@ class AdapterState(Generic[R]):
         held: by handle, requests that are held until it is loaded.
         last_step: newest step that uses it, as far as it has no running request and no turn.
         turn_began: first step of its turn.
+        last_turn: steps of its last turn, if that ended with running requests; otherwise 0.
         num_turn_steps: steps of its turns since it was loaded, or had no request, without the present one.
         awaits_first_token: while it waits for a turn: a running request of it had no token in flight when it began to
             wait.
@@ -35,6 +36,7 @@ class AdapterState(Generic[R]):
         "is_cached",
         "is_loading",
         "last_step",
+        "last_turn",
         "num_requests",
         "num_turn_steps",
         "number",
@@ -48,7 +50,7 @@ class AdapterState(Generic[R]):
         self.number, self.ref = number, ref
         self.slot = -1
         self.is_loading = self.is_cached = self.is_active = self.awaits_first_token = False
-        self.num_requests = self.last_step = self.turn_began = self.num_turn_steps = 0
+        self.num_requests = self.last_step = self.last_turn = self.turn_began = self.num_turn_steps = 0
         self.running: dict[int, R] = {}
         self.held: dict[int, R] = {}
 

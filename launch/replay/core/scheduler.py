@@ -67,6 +67,7 @@ class ReplayScheduler(Scheduler):
                 self._answer(event)
             case _:
                 super().consume(event, client)
+        self.adapters.plan_loads()
 
     def _admit(self, event: OpaqueRequest, client: int) -> Request:
         admission = self.arrivals.admission

@@ -9,7 +9,7 @@ from scheduler_driver import Driver, end_of, expected_tokens
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE
+from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 A, B, C, D = (adapter_ref(name) for name in "ABCD")
@@ -143,6 +143,20 @@ def test_adapters_take_turns() -> None:
     assert driver.replay_lines() is None
 
 
+@pytest.mark.parametrize("steps_between", [1, 8])
+def test_new_requests_of_one_adapter_leave_steps_to_another(steps_between: int) -> None:
+    """Each ends the turn of the other adapter, which then gets a turn soon."""
+    driver = engine(1, num_blocks=200, max_model_len=256)
+    driver.add("long", [1, 2, 3], max_tokens=240, adapter=A)
+    driver.step(5)
+    before = len(driver.answers["long"].tokens)
+    for number in range(200):
+        if number % steps_between == 0:
+            driver.add(f"short {number}", [1, 2, 3], max_tokens=8, adapter=B)
+        driver.step()
+    assert len(driver.answers["long"].tokens) - before > 200 * 0.3
+
+
 def test_more_adapters_than_slots_all_advance() -> None:
     driver = engine(1, num_blocks=200, max_cpu_loras=2)
     for adapter in (A, B, C, D):
@@ -161,6 +175,46 @@ def test_rows_full_of_requests_without_a_turn() -> None:
         driver.add(str(number), [1 + number], max_tokens=40, adapter=adapter)
     driver.finish()
     assert driver.replay_lines() is None
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_slot_is_given_up_although_nothing_else_runs(is_held: bool) -> None:
+    """No step is planned while no request runs or waits, so the event itself must lead to the load."""
+    driver = engine(1)
+    driver.add("a", [1, 2, 3], max_tokens=60, adapter=A)
+    driver.add("b", [1, 2, 3], max_tokens=60, adapter=B)
+    driver.step(8)
+    driver.add("c", [1, 2, 3], max_tokens=5, adapter=C)
+    driver.step(2)
+    assert driver.request("c").wait_reason is WaitReason.ADAPTER and not driver.scheduler.in_flight
+    if is_held:
+        driver.hold("a")
+        driver.hold("b")
+    else:
+        driver.abort("a", "b")
+    driver.step(10)
+    assert answered(driver, "c", [1, 2, 3], C) and end_of(driver, "c")[0] is EndReason.LENGTH
+
+
+def test_slots_of_requests_that_never_run_are_given_up() -> None:
+    """Requests of low priority hold both slots; those without an adapter leave no row for them."""
+    driver = engine(1, scheduling_policy="priority", max_num_seqs=2, num_blocks=60)
+    requests = driver.scheduler.table.requests
+
+    def step(number: int) -> None:
+        for index in range(4 - sum(request.priority == 0 for request in requests.values())):
+            driver.add(f"{number} {index}", [1, 2, 3], max_tokens=9)
+        driver.step()
+
+    step(0)
+    driver.add("a", [1, 2, 3], max_tokens=9, priority=5, adapter=A)
+    driver.add("b", [1, 2, 3], max_tokens=9, priority=5, adapter=B)
+    step(1)
+    driver.add("c", [1, 2, 3], max_tokens=3, priority=-5, adapter=C)
+    for number in range(HELD_PATIENCE + 20):
+        step(number + 2)
+    assert end_of(driver, "c")[0] is EndReason.LENGTH and answered(driver, "c", [1, 2, 3], C)
+    assert not driver.answers["a"].tokens
 
 
 def test_a_steady_batch_stays_steady_while_no_adapter_waits() -> None:
