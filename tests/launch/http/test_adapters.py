@@ -202,8 +202,11 @@ class TestRuntime:
         ):
             answer = client.post(LOAD, body, ADMIN)
             assert (answer.status_code, answer.json().get("error", {}).get("code")) == (status, code), answer.text
+        missing = client.post(LOAD, {"lora_name": "b", "lora_path": bad + "/none"}, ADMIN).json()["error"]
+        assert missing["message"] == f"lora_path must be a folder on the server's machine (got '{bad}/none')"
         for body, status in (({"lora_name": "tiny"}, 400), ({"lora_name": "x"}, 404), ({}, 400)):
-            assert client.post(UNLOAD, body, ADMIN).status_code == status
+            refused = client.post(UNLOAD, body, ADMIN)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, "lora_name")
 
     def test_unload_waits_for_requests_unless_told_otherwise(self, client: Any, engine: FakeEngine) -> None:
         engine.figures = Statistics(1, done=False)
