@@ -114,7 +114,7 @@ tenants            running   waiting KV blocks
 
 oldest requests     tenant   seconds    prompt    output KV blocks
                          1      12.5        40     1,200        78  running  chatcmpl-5d2c-0
-                         2       3.0     9,000         0         0  waiting for kv_blocks, adapter sql  cmpl-7-1"""
+                         2       3.0     9,000         0         0  waiting (kv_blocks), adapter sql  cmpl-7-1"""
 
 
 def recorded(text: str = AFTER) -> Overview:

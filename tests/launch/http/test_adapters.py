@@ -163,7 +163,9 @@ class TestRuntime:
             app = type(client)(make_app(engine, without))
             for path in (LOAD, UNLOAD):
                 headers = ADMIN if without.admin_api_keys else USER
-                assert app.request("POST", path, json=body, headers=headers).status_code == 404
+                missing = app.request("POST", path, json=body, headers=headers)
+                assert missing.status_code == 404
+                assert "needs --enable-lora and --admin-api-key" in missing.json()["error"]["message"]
 
     def test_load_name_and_unload(
         self, client: Any, engine: FakeEngine, text_in: TextIn, tmp_path: Path, folder: Path
