@@ -46,15 +46,15 @@ class Adapters:
         """Return False if no adapter has this name. True: ``find`` decides. Opens no slow disk; thread-safe."""
         return not name_problem(name) and (self._folder is not None or name in self._table.names())
 
-    async def find(self, name: str) -> AdapterRef:
-        """Return the adapter that a request names.
+    async def find(self, name: str, field: str = "model") -> AdapterRef:
+        """Return the adapter that a request names in this field.
 
         Raises:
             InvalidRequest: ``model_not_found``, or ``invalid_adapter`` with the reason.
         """
         known = self._table.names().get(name)
         if known is None:
-            known = await self._in_folder(name)
+            known = await self._in_folder(name, field)
         return AdapterRef(name, known.digest, known.path)
 
     async def listed(self) -> list[NamedAdapter]:
@@ -82,7 +82,7 @@ class Adapters:
         try:
             read = await self._read(folder)
         except FileNotFoundError:
-            text = "lora_path is not a folder on the server's machine"
+            text = f"lora_path must be a folder on the server's machine (got {printable(path)})"
             raise InvalidRequest(text, "lora_path", "adapter_not_found") from None
         except AdapterError as error:
             raise _invalid(error, folder, name, "lora_path") from None
@@ -109,16 +109,16 @@ class Adapters:
 
         await self._change(remove)
 
-    async def _in_folder(self, name: str) -> NamedAdapter:
+    async def _in_folder(self, name: str, field: str) -> NamedAdapter:
         if self._folder is None or name_problem(name):
-            raise unknown_model(name)
+            raise _unknown(name, field)
         folder = self._folder / name
         try:
             return await self._read(folder)
         except FileNotFoundError:
-            raise unknown_model(name) from None
+            raise _unknown(name, field) from None
         except AdapterError as error:
-            raise _invalid(error, folder, name, "model") from None
+            raise _invalid(error, folder, name, field) from None
 
     async def _read(self, folder: Path) -> NamedAdapter:
         known = await self._in_thread(lambda: self._reader.known(folder))
@@ -160,5 +160,6 @@ def _invalid(error: AdapterError, folder: Path, name: str, param: str) -> Invali
     return InvalidRequest(str(error).replace(str(folder), name), param, "invalid_adapter")
 
 
-def unknown_model(name: str) -> InvalidRequest:
-    return InvalidRequest(f"the model {printable(name)} does not exist", "model", "model_not_found")
+def _unknown(name: str, field: str) -> InvalidRequest:
+    kind = "model" if field == "model" else "adapter"
+    return InvalidRequest(f"the {kind} {printable(name)} does not exist", field, "model_not_found")

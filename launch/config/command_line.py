@@ -25,12 +25,12 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 def add_options(
     parser: argparse.ArgumentParser, options: type[msgspec.Struct], only: Collection[str] | None = None
 ) -> None:
-    """Add a flag for each declared setting, in one group per topic. Flags that the parser already has are kept.
+    """Add a flag for each declared setting, in one group per topic. Flags and groups of the parser are kept.
 
     ``only``: names of the settings that get one; None: all.
     """
     taken = {flag for action in parser._actions for flag in action.option_strings}
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups = {group.title: group for group in parser._action_groups}
     for each in declared(options):
         topic = each.setting.topic
         if each.flag in taken or (only is not None and each.name not in only):

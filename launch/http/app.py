@@ -167,7 +167,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     match status:
         case 404:
-            return ApiError(404, f"{shorten(path)} not found", None, "not_found").response(path)
+            hint = ": the server needs --enable-lora and --admin-api-key" if path in ADAPTER_PATHS else ""
+            return ApiError(404, f"{shorten(path)} not found{hint}", None, "not_found").response(path)
         case 405:
             text = f"method {shorten(request.method)} not allowed for this path"
             return ApiError(405, text, None, "method_not_allowed").response(path, headers)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.launch.adapters.names import name_problem
 from quire.launch.adapters.reader import AdapterReader
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.model.adapter_config import AdapterError
 from quire.protocol.request.sampling_params import check_int
 from quire.protocol.wire.adapter_messages import AdapterRef
@@ -27,10 +27,16 @@ class LoRARequest:
     lora_path: str | Path
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequest for a name that an adapter cannot have, or an id below 1."""
-        if problem := name_problem(self.lora_name):
+        """Raise InvalidRequest for a name that an adapter cannot have, an id below 1, or a path of another type."""
+        name: object = self.lora_name
+        if not isinstance(name, str):
+            raise InvalidRequest(f"lora_name must be a string (got {printable(name)})", "lora_name")
+        if problem := name_problem(name):
             raise InvalidRequest(problem, "lora_name")
         check_int("lora_int_id", self.lora_int_id, 1, 2**63 - 1)
+        if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
+            text = f"lora_path must be the path of a folder (got {printable(self.lora_path)})"
+            raise InvalidRequest(text, "lora_path")
 
 
 def adapters_for(
@@ -43,10 +49,14 @@ def adapters_for(
         reader: None if the engine has no adapters.
 
     Raises:
-        InvalidRequest: the engine has no adapters, or the numbers differ.
+        InvalidRequest: the engine has no adapters, the numbers differ, or a value has another type.
         AdapterError: an adapter cannot be used, with its folder and the reason.
     """
     each = list(given) if isinstance(given, Sequence) else [given] * num_prompts
+    for request in each:
+        if request is not None and not isinstance(request, LoRARequest):
+            text = f"lora_request must be a LoRARequest, None, or a list of these (got {printable(request)})"
+            raise InvalidRequest(text, "lora_request")
     if len(each) != num_prompts:
         raise InvalidRequest(f"{len(each)} lora_requests for {num_prompts} prompts", "lora_request")
     found = {request: _reference(request, reader) for request in set(each) if request is not None}

@@ -109,7 +109,9 @@ def _oldest(shown: Overview) -> list[str]:
         return []
     lines = ["", _columns("oldest requests", "tenant", "seconds", "prompt", "output", "KV blocks")]
     for each in shown.requests[:MAX_REQUESTS]:
-        state = each.state if each.reason is None else f"{each.state} for {each.reason}"
+        state = each.state if each.reason is None else f"{each.state} ({each.reason})"
+        if each.adapter is not None:
+            state += f", adapter {each.adapter}"
         cells = (f"{each.tenant}", f"{each.seconds:.1f}", _count(each.prompt_tokens), _count(each.output_tokens))
         lines.append(f"{_columns('', *cells, _count(each.kv_blocks))}  {state}  {each.id}")
     return lines

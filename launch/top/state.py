@@ -13,7 +13,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """``reason``: what it waits for. ``seconds``: since its arrival."""
+    """``reason``: what it waits for. ``seconds``: since its arrival. ``adapter``: the name of its LoRA adapter."""
 
     id: str
     tenant: int
@@ -23,6 +23,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     kv_blocks: int
+    adapter: str | None = None
 
 
 class AdminState(msgspec.Struct, frozen=True):

@@ -250,8 +250,8 @@ def _pairs(path: Path, data: memoryview) -> dict[str, Pair]:
 def _why_unused(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return "belongs to DoRA, which is not supported"
-    if "lora_embedding" in name:
-        return "adapts an embedding, which is not supported"
+    if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
+        return "belongs to an embedding or the output layer; adapters of these are not supported"
     return f"is not used: names must be {_PREFIX}MODULE.lora_A.weight or lora_B.weight"
 
 

@@ -22,6 +22,8 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
     "kasa_config": "KaSA is not supported",
+    "monteclora_config": "MonteCLoRA is not supported",
+    "velora_config": "VeLoRA is not supported",
     "lora_bias": "biases of an adapter are not supported",
     "fan_in_fan_out": "transposed weights are not supported",
     "layer_replication": "replicated layers are not supported",

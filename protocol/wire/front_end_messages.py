@@ -172,7 +172,8 @@ class TenantState(msgspec.Struct, frozen=True):
 
 class RequestState(msgspec.Struct, frozen=True):
     """``state``: running, waiting, held or leaving. ``reason``: why it waits or is held, or why it runs and is not
-    computed now, or "". ``arrival``: seconds of the monotonic clock that all processes share."""
+    computed now, or "". ``arrival``: seconds of the monotonic clock that all processes share. ``adapter``: the name by
+    which its client asked for its LoRA adapter, or ""."""
 
     request_id: str
     tenant: int
@@ -183,6 +184,7 @@ class RequestState(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_blocks: int
     num_preemptions: int
+    adapter: str = ""
 
 
 class TierState(msgspec.Struct, array_like=True, frozen=True):

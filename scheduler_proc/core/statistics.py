@@ -155,6 +155,7 @@ def _request_state(table: RequestTable, kv: KVCacheManager, request: Request, is
         request.num_output_tokens,
         kv.num_held_blocks(request),
         request.num_preemptions,
+        request.adapter_name,
     )
 
 

@@ -81,7 +81,7 @@ STATE = """{"state": "ready", "paused": "wait", "step_parts": {},
  "requests": [{"id": "chatcmpl-5d2c-0", "tenant": 1, "state": "running", "reason": null, "seconds": 12.5,
                "prompt_tokens": 40, "output_tokens": 1200, "kv_blocks": 78, "preemptions": 0},
               {"id": "cmpl-7-1", "tenant": 2, "state": "waiting", "reason": "kv_blocks", "seconds": 3.0,
-               "prompt_tokens": 9000, "output_tokens": 0, "kv_blocks": 0, "preemptions": 2}]}"""
+               "prompt_tokens": 9000, "output_tokens": 0, "kv_blocks": 0, "preemptions": 2, "adapter": "sql"}]}"""
 SCREEN = """\
 quire top  http://h:8000  m  ready  (last 2.0 s)
 
@@ -114,7 +114,7 @@ tenants            running   waiting KV blocks
 
 oldest requests     tenant   seconds    prompt    output KV blocks
                          1      12.5        40     1,200        78  running  chatcmpl-5d2c-0
-                         2       3.0     9,000         0         0  waiting for kv_blocks  cmpl-7-1"""
+                         2       3.0     9,000         0         0  waiting (kv_blocks), adapter sql  cmpl-7-1"""
 
 
 def recorded(text: str = AFTER) -> Overview:

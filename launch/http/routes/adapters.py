@@ -1,8 +1,6 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's fields: adapters by name, at runtime."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -46,7 +44,7 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
 
 async def load_adapter(server: Server, request: Request) -> Response:
     """Give a name to the adapter in a folder of this machine. Workers load it when a request names it."""
-    body, _ = await read_json(request, server.texts, _parse_load)
+    body, _ = await read_json(request, server.texts, lambda raw: read(LoadBody, raw))
     if body.lora_name in server.settings.served_model_names:
         text = f"{shorten(body.lora_name)} is a name of the served model: choose another one"
         raise InvalidRequest(text, "lora_name")
@@ -60,7 +58,7 @@ async def unload_adapter(server: Server, request: Request) -> ASGIApp:
     name = body.lora_name
     if name in server.settings.served_model_names:
         raise InvalidRequest(f"{shorten(name)} is the served model and not an adapter", "lora_name")
-    adapter = await _adapters(server).find(name)
+    adapter = await _adapters(server).find(name, "lora_name")
     if not body.wait and not body.force and not await _unloaded(server, adapter, force=False):
         text = f"requests of the adapter {shorten(name)} are in flight: wait for them, or send force true"
         raise ApiError(409, text, "lora_name", "adapter_in_use")
@@ -89,10 +87,6 @@ async def _unloaded(server: Server, adapter: AdapterRef, *, force: bool) -> bool
         return (await asyncio.wait_for(server.engine.unload(adapter, force=force), TIMEOUT_S)).done
     except TimeoutError:  # it has died: the next one will have the requests
         return False
-
-
-def _parse_load(raw: Mapping[str, Any]) -> LoadBody:
-    return read(LoadBody, raw)
 
 
 def _adapters(server: Server) -> Adapters:

@@ -30,7 +30,7 @@ class CacheReset(msgspec.Struct, frozen=True):
 
 
 class RequestEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of the engine. ``seconds``: since its arrival."""
+    """One request of the engine. ``seconds``: since its arrival. ``adapter``: the name of its LoRA adapter."""
 
     id: str
     tenant: int
@@ -41,6 +41,7 @@ class RequestEntry(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     kv_blocks: int
     preemptions: int
+    adapter: str | None
 
 
 class TenantEntry(msgspec.Struct, frozen=True):
@@ -182,6 +183,7 @@ def _request_entry(request: RequestState, now: float) -> RequestEntry:
         output_tokens=request.num_output_tokens,
         kv_blocks=request.num_blocks,
         preemptions=request.num_preemptions,
+        adapter=request.adapter or None,
     )
 
 

@@ -163,7 +163,9 @@ class TestRuntime:
             app = type(client)(make_app(engine, without))
             for path in (LOAD, UNLOAD):
                 headers = ADMIN if without.admin_api_keys else USER
-                assert app.request("POST", path, json=body, headers=headers).status_code == 404
+                missing = app.request("POST", path, json=body, headers=headers)
+                assert missing.status_code == 404
+                assert "needs --enable-lora and --admin-api-key" in missing.json()["error"]["message"]
 
     def test_load_name_and_unload(
         self, client: Any, engine: FakeEngine, text_in: TextIn, tmp_path: Path, folder: Path
@@ -202,8 +204,11 @@ class TestRuntime:
         ):
             answer = client.post(LOAD, body, ADMIN)
             assert (answer.status_code, answer.json().get("error", {}).get("code")) == (status, code), answer.text
+        missing = client.post(LOAD, {"lora_name": "b", "lora_path": bad + "/none"}, ADMIN).json()["error"]
+        assert missing["message"] == f"lora_path must be a folder on the server's machine (got '{bad}/none')"
         for body, status in (({"lora_name": "tiny"}, 400), ({"lora_name": "x"}, 404), ({}, 400)):
-            assert client.post(UNLOAD, body, ADMIN).status_code == status
+            refused = client.post(UNLOAD, body, ADMIN)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, "lora_name")
 
     def test_unload_waits_for_requests_unless_told_otherwise(self, client: Any, engine: FakeEngine) -> None:
         engine.figures = Statistics(1, done=False)

@@ -142,7 +142,7 @@ def test_state(administered: Any, engine: FakeEngine) -> None:
         tenants=[TenantState(7, 1, 1, 6)],
         requests=[
             RequestState("a-0", 7, "running", "", 0.0, 5, 3, 6, 1),
-            RequestState("b-0", 7, "waiting", "kv_blocks", 10.0**12, 9, 0, 0, 0),
+            RequestState("b-0", 7, "waiting", "kv_blocks", 10.0**12, 9, 0, 0, 0, "sql"),
         ],
         step_worker=Histogram([1.0], [3, 1], 2.0),
     )
@@ -153,6 +153,7 @@ def test_state(administered: Any, engine: FakeEngine) -> None:
     running, waiting = state["requests"]
     assert running["id"] == "a-0" and running["reason"] is None and running["seconds"] > 0
     assert waiting["reason"] == "kv_blocks" and waiting["seconds"] == 0
+    assert (running["adapter"], waiting["adapter"]) == (None, "sql")
     assert state["step_parts"]["worker"] == {"count": 4, "seconds": 2.0, "mean": 0.5}
     assert state["step_parts"]["reply"] == {"count": 0, "seconds": 0.0, "mean": None}
 

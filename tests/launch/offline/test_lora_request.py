@@ -19,7 +19,10 @@ from quire.protocol.model.adapter_config import AdapterError
     [
         (("a/b", 1, "/x"), "the name of an adapter must have"),
         (("", 1, "/x"), "the name of an adapter must have"),
+        ((5, 1, "/x"), r"lora_name must be a string \(got 5\)"),
         (("a", 0, "/x"), "lora_int_id must be an integer from 1"),
+        (("a", 1, None), r"lora_path must be the path of a folder \(got None\)"),
+        (("a", 1, ""), r"lora_path must be the path of a folder \(got ''\)"),
     ],
 )
 def test_refused_fields(fields: tuple[Any, ...], text: str) -> None:
@@ -46,5 +49,8 @@ def test_refusals(tmp_path: Path) -> None:
         adapters_for([one], 2, reader)
     with pytest.raises(InvalidRequest, match=r"needs LLM\(\.\.\., enable_lora=True\)"):
         adapters_for(one, 1, None)
+    for other in ("a", ["a"], {"a": 1}):
+        with pytest.raises(InvalidRequest, match="lora_request must be a LoRARequest, None, or a list of these"):
+            adapters_for(other, 1, reader)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=f"{tmp_path}/none is not a folder"):
         adapters_for(LoRARequest("a", 1, tmp_path / "none"), 1, reader)

@@ -126,6 +126,8 @@ def test_experts_and_routers_by_name(tmp_path: Path) -> None:
 REFUSED_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type must be 'LORA' (got 'IA3')"),
     ({"use_dora": True}, "DoRA"),
+    ({"monteclora_config": {"num_samples": 4}}, "MonteCLoRA is not supported"),
+    ({"velora_config": {"num_groups": 4}}, "VeLoRA is not supported"),
     ({"bias": "all"}, "bias must be 'none' (got 'all')"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"alora_invocation_tokens": [1]}, "activated LoRA"),
@@ -165,6 +167,8 @@ WRONG_TENSORS: list[tuple[Callable[[Tensors], object], str]] = [
     (_set("model.layers.0.x.lora_A.weight", np.ones((4, 32), np.float32)), "is not used"),
     (_set(Q.replace("lora_A.weight", "lora_magnitude_vector.weight"), np.ones((4, 32), np.float32)), "DoRA"),
     (_set("base_model.model.model.embed_tokens.lora_embedding_A", np.ones((4, 32), np.float32)), "an embedding"),
+    (_set("base_model.model.model.embed_tokens.base_layer.weight", np.ones((9, 32), np.float32)), "an embedding"),
+    (_set("base_model.model.lm_head.base_layer.weight", np.ones((9, 32), np.float32)), "or the output layer"),
 ]
 
 

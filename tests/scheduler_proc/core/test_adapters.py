@@ -56,6 +56,10 @@ def test_waits_for_its_adapter_and_gets_its_tokens() -> None:
     driver.schedule()
     assert driver.request("lora").wait_reason is WaitReason.ADAPTER
     assert driver.scheduler.statistics().waiting_by_reason["adapter"] == 1
+    assert [(each.request_id, each.adapter) for each in driver.control("requests").requests] == [
+        ("plain", ""),
+        ("lora", "A"),
+    ]
     driver.finish()
     assert answered(driver, "plain", [1, 2, 3], None) and answered(driver, "lora", [1, 2, 3], A)
     assert driver.answers["plain"].tokens != driver.answers["lora"].tokens

@@ -25,7 +25,8 @@ async function pollState() {
     row(String(each.tenant), number(each.running), number(each.waiting), number(each.kv_blocks))));
   byId("requests").replaceChildren(...state.requests.slice(0, MAX_LISTED).map((each) => {
     const id = element("small", each.id);
-    const shown = element("span", each.reason ? `${each.state} for ${each.reason}` : each.state, id);
+    const adapter = each.adapter ? `, adapter ${each.adapter}` : "";
+    const shown = element("span", (each.reason ? `${each.state} (${each.reason})` : each.state) + adapter, id);
     id.title = each.id;
     const tokens = `${number(each.prompt_tokens)}+${number(each.output_tokens)}`;
     return row(shown, String(each.tenant), each.seconds.toFixed(1), tokens, number(each.kv_blocks));
