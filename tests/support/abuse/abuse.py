@@ -138,7 +138,9 @@ class Canary:
 
 
 def check_error(response: httpx.Response) -> dict[str, Any]:
-    """Return the error of a response in OpenAI's form, after checking that it contains no internals."""
+    """Return the error of a response in OpenAI's form, after checking that it contains no internals, unless the client
+    has sent them.
+    """
     assert response.headers["content-type"] == "application/json", response.text
     assert set(response.json()) == {"error"}, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -147,7 +149,8 @@ def check_error(response: httpx.Response) -> dict[str, Any]:
     assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None), error
     assert len(response.content) <= MAX_ERROR_BYTES, "the error repeats too much"
     leaked = INTERNALS.search(error["message"])
-    assert leaked is None, f"{leaked[0]!r} in {error['message']!r}"
+    is_given = leaked is not None and leaked[0].encode() in response.request.content
+    assert leaked is None or is_given, f"{leaked[0]!r} in {error['message']!r}"
     assert all(char.isprintable() for char in error["message"]), error["message"]
     return error
 
