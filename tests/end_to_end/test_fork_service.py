@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from served import Served
+from tiers import thinned
 
 FORK = {"n": 3, "temperature": 0.0, "num_tokens": 6}
 BODIES: dict[str, dict[str, Any]] = {
@@ -85,7 +86,7 @@ class Parent:
                 num_requests = found["running"] + found["waiting"]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", thinned(BODIES, keep=1))
 def test_forks_continue_the_answer(served: Served, path: str) -> None:
     """Greedy forks end as their parent does; those of a seed are the same from either front end."""
 

@@ -125,6 +125,7 @@ class TestSections:
         assert found["loaded_per_prompt"] == 15 and found["us_per_loaded_block"] > 0
         assert found["idle"]["ratio"] > 0 and 0 < found["storing"]["stored_per_step"] <= 2
 
+    @pytest.mark.full
     def test_forks(self) -> None:
         """Five samples of 100 tokens: six full blocks once, and one or two of each sample."""
         found = section("forks")

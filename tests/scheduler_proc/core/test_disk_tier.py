@@ -233,6 +233,7 @@ def test_an_unusable_disk_is_not_used() -> None:
     assert engine.replay_lines() is None
 
 
+@pytest.mark.full
 def test_stores_to_a_broken_disk_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contents of the disk are still found, and a later store is a probe; a keyframe has all of it."""
     monkeypatch.setattr(saves, "RETRY_STEPS", 300)

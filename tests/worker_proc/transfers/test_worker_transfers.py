@@ -214,6 +214,7 @@ def a_worker(folder: Path, epoch: int, memory: HostPages) -> Iterator[Worker]:
             worker.kill()
 
 
+@pytest.mark.full
 def test_pages_survive_the_kill_of_their_worker(tmp_path: Path, memory: Memory) -> None:
     tokens = [*PROMPT, *alone(PROMPT, 4)]
     step = SchedulerOutput(1, **adding((4, tokens, [1, 2, 3])))
