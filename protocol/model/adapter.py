@@ -118,8 +118,8 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
     Raises:
         AdapterError: one line that names the folder and what is wrong.
     """
-    layers = _all_shapes(model)
-    raw, data = _read_files(folder, 4 * _largest_bytes(layers, max_rank, 4) + 2**20, max_rank)
+    layers = [projection_shapes(model, layer) for layer in range(model.num_layers)]
+    raw, data = _read_files(folder, 4 * largest_bytes(layers, max_rank) + 2**20, max_rank)
     digest = hashlib.sha256(b"quire adapter 1 %d " % len(raw))
     digest.update(raw)
     digest.update(data)
@@ -159,17 +159,9 @@ def projection_shapes(model: ModelConfig, layer: int) -> Shapes:
     return shapes
 
 
-def largest_bytes(model: ModelConfig, rank: int, element_bytes: int) -> int:
-    """Return the bytes of an adapter that changes every projection with this rank."""
-    return _largest_bytes(_all_shapes(model), rank, element_bytes)
-
-
-def _all_shapes(model: ModelConfig) -> list[Shapes]:
-    return [projection_shapes(model, layer) for layer in range(model.num_layers)]
-
-
-def _largest_bytes(layers: Sequence[Shapes], rank: int, element_bytes: int) -> int:
-    return sum(rank * (rows + columns) for layer in layers for rows, columns in layer.values()) * element_bytes
+def largest_bytes(layers: Sequence[Shapes], rank: int) -> int:
+    """Return the bytes in float32 of an adapter that changes every projection with this rank."""
+    return sum(4 * rank * (rows + columns) for layer in layers for rows, columns in layer.values())
 
 
 def _read_files(folder: Path, most: int, max_rank: int) -> tuple[bytes, memoryview]:
@@ -187,12 +179,13 @@ def _read_files(folder: Path, most: int, max_rank: int) -> tuple[bytes, memoryvi
         pickled = (folder / "adapter_model.bin").is_file()
         reason = ", only pickled weights, which are never opened" if pickled else ""
         raise AdapterError(f"{folder}: {WEIGHTS} not found{reason}")
+    size = 0
     for file, limit in ((config, MAX_CONFIG_BYTES), (weights, most)):
         if (size := file.stat().st_size) > limit:
             raise AdapterError(f"{file}: has {size} bytes; an adapter of rank {max_rank} has at most {limit}")
     try:
-        # Not read_bytes: views of an array that may be changed can be tensors of torch.
-        data = np.empty(weights.stat().st_size, np.uint8).data
+        # Not read_bytes: views of an array that may be changed can be tensors of torch. A file that grows is cut.
+        data = np.empty(size, np.uint8).data
         with weights.open("rb") as opened:
             return config.read_bytes(), data[: opened.readinto(data)]
     except OSError as error:

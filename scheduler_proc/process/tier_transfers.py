@@ -141,6 +141,15 @@ class TierTransfers:
             self._consume(scheduler, answer)
             if answer.problem:
                 log.error("an adapter was not loaded; its requests end", number=answer.number, reason=answer.problem)
+            else:
+                log.info(
+                    "loaded an adapter",
+                    number=answer.number,
+                    slot=answer.slot,
+                    bytes=answer.num_bytes,
+                    was_cached=answer.was_cached,
+                    seconds=answer.seconds,
+                )
             return
         if isinstance(answer, BlocksMoved):
             if not 0.0 <= answer.disk_seconds <= answer.seconds < math.inf:

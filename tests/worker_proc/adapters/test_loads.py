@@ -1,8 +1,7 @@
 """Loads of adapters: beside steps, cached, dropped, and failures that end nothing but the load."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,22 +11,17 @@ import pytest
 import torch
 from adapter_steps import BLOCK_SIZE, AdapterRunner, adapter_config
 from adapters import Tensors, make_adapter
-from fake_child import no_calls
-from memory_channel import memory_pair
+from scripted_worker import Script, worker_loop
 
 from quire.protocol.errors import EngineError
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
-from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.worker_messages import (
     Configure,
     ModelRunnerOutput,
     SampleInputs,
     SchedulerOutput,
-    SchedulerToWorker,
-    Shutdown,
-    WorkerToScheduler,
 )
 from quire.worker_proc.adapters import loader
 from quire.worker_proc.batch.input_batch import StepRefused
@@ -209,43 +203,6 @@ def test_adapter_larger_than_a_slot_of_the_device(checkpoint_factory: Factory, t
 
 
 # ---- the worker's loop
-
-
-class Script(Channel):
-    """The worker's end of a channel: receives ``messages`` one by one, then Shutdown; keeps what is sent.
-
-    A number instead of a message waits for this many answers to LoadAdapter.
-    """
-
-    def __init__(self, *messages: Any) -> None:
-        self.sent: list[Any] = []
-        self._messages = list(messages)
-        self._far, self._near = memory_pair(WorkerToScheduler, SchedulerToWorker)
-
-    def send(self, message: Any) -> Any:
-        self.sent.append(message)
-        return []
-
-    def receive(self, timeout: float | None = 0.0) -> Any:
-        if timeout == 0.0:
-            return None
-        if self._messages and isinstance(self._messages[0], int):
-            if len(self.of(AdapterLoaded)) < self._messages[0]:
-                return None
-            self._messages.pop(0)
-        self._far.send(self._messages.pop(0) if self._messages else Shutdown())
-        return self._near.receive()
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-@contextmanager
-def worker_loop() -> Iterator[WorkerLoop]:
-    with no_calls() as calls:
-        loop = WorkerLoop(calls, 1, progress=False)
-        yield loop
-        loop.close()
 
 
 def serve(loop: WorkerLoop, folder: Path, *messages: Any, epoch: int = 1, **settings: Any) -> Script:

@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from fake_child import no_calls
 from host_pages import Memory, disk_pages, host_memory, move
-from memory_channel import memory_pair
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
+from scripted_worker import Script, worker_loop
 
 from quire.launch.supervision.child_process import ChildProcess
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Command
-from quire.protocol.wire.channel import Channel, Link
+from quire.protocol.wire.channel import Link
 from quire.protocol.wire.link_messages import Heartbeat, Hello
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, HostPages
 from quire.protocol.wire.worker_messages import (
@@ -28,8 +27,6 @@ from quire.protocol.wire.worker_messages import (
     Ready,
     SampleInputs,
     SchedulerOutput,
-    SchedulerToWorker,
-    Shutdown,
     WorkerToScheduler,
 )
 from quire.protocol.wire.zmq_channel import ZmqChannel, worker_address
@@ -50,43 +47,6 @@ def configure(epoch: int = 1, *, offloading: bool = True) -> Configure:
 def memory() -> Iterator[Memory]:
     with host_memory(NUM_PAGES, PAGE_BYTES) as memory:
         yield memory
-
-
-class Script(Channel):
-    """The worker's end of a channel: receives ``messages`` one by one, then Shutdown; keeps what is sent.
-
-    A number instead of a message waits for this many answers to messages about transfers.
-    """
-
-    def __init__(self, *messages: Any) -> None:
-        self.sent: list[Any] = []
-        self._messages = list(messages)
-        self._far, self._near = memory_pair(WorkerToScheduler, SchedulerToWorker)
-
-    def send(self, message: Any) -> Any:
-        self.sent.append(message)
-        return []
-
-    def receive(self, timeout: float | None = 0.0) -> Any:
-        if timeout == 0.0:
-            return None
-        if self._messages and isinstance(self._messages[0], int):
-            if len(self.of(BlocksMoved)) + len(self.of(DiskContents)) < self._messages[0]:
-                return None
-            self._messages.pop(0)
-        self._far.send(self._messages.pop(0) if self._messages else Shutdown())
-        return self._near.receive()
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-@contextmanager
-def worker_loop() -> Iterator[WorkerLoop]:
-    with no_calls() as calls:
-        loop = WorkerLoop(calls, 1, progress=False)
-        yield loop
-        loop.close()
 
 
 def serve(loop: WorkerLoop, *messages: Any) -> Script:
