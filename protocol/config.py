@@ -101,6 +101,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         return 2 if self.async_scheduling else 1
 
     @property
+    def uses_programs(self) -> bool:
+        """Whether the scheduler must know which requests belong to one program."""
+        return self.scheduling_policy in ("program", "continuum") or self.eviction_policy == "value"
+
+    @property
     def digest(self) -> str:
         """Short hash that two processes compare to check that their configurations are equal."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

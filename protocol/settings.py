@@ -232,12 +232,30 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.5
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"],
+        Literal["fcfs", "priority", "program", "continuum"],
         Setting(
             SCHEDULING,
-            "scheduling order: fcfs (by arrival) or priority (lowest value first, then by arrival)",
+            "scheduling order: fcfs (by arrival), priority (lowest value first, then by arrival), program (agents "
+            "and conversations by first arrival, a limited number at a time) or continuum (by first arrival, and "
+            "blocks are kept while a tool runs). See [agents](agents.md)",
         ),
     ] = "fcfs"
+    eviction_policy: Annotated[
+        Literal["lru", "value"],
+        Setting(
+            SCHEDULING,
+            "cached blocks that are evicted first: lru (the least recently used) or value (those that are least likely "
+            "to be used again, as learned from earlier requests). See [agents](agents.md#eviction)",
+        ),
+    ] = "lru"
+    max_programs: Annotated[
+        int,
+        Setting(
+            SCHEDULING,
+            "most programs that `--scheduling-policy program` admits at once; 0: adapted to the KV pool",
+            range=(0, 2**20),
+        ),
+    ] = 0
     fair_admission: Annotated[
         bool,
         Setting(

@@ -40,10 +40,11 @@ class AddRequest(Message, frozen=True, tag=10):
     priority: int = 0
     cache_salt: str = ""
     arrival: float = 0.0
-    # Reserved, except for the adapter: rejected unless left at the default.
     job_id: str = ""
-    is_last_step: bool = True
-    resumable: bool = False
+    """Id of the agent or conversation of which this is a turn, or "" if the client has not said it."""
+    is_last_step: bool = False
+    """Whether it is the last turn of its job."""
+    resumable: bool = False  # Reserved: rejected unless left at the default.
     adapter: AdapterRef | None = None
     """The LoRA adapter that it uses; a forked request has that of its parent."""
     mm_features: list[bytes] = []
@@ -58,6 +59,13 @@ class AddRequest(Message, frozen=True, tag=10):
     code ``parent_not_found`` when that request has ended."""
     num_forked_tokens: int = 0
     """Number of tokens of that request that it continues: its whole prompt at least. 0: all."""
+
+
+class CallsTool(Message, frozen=True, tag=25):
+    """The answer of a request, which has ended or is about to end, calls this tool: the next turn follows it."""
+
+    request_id: str
+    tool: str
 
 
 class Abort(Message, frozen=True, tag=11):
@@ -304,5 +312,7 @@ class EngineState(Message, frozen=True, tag=23):
     pause: str = ""
 
 
-FrontEndToScheduler: TypeAlias = Hello | Heartbeat | AddRequest | Abort | Stop | Control | UnloadAdapter
+ClientEvent: TypeAlias = AddRequest | CallsTool | Abort | Stop | Control | UnloadAdapter
+"""The messages of a front end that the Scheduler consumes."""
+FrontEndToScheduler: TypeAlias = Hello | Heartbeat | ClientEvent
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState

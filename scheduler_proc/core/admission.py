@@ -13,11 +13,13 @@ from quire.protocol.wire.front_end_messages import AddRequest, Rejected
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.programs.programs import JobEnded, Programs
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
-from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.request import Program, Request
 from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 
 MAX_REQUEST_ID = 256
+MAX_JOB_ID = 256
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
@@ -51,16 +53,23 @@ class ArrivalFields(Protocol):
     @property
     def tenant(self) -> int: ...
     @property
+    def resubmitted(self) -> bool: ...
+    @property
     def adapter(self) -> AdapterRef | None: ...
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def is_last_step(self) -> bool: ...
 
 
 class Admission:
     """Turns arrivals into Requests, and keeps none of them. ``kv`` gives the limits of the block pool."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, adapters: Adapters) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, adapters: Adapters, programs: Programs) -> None:
         self.config = config
         self.kv = kv
         self._adapters = adapters
+        self._programs = programs
         self._hasher = BlockHasher(config.prefix_caching_hash_algo, kv.block_size)
 
     def admit(self, event: AddRequest, client: int, parent: Request | None) -> Request:
@@ -145,12 +154,15 @@ class Admission:
         _check_sampling(event.sampling, self.config)
         if not 0 <= event.seed < 2**64:
             raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-        reserved = ("job_id", "resumable", "mm_features", "kv_transfer")
+        if len(event.job_id) > MAX_JOB_ID:
+            text = f"job_id must have at most {MAX_JOB_ID} characters (got {len(event.job_id)})"
+            raise Refusal("invalid_value", "job_id", text)
+        reserved = ("resumable", "mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
             text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"
             raise Refusal("invalid_value", "beam_width", text)
-        used = [name for name in reserved if getattr(event, name)] + ["is_last_step"] * (not event.is_last_step)
+        used = [name for name in reserved if getattr(event, name)]
         if used:
             raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
 
@@ -231,10 +243,17 @@ class Admission:
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
         request.parent = parent
+        request.program = self._program(event) if parent is None else parent.program
         if parent is not None:
             request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
         return request
+
+    def _program(self, event: ArrivalFields) -> Program | None:
+        try:
+            return self._programs.find(event.tenant, event.job_id)
+        except JobEnded as error:
+            raise Refusal("job_ended", "job_id", str(error)) from None
 
 
 def _known_tokens(event: AddRequest) -> Int32:

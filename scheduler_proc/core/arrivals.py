@@ -7,15 +7,16 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
 from quire.scheduler_proc.adapters.adapters import Adapters
-from quire.scheduler_proc.core.admission import Admission, Refusal
+from quire.scheduler_proc.core.admission import Admission, ArrivalFields, Refusal
 from quire.scheduler_proc.core.beams import Beams
-from quire.scheduler_proc.core.events import Hold, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.results import Results
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.programs.programs import Programs
+from quire.scheduler_proc.requests.events import Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -41,8 +42,9 @@ class Arrivals:
         forks: Forks,
         beams: Beams,
         adapters: Adapters,
+        programs: Programs,
     ) -> None:
-        self.admission = Admission(config, kv, adapters)
+        self.admission = Admission(config, kv, adapters, programs)
         self.replies: list[tuple[int, SchedulerToFrontEnd]] = []
         self._max_waiting = config.max_num_queued_reqs
         self._kv = kv
@@ -55,21 +57,23 @@ class Arrivals:
         self._forks = forks
         self._beams = beams
         self._adapters = adapters
+        self._programs = programs
 
-    def add(self, request_id: str, client: int, make: Callable[[], Request], *, resubmitted: bool) -> None:
+    def add(self, event: ArrivalFields, client: int, make: Callable[[], Request]) -> None:
         """Accept a request, or reply with a rejection.
 
         Args:
+            event: a full queue does not refuse a resubmission, which a previous scheduler accepted.
             make: creates the request, or raises Refusal.
-            resubmitted: a previous scheduler accepted it, so a full queue does not refuse it.
         """
         try:
-            request = self._accept(request_id, client, make, limit=0 if resubmitted else self._max_waiting)
+            request = self._accept(event.request_id, client, make, limit=0 if event.resubmitted else self._max_waiting)
         except Refusal as refusal:
             self._stats.num_requests_refused += 1
-            self.replies.append((client, refusal.message(request_id)))
+            self.replies.append((client, refusal.message(event.request_id)))
             return
         self._table.add(request)
+        self._programs.arrived(request, is_last_step=event.is_last_step)
         if self._hooks is not NO_HOOKS:
             request.tokens.follow(partial(self._hooks.block_filled, request.handle))
         self._results.outputs.set_owner(request.handle, client)
@@ -148,6 +152,7 @@ class Arrivals:
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)
+        self._programs.ended(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
         self._adapters.ended(request)
         self._stats.num_requests_refused += 1

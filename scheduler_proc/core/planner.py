@@ -18,6 +18,7 @@ from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pressure import Pressure
+from quire.scheduler_proc.programs.programs import Programs
 from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
@@ -54,6 +55,7 @@ class Planner:
         forks: Forks,
         beams: Beams,
         adapters: Adapters,
+        programs: Programs,
         *,
         preemption_class: Callable[..., Preemption] = Preemption,
     ) -> None:
@@ -72,6 +74,7 @@ class Planner:
         self._forks = forks
         self._beams = beams
         self._adapters = adapters
+        self._programs = programs
         self._pressure = Pressure(kv.pool)
         self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
         self._refused: tuple[object, ...] = (None,)
@@ -94,7 +97,7 @@ class Planner:
 
     def _fill(self, plan: StepPlan, pause: str) -> StepPlan:
         # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
-        can_claim = self.config.scheduling_policy != "fcfs" or self.table.num_tenants > 1
+        can_claim = self.config.scheduling_policy == "priority" or self.table.num_tenants > 1
         self._beams.settle()
         if (suspect := self._suspects.alone) is not None:
             self.preemption.preempt_others(plan, suspect)
@@ -341,6 +344,7 @@ class Planner:
         self.table.admit(request)
         self.kv.holds.end_kept(request.handle)
         request.begin(num_hit_tokens)
+        self._programs.admitted(request, num_hit_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens, request.admitted = num_hit_tokens, self.kv.pool.now
             self._stats.prefix_cache_queries += request.num_tokens

@@ -81,8 +81,8 @@ class Preemption:
             heaviest = self._tenants.heaviest(candidates)
             if heaviest and (other := self.choose(heaviest)) is not victim:
                 return other, PreemptReason.OVER_SHARE
-        fcfs = self._table.waiting.policy == "fcfs"
-        return victim, PreemptReason.LEAST_LOSS if fcfs else PreemptReason.LOWEST_PRIORITY
+        by_priority = self._table.waiting.policy == "priority"
+        return victim, PreemptReason.LOWEST_PRIORITY if by_priority else PreemptReason.LEAST_LOSS
 
     def choose(self, candidates: Collection[Request]) -> Request:
         """Return the victim among requests that may be preempted; under the priority policy one of the highest number.
@@ -94,7 +94,7 @@ class Preemption:
 
     def _of_lowest_priority(self, candidates: Collection[Request]) -> list[Request]:
         """Return the candidates with the highest number; under fcfs all."""
-        if self._table.waiting.policy == "fcfs":
+        if self._table.waiting.policy != "priority":
             return list(candidates)
         lowest = max(request.priority for request in candidates)
         return [request for request in candidates if request.priority == lowest]

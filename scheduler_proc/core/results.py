@@ -16,6 +16,7 @@ from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.programs.programs import Programs
 from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
@@ -67,6 +68,7 @@ class Results:
         forks: Forks,
         beams: Beams,
         adapters: Adapters,
+        programs: Programs,
     ) -> None:
         self.table = table
         self.steady_decode = table.steady_decode
@@ -83,6 +85,7 @@ class Results:
         self._forks = forks
         self._beams = beams
         self._adapters = adapters
+        self._programs = programs
         self._endings = TokenEndings(table.stops)
 
     def update_from_output(
@@ -304,6 +307,20 @@ class Results:
         self.kv.invalidate(request, self._first_own_block(request) * self.kv.block_size)
         self.finish(request, EndReason.ERROR, detail=detail)
 
+    def drop_steps(self, last: int) -> None:
+        """Return all running requests to the queue: the results of the steps up to ``last`` will not be applied."""
+        self.stale_until = last
+        for request in [*self.table.leaving.values(), *self.table.running.values()]:
+            reason, computed = PreemptReason.NEW_EPOCH, request.num_computed_tokens
+            self._decisions.note(Decision(last + 1, "preempt", request.request_id, reason, num_tokens=computed))
+            self.table.preempt(request)
+            self.kv.free(request)
+        for request in self.table.requests.values():
+            request.forget_in_flight()
+        for record in self.in_flight.drop_all():
+            self.table.retire_later(record.retired)
+        self.steady_decode.clock.acknowledged = last
+
     def stop_at(self, request: Request, num_output_tokens: int) -> None:
         """End a request whose front end found a stop string; later tokens do not count."""
         self.table.leave_steady(request)
@@ -335,6 +352,7 @@ class Results:
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)
+        self._programs.ended(request)
         self.table.end(request, STATUS_OF_END[reason])
         self._adapters.ended(request)
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens

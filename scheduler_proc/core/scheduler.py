@@ -16,6 +16,7 @@ from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
+    CallsTool,
     Control,
     EndReason,
     SchedulerToFrontEnd,
@@ -27,7 +28,6 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutp
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.beams import Beams
-from quire.scheduler_proc.core.events import Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
 from quire.scheduler_proc.core.planner import Planner
@@ -43,9 +43,10 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.programs.programs import Programs
 from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
+from quire.scheduler_proc.requests.events import Clock, Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
 from quire.scheduler_proc.requests.request import Request
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
@@ -120,7 +121,8 @@ class Scheduler:
         self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
         self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
         self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
-        side_work = self.transfers, self.forks, self.beams, self.adapters
+        self.programs = Programs(config)
+        side_work = self.transfers, self.forks, self.beams, self.adapters, self.programs
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
         )
@@ -152,7 +154,11 @@ class Scheduler:
         match event:
             case AddRequest():
                 admit = partial(self.arrivals.admission.admit, event, client, self.forks.parent_of(event, client))
-                self.arrivals.add(event.request_id, client, admit, resubmitted=event.resubmitted)
+                self.arrivals.add(event, client, admit)
+            case Clock():
+                self.programs.clock(event.now)
+            case CallsTool():
+                self.programs.calls_tool(client, event.request_id, event.tool)
             case Abort():
                 for request_id in event.request_ids:
                     if request := self._live(client, request_id):
@@ -211,20 +217,10 @@ class Scheduler:
 
         Returns whether a request was confirmed as the cause of the deaths, and has ended.
         """
-        step = self.results.stale_until = self.last_step
         if new_workers:
             self.stats.num_worker_restarts += 1
             self.suspects.record_death(self.in_flight.records, self.stats.generation_tokens)
-        for request in [*self.table.leaving.values(), *self.table.running.values()]:
-            reason, computed = PreemptReason.NEW_EPOCH, request.num_computed_tokens
-            self.decisions.note(Decision(step + 1, "preempt", request.request_id, reason, num_tokens=computed))
-            self.table.preempt(request)
-            self.kv.free(request)
-        for request in self.table.requests.values():
-            request.forget_in_flight()
-        for record in self.in_flight.drop_all():
-            self.table.retire_later(record.retired)
-        self.steady_decode.clock.acknowledged = step
+        self.results.drop_steps(self.last_step)
         self.kv.drop_device_contents()
         self.transfers.begin_epoch(new_workers=new_workers)
         self.adapters.begin_epoch(new_workers=new_workers)
@@ -392,7 +388,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
-        parts = self.kv, self.table, self.transfers, self.forks, self.beams, self.planner.decode_blocks
+        parts = self.kv, self.table, self.transfers, self.forks, self.beams, self.programs, self.planner.decode_blocks
         for part in parts:
             part.check()
         check_requests(self.table, self.kv, self.config)

@@ -82,7 +82,7 @@ class TenantShares:
         return [r for r in running if r is not oldest and self._may_be_preempted(r, claimant)]
 
     def _may_be_preempted(self, request: Request, claimant: Request) -> bool:
-        return self._table.waiting.policy == "fcfs" or request.priority >= claimant.priority
+        return self._table.waiting.policy != "priority" or request.priority >= claimant.priority
 
 
 def equal_parts(total: int, wanted: Mapping[int, int]) -> dict[int, int]:

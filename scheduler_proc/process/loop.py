@@ -12,10 +12,10 @@ from quire.protocol.errors import EngineError, QuireError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
+from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Received
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EngineState, Rejected, Statistics, Stop
+from quire.protocol.wire.front_end_messages import AddRequest, ClientEvent, EngineState, Rejected, Statistics
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
@@ -29,6 +29,7 @@ from quire.scheduler_proc.process.pause import KeptPause
 from quire.scheduler_proc.process.step_deadline import StepDeadline
 from quire.scheduler_proc.process.step_times import StepTimes
 from quire.scheduler_proc.process.throughput import ThroughputLog
+from quire.scheduler_proc.process.ticks import Ticks
 from quire.scheduler_proc.process.tier_transfers import TierTransfers
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
@@ -76,6 +77,7 @@ class SchedulerLoop:
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)
         self._grammars = Grammars(config, self._journal, clock)
         self._transfers = TierTransfers(config, transport, self._journal, worker_epoch)
+        self._ticks = Ticks(self._journal)
         self._scheduler: Scheduler | None = None
         self._throughput = ThroughputLog(clock())
         self._num_too_large = 0
@@ -125,6 +127,8 @@ class SchedulerLoop:
         self._child.progress()
         for command in self._child.take_commands():
             self._on_command(command)
+        if self._scheduler is not None:
+            self._ticks.turn(self._scheduler, self._clock())
         self._receive_from_workers()
         self._receive_from_front_ends()
         if self._scheduler is not None:
@@ -136,7 +140,9 @@ class SchedulerLoop:
         if self._workers is not None and self._workers.is_broken:
             self._lose_group("a worker no longer reads messages")
         self._reply()
-        self._serve_kv_events()
+        if self._kv_events is not None:  # changes made outside steps; one replay request, more wait for the next turn
+            self._kv_events.publish(self._clock())
+            self._kv_events.answer()
 
     def _wait(self) -> None:
         self._journal.pause()
@@ -211,12 +217,6 @@ class SchedulerLoop:
     def _with_process_counters(self, statistics: Statistics) -> Statistics:
         counts = {"num_trace_lines_lost": self._journal.num_lost_lines, "num_slow_steps": self._deadline.num_slow}
         return self._step_times.add_to(statistics, block_size=self._config.block_size, **counts)
-
-    def _serve_kv_events(self) -> None:
-        """Publish changes made outside steps, and answer one replay request; more wait for the next turn."""
-        if self._kv_events is not None:
-            self._kv_events.publish(self._clock())
-            self._kv_events.answer()
 
     # ---- the workers
 
@@ -367,7 +367,7 @@ class SchedulerLoop:
             case AddRequest() as request if self._scheduler is None:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
-            case AddRequest() | Abort() | Stop() | Control() | UnloadAdapter() as event if self._scheduler is not None:
+            case event if self._scheduler is not None and isinstance(event, ClientEvent):
                 is_known = (client, getattr(event, "request_id", "")) in self._scheduler.table.requests
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)

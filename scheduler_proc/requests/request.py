@@ -9,6 +9,7 @@ from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.requests.adapter_state import AdapterState
 from quire.scheduler_proc.requests.draft_state import DraftState
+from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.step_clock import StepClock
@@ -67,6 +68,7 @@ class Request:
         draft_state: state of the draft policy for this request.
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
+        program: the agent or conversation of which it is a turn, or None.
         parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
         diverges: whether its last token is not one of its parent's.
         leader: the client's request, if it computes a beam of that request's search; or None.
@@ -112,6 +114,7 @@ class Request:
         "parent",
         "parked",
         "priority",
+        "program",
         "repetition",
         "request_id",
         "sampling",
@@ -184,6 +187,7 @@ class Request:
         self.diverges = False
         self.was_bad = False
         self.leader: Request | None = None
+        self.program: Program | None = None
         self.split_at = 0
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
@@ -362,3 +366,4 @@ class Request:
 
 
 Adapter: TypeAlias = AdapterState[Request]
+Program: TypeAlias = ProgramState[Request]

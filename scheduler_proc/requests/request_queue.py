@@ -6,7 +6,8 @@ from collections.abc import Iterator, KeysView
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.request import Request
 
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "program", "continuum")
+BY_PROGRAM = ("program", "continuum")
 OUTPUT_WEIGHT = 2
 """Service units of one output token. A prompt token counts 1; an output token occupies a row for a whole step."""
 
@@ -109,6 +110,11 @@ class RequestQueue:
         """Return the sort key within a tenant; the smallest key is first, and keys are unique."""
         if self.policy == "fcfs":
             return (request.number,)
+        if self.policy in BY_PROGRAM:
+            program = request.program
+            first = 0 if program is None else program.number
+            is_admitted = program is not None and program.is_admitted
+            return (not is_admitted, first or request.number, request.number)
         return (request.priority, request.arrival, request.number)
 
     def heads(self) -> list[Request]:
@@ -186,6 +192,8 @@ class RequestQueue:
         turn = self._served[head.tenant] if head.turn < 0 else head.turn
         if self.policy == "fcfs":
             return (turn, head.number)
+        if self.policy in BY_PROGRAM:
+            return (turn, *self.key(head))
         return (head.priority, turn, head.arrival, head.number)
 
     def __contains__(self, request: Request) -> bool:

@@ -12,7 +12,7 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest, Control
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.files import open_private
 from quire.scheduler_proc.trace.lines import ClientDropped, End, Line, Tick, WorkerEpoch, encode_line

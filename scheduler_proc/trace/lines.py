@@ -17,11 +17,11 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
-from quire.protocol.wire.front_end_messages import Abort, Control, Ended, Stop
+from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
-from quire.scheduler_proc.core.events import Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
+from quire.scheduler_proc.requests.events import Clock, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
 
 FORMAT = "quire-trace"
@@ -100,6 +100,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     priority: int = 0
     arrival: float = 0.0
     job_id: str = ""
+    is_last_step: bool = False
     sampling: SamplingParams
     seed: int = 0
     tenant: int = 0
@@ -113,6 +114,8 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
 
 OtherEvent: TypeAlias = (
     Abort
+    | CallsTool
+    | Clock
     | Stop
     | Control
     | Hold

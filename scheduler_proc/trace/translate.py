@@ -12,7 +12,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.events import Fail, Refuse
+from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import Hit
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -123,6 +123,8 @@ def arrival_line(
         num_output_tokens=num_tokens[1],
         priority=event.priority,
         arrival=event.arrival,
+        job_id=event.job_id,
+        is_last_step=event.is_last_step,
         sampling=scheduling_params(event.sampling),
         seed=event.seed,
         tenant=event.tenant,

@@ -35,6 +35,8 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     resubmitted: bool = False
     forked_from: str = ""
     adapter: AdapterRef | None = None
+    job_id: str = ""
+    is_last_step: bool = False
 
     @property
     def names(self) -> list[bytes]:

@@ -12,10 +12,10 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.admission import Refusal
-from quire.scheduler_proc.core.events import Consumed
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
+from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 
@@ -60,9 +60,7 @@ class ReplayScheduler(Scheduler):
     def consume(self, event: Consumed | OpaqueRequest | OpaqueResult, client: int = 0) -> None:
         match event:
             case OpaqueRequest():
-                self.arrivals.add(
-                    event.request_id, client, partial(self._admit, event, client), resubmitted=event.resubmitted
-                )
+                self.arrivals.add(event, client, partial(self._admit, event, client))
             case OpaqueResult():
                 self._answer(event)
             case _:

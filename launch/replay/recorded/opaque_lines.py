@@ -23,6 +23,8 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
         resubmitted=line.resubmitted,
         forked_from=line.forked_from,
         adapter=line.adapter,
+        job_id=line.job_id,
+        is_last_step=line.is_last_step,
     )
 
 

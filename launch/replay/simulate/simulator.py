@@ -23,6 +23,8 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
+from quire.scheduler_proc.process.ticks import TICK_S
+from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 MIN_FAST_FORWARD = 3
@@ -111,6 +113,7 @@ class Simulator:
             if now == NEVER:
                 break
             self._now = max(self._now, now)
+            self._tick()
             if done <= self._now:
                 self._finish_step()
             if self._copies.next_time <= self._now:
@@ -131,6 +134,11 @@ class Simulator:
             tier["hit_tokens"] = self._copies.hit_tokens[name]
         record.wall_s = time.perf_counter() - began
         return record
+
+    def _tick(self) -> None:
+        programs = self.scheduler.programs
+        if programs.is_enabled and self._now - programs.now >= TICK_S:
+            self.scheduler.consume(Clock(self._now))
 
     def _arrive(self, call: Call) -> None:
         run = RequestRun(call.request_id, self._now, call.num_prompt_tokens, call.conversation, call.priority)
@@ -156,6 +164,7 @@ class Simulator:
                 priority=call.priority,
                 arrival=self._now,
                 adapter=adapter,
+                job_id=call.conversation,
             )
         )
         self._calls[run] = call

@@ -54,7 +54,9 @@ def test_unknown_names_are_refused_with_the_nearest(
 
 
 def test_an_unknown_policy_is_refused_as_a_keyword() -> None:
-    with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority \(got 'lpm'\)"):
+    with pytest.raises(
+        ConfigError, match=r"scheduling_policy must be one of fcfs, priority, program, continuum \(got 'lpm'\)"
+    ):
         config_of(scheduling_policy="lpm")
 
 

@@ -89,7 +89,7 @@ def test_help_has_metavars_choices_and_defaults(capsys: pytest.CaptureFixture[st
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         *("--gpu-memory-utilization FRACTION", "fraction of GPU memory to use (0.9)"),
-        *("--kv-cache-memory-bytes BYTES", "--trace FILE", "--scheduling-policy {fcfs,priority}"),
+        *("--kv-cache-memory-bytes BYTES", "--trace FILE", "--scheduling-policy {fcfs,priority,program,continuum}"),
         *("--no-enable-prefix-caching", "reuse cached KV blocks of equal prefixes (on)", "--priority-range LOW:HIGH"),
     ):
         assert part in text, part

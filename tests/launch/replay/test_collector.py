@@ -11,7 +11,7 @@ from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Abort
-from quire.scheduler_proc.core.events import Fail
+from quire.scheduler_proc.requests.events import Fail
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 

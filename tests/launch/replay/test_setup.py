@@ -74,7 +74,7 @@ def test_parses_settings_to_the_types_of_their_fields() -> None:
         ({"max_num_batched_tokens": "4kb"}, "--set max_num_batched_tokens must be a number of tokens such as"),
         ({"block_size": "0"}, "--block-size must be from 1 to 1024, not 0"),
         ({"watermark": "nan"}, "--watermark must be from 0 to 0.5"),
-        ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority"),
+        ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority, program, continuum"),
         ({"enable_prefix_caching": "maybe"}, "must be true or false"),
         ({"load_format": "dummy"}, "has no effect in a simulation"),
         ({"speculative_config": "{}"}, "makes no drafts"),

@@ -27,7 +27,7 @@ from quire.protocol.wire.worker_messages import (
     Shutdown,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.requests.events import Consumed
 
 MODEL = make_config(vocab_size=9).model
 CONFIG = EngineConfig(model=MODEL, model_path="/x", max_model_len=16)

@@ -12,9 +12,9 @@ from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.wire.front_end_messages import TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveKind
-from quire.scheduler_proc.core.events import LoadLate
 from quire.scheduler_proc.kv import saves
 from quire.scheduler_proc.process.worker_group import common_contents
+from quire.scheduler_proc.requests.events import LoadLate
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 PROMPT = list(range(1, 41))

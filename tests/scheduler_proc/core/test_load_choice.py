@@ -10,9 +10,9 @@ from tiers import thinned
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import BlocksMoved
-from quire.scheduler_proc.core.events import LoadLate
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.scheduler_proc.costs.costs import FULL_PAGES, PROBE_INTERVAL, CostState
+from quire.scheduler_proc.requests.events import LoadLate
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 WINDOW = KVLayout([KVGroup("sliding_window", 4, [0, 1], 30)], num_kv_heads=1, head_dim=4, dtype="float32")

@@ -178,7 +178,9 @@ def test_preempted_request_keeps_its_place_and_is_not_starved() -> None:
 
 
 def test_unknown_policy_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"scheduling_policy must be one of fcfs, priority \(got 'lottery'\)"):
+    with pytest.raises(
+        ConfigError, match=r"scheduling_policy must be one of fcfs, priority, program, continuum \(got 'lottery'\)"
+    ):
         Driver(scheduling_policy="lottery")
 
 

@@ -9,7 +9,7 @@ from scheduler_driver import Driver, expected_tokens
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.transfer_messages import BlocksMoved
-from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.requests.events import LoadLate
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 WINDOWS = KVLayout(

@@ -13,8 +13,8 @@ from grammar_manager_case import Case, arrival, constrained, ready, step_of
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.wire.worker_messages import Proposed
-from quire.scheduler_proc.core.events import Refuse, Release
 from quire.scheduler_proc.core.in_flight import WorkerFault
+from quire.scheduler_proc.requests.events import Refuse, Release
 from quire.scheduler_proc.requests.request import RequestStatus
 from quire.scheduler_proc.requests.tokens import Tokens
 from quire.scheduler_proc.structured.backends import check_backend

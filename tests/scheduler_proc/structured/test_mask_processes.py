@@ -19,7 +19,7 @@ from grammar_manager_case import constrained, make_request, step_of
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.worker_messages import Proposed
-from quire.scheduler_proc.core.events import Hold
+from quire.scheduler_proc.requests.events import Hold
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured import helpers, limits, masking
 from quire.scheduler_proc.structured.helper_process import MaskProcesses

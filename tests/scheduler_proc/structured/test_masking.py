@@ -9,8 +9,8 @@ from grammar_cases import EOS
 from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, step_of
 
 from quire.protocol.wire.front_end_messages import AddRequest
-from quire.scheduler_proc.core.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.requests.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.limits import (
     EXPENSIVE_BYTES,

@@ -15,7 +15,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.lines import Arrival, Result
 

@@ -45,7 +45,7 @@ from quire.protocol.wire.worker_messages import (
     Shutdown,
     WorkerToScheduler,
 )
-from quire.scheduler_proc.core.events import Consumed
+from quire.scheduler_proc.requests.events import Consumed
 
 Frames = list[bytes]
 PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."

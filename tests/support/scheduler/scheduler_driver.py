@@ -42,10 +42,10 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
-from quire.scheduler_proc.core.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.process.worker_group import common_contents
+from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line

@@ -7,7 +7,7 @@ from byte_pages import BytePages
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.wire.transfer_messages import BlocksMoved
-from quire.scheduler_proc.core.events import LoadLate
+from quire.scheduler_proc.requests.events import LoadLate
 
 LONG = [80, 140], [30, 200, 600], 12, (40, 200), 600
 SHORT = [10, 16, 24], [3, 8, 30], 2, (12, 30), 30

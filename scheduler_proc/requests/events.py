@@ -7,7 +7,7 @@ for the event log, with their own tags (protocol/wire/link_messages.py).
 from typing import TypeAlias
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
-from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, Stop
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -48,11 +48,19 @@ class LoadLate(Message, frozen=True, tag=47):
     transfer: int
 
 
+class Clock(Message, frozen=True, tag=24):
+    """The time, in seconds on the scheduler's clock. Decisions that depend on time depend on the last one of these."""
+
+    now: float
+
+
 Consumed: TypeAlias = (
     AddRequest
     | Abort
     | Stop
     | Control
+    | CallsTool
+    | Clock
     | Hold
     | Release
     | Refuse

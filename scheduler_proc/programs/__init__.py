@@ -1,0 +1,1 @@
+"""Programs: the requests of one agent or conversation, scheduled together."""
