@@ -10,7 +10,14 @@ from typing import Any
 from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
-from quire.launch.replay.report.summary import SWEEP_COLUMNS, side_by_side, summary, sweep_cells
+from quire.launch.replay.report.summary import (
+    CONVERSATION_COLUMNS,
+    SWEEP_COLUMNS,
+    conversation_cells,
+    side_by_side,
+    summary,
+    sweep_cells,
+)
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
@@ -211,7 +218,11 @@ def _sweep(args: argparse.Namespace) -> Result:
     shown = [(name, sweep_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
     head = [good[0]["title"], f"cost: {good[0]['cost']}"]
     notes = [*failed, *(note for note in good[0]["notes"] if all(note in each["notes"] for each in good))]
-    return Result(figures, [], head, [Table("setting", SWEEP_COLUMNS, shown)], notes, exit_status=int(bool(failed)))
+    tables = [Table("setting", SWEEP_COLUMNS, shown)]
+    if args.closed_loop:
+        jobs = [(name, conversation_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
+        tables.append(Table("conversations", CONVERSATION_COLUMNS, jobs))
+    return Result(figures, [], head, tables, notes, exit_status=int(bool(failed)))
 
 
 def _live(args: argparse.Namespace) -> Result:
