@@ -60,6 +60,8 @@ class ArrivalFields(Protocol):
     def job_id(self) -> str: ...
     @property
     def is_last_step(self) -> bool: ...
+    @property
+    def hint(self) -> str: ...
 
 
 class Admission:
@@ -157,6 +159,8 @@ class Admission:
         if len(event.job_id) > MAX_JOB_ID:
             text = f"job_id must have at most {MAX_JOB_ID} characters (got {len(event.job_id)})"
             raise Refusal("invalid_value", "job_id", text)
+        if event.is_last_step and not event.job_id:
+            raise Refusal("invalid_value", "is_last_step", "is_last_step needs a job_id, whose last step it is")
         reserved = ("resumable", "mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
@@ -243,15 +247,16 @@ class Admission:
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
         request.parent = parent
-        request.program = self._program(event) if parent is None else parent.program
+        request.program = self._program(event, tokens) if parent is None else parent.program
         if parent is not None:
             request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
         return request
 
-    def _program(self, event: ArrivalFields) -> Program | None:
+    def _program(self, event: ArrivalFields, tokens: TokenStore) -> Program | None:
+        hashes, count, again = tokens.block_hashes, len(tokens), event.resubmitted
         try:
-            return self._programs.find(event.tenant, event.job_id)
+            return self._programs.find(event.tenant, event.job_id, hashes, count, resubmitted=again)
         except JobEnded as error:
             raise Refusal("job_ended", "job_id", str(error)) from None
 
