@@ -28,7 +28,12 @@ class EndReason(enum.IntEnum):
 
 
 HINTS = ("job_id", "session", "response", "cache_key", "agent_context")
-"""How a client may name the job of a request: fields of the body, a header, or an earlier response."""
+"""How a client may name the job of a request, the most reliable way first: fields of the body, a header (session), or
+an earlier response."""
+MAX_JOB_ID = 256
+"""Characters of a job id."""
+MAX_TOOL_NAME = 64
+"""Characters of a tool's name that ``CallsTool`` has."""
 
 
 class AddRequest(Message, frozen=True, tag=10):

@@ -9,7 +9,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import AddRequest, Rejected
+from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -19,7 +19,6 @@ from quire.scheduler_proc.requests.request import Program, Request
 from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 
 MAX_REQUEST_ID = 256
-MAX_JOB_ID = 256
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
