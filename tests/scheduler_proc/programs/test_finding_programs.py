@@ -61,23 +61,22 @@ class Agents:
 def test_a_turn_that_continues_the_context_belongs_to_its_program() -> None:
     agents = Agents()
     first, context = agents.turn(SYSTEM + agents.words())
-    for _ in range(3):
+    for _ in range(2):
         program, context = agents.turn(context + agents.words(9))
         assert program is first
-    assert agents.found() == {"new": 1, "prefix": 3}
+    assert agents.found() == {"new": 1, "prefix": 2}
     agents.finish()
 
 
 def test_a_common_system_prompt_does_not_make_two_conversations_one_program() -> None:
     agents = Agents()
     seen = set()
-    for _ in range(5):
+    for _ in range(3):
         program, context = agents.turn(SYSTEM + agents.words(80))
         assert program is not None and program not in seen
         seen.add(program)
-        for _ in range(2):
-            again, context = agents.turn(context + agents.words())
-            assert again is program
+        again, _ = agents.turn(context + agents.words())
+        assert again is program
     agents.finish()
 
 
@@ -202,11 +201,11 @@ def test_forks_belong_to_the_program_of_their_parent() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
-def test_anchors_stay_consistent(seed: int) -> None:
+def test_anchors_stay_consistent_and_survive_a_keyframe(seed: int) -> None:
     rng = random.Random(seed)
     matcher, live = Matcher(BLOCK), []
-    for number in range(1, 40):
-        depth = rng.randrange(0, 60)
+    for number in range(1, 60):
+        depth = rng.randrange(0, 30)
         path = bytes(rng.randrange(2) if at > depth // 2 else 0 for at in range(depth))
         hashes = [path[: at + 1] for at in range(depth)]  # chained: equal hashes mean equal prefixes
         program = matcher.find(0, hashes, len(hashes) * BLOCK)
@@ -214,12 +213,16 @@ def test_anchors_stay_consistent(seed: int) -> None:
             program = Program(number, 0, "", 0.0)
             live.append(program)
         matcher.arrived(program, hashes, len(hashes) * BLOCK)
-        matcher.check()
         if rng.random() < 0.7:
             matcher.ended(program, [*hashes, path + b"\2"])
         if live and rng.random() < 0.2:
             matcher.forget(live.pop(rng.randrange(len(live))))
         matcher.check()
+    restored = Matcher(BLOCK)
+    states = [(program, state) for program in live if (state := matcher.state(program)) is not None]
+    restored.restore(states)
+    restored.check()
+    assert [(program, restored.state(program)) for program, _ in states] == states
     for program in live:
         matcher.forget(program)
     assert matcher.find(0, [bytes(at + 1) for at in range(60)], 240) is None
