@@ -36,6 +36,7 @@ class FakeSequence(PulledSequence):
     on_hang: Callable[[], None]
     stopped_at: int | None = None
     aborted: bool = False
+    tool: str = ""
     delivered: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
