@@ -29,7 +29,7 @@ class _Anchor(NamedTuple):
 
 
 class TrailState(msgspec.Struct, array_like=True, frozen=True):
-    """What is known of the turns of one program, for a keyframe; see ``_Trail``. Anchors: (name, depth, is common)."""
+    """The anchors of one program, for a keyframe; see ``_Trail``. Each is (name, depth, is common)."""
 
     num_first_blocks: int
     num_first_tokens: int
@@ -39,7 +39,7 @@ class TrailState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Trail:
-    """What is known of the turns of one program.
+    """The anchors of one program.
 
     Attributes:
         num_first_blocks, num_first_tokens: those of its first prompt.
@@ -62,7 +62,7 @@ class Matcher:
     Block hashes are chained: that of block n identifies the first n blocks. The anchors of a program are the ends of
     its first and of its newest prompt and context, a block shortly before each, and blocks at fixed depths (a grid).
     Programs with a common prefix have the same anchors in it, and where a prompt leaves the grid, it has left all
-    programs. A program has at most some 20 anchors of about 200 bytes, however long its turns are.
+    programs. A program has at most some 20 anchors of about 200 bytes, for turns of any length.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -144,7 +144,7 @@ class Matcher:
             self._drop(trail.moving, program)
 
     def state(self, program: Program) -> TrailState | None:
-        """Return what is known of a program, for a keyframe; None if its requests name their job."""
+        """Return the anchors of a program, for a keyframe; None if its requests name their job."""
         trail = self._trails.get(program)
         if trail is None:
             return None
@@ -155,7 +155,7 @@ class Matcher:
         return TrailState(trail.num_first_blocks, trail.num_first_tokens, trail.newest, kept, moving)
 
     def restore(self, states: Sequence[tuple[Program, TrailState]]) -> None:
-        """Set what is known of all programs. Nothing may be known before."""
+        """Set the anchors of all programs, in a Matcher that has none."""
         for program, state in states:
             trail = self._trails[program] = _Trail(state.num_first_blocks, state.num_first_tokens)
             trail.newest = state.newest

@@ -10,8 +10,7 @@ from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
 
 MAX_PROGRAMS = 4096
-"""Programs that are remembered. Beyond, the one that was not seen for the longest time and has no request is
-forgotten."""
+"""Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
 
 
 class JobEnded(Exception):
@@ -24,8 +23,8 @@ class Programs:
     Attributes:
         is_enabled: whether a policy needs programs.
         now: seconds, as of the last ``Clock``.
-        known: programs by (tenant, job id), or by (tenant, number) if no request has named a job; the one that was not
-            seen for the longest time first.
+        known: programs by (tenant, job id), or by (tenant, number) if no request has named a job; the least
+            recently seen first.
         found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 

@@ -9,28 +9,29 @@ from quire.scheduler_proc.requests.request import Program
 class ProgramScore:
     """Counts turns by whether their program is the right one. A sub-agent is a conversation of its own.
 
-    A first turn is right if it begins a program; otherwise it is *merged* with another conversation. A later turn is
-    right if its conversation has begun the program; it is *split* from its conversation if it begins another one.
+    The first turn of a program owns it. A first turn of a conversation is right if it owns its program; otherwise it is
+    *merged* with another conversation. A later turn is right if a turn of its conversation owns the program; it is
+    *split* from its conversation if it owns the program itself.
     """
 
     def __init__(self) -> None:
-        self._begun_by: dict[Program, tuple[str, str]] = {}
+        self._owner_of: dict[Program, tuple[str, str]] = {}
         self._seen: set[tuple[str, str]] = set()
         self._verdicts: Counter[tuple[bool, str]] = Counter()
 
     def add(self, call: Call, program: Program | None) -> None:
-        """Count a turn. ``program``: the one that was found; None, for a prompt without a full block, is a new one."""
+        """Count a turn. ``program``: as found; None, for a prompt without a full block, counts as a new one."""
         if not call.conversation:
             return
         conversation = call.conversation, call.agent
-        begun_by = None if program is None else self._begun_by.get(program)
+        owner = None if program is None else self._owner_of.get(program)
         if conversation not in self._seen:
-            verdict = "right" if begun_by is None else "merged"
+            verdict = "right" if owner is None else "merged"
         else:
-            verdict = "split" if begun_by is None else "right" if begun_by == conversation else "merged"
+            verdict = "split" if owner is None else "right" if owner == conversation else "merged"
         self._seen.add(conversation)
         if program is not None:
-            self._begun_by.setdefault(program, conversation)
+            self._owner_of.setdefault(program, conversation)
         self._verdicts[bool(call.agent), verdict] += 1
 
     def figures(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The job of a request: which of its hints counts, at each door, and which are refused."""
+"""The job of a request: which of its hints counts, in each API, and which are refused."""
 
 import json
 import re
@@ -26,7 +26,7 @@ MESSAGES = "/v1/messages"
 
 
 @pytest.mark.parametrize("path", DOORS)
-def test_the_most_reliable_hint_counts_at_every_door(client: Any, engine: Any, path: str) -> None:
+def test_the_most_reliable_hint_counts_in_every_api(client: Any, engine: Any, path: str) -> None:
     engine.max_model_len = 4000
 
     def job(headers: dict[str, str], **fields: Any) -> Job:
