@@ -70,12 +70,15 @@ class Matcher:
         self._anchors: dict[bytes, _Anchor] = {}
         self._trails: dict[Program, _Trail] = {}
 
-    def find(self, tenant: int, hashes: Sequence[bytes], num_tokens: int) -> Program | None:
+    def find(
+        self, tenant: int, hashes: Sequence[bytes], num_tokens: int, *, contains_first: bool = False
+    ) -> Program | None:
         """Return the program that a prompt continues, or None: it begins one.
 
         Args:
             hashes: of the prompt's full blocks.
             num_tokens: tokens of the prompt.
+            contains_first: only if the prompt contains the whole first prompt of the program, and more.
         """
         anchors = self._anchors
         left = next((depth for depth in self._grid(len(hashes)) if hashes[depth - 1] not in anchors), None)
@@ -83,6 +86,8 @@ class Matcher:
             depth, count, programs = anchors[name]
             if not programs:
                 return None
+            if contains_first:
+                programs = tuple(each for each in programs if self._contains_first(each, depth, num_tokens))
             fit = [
                 each
                 for each in programs
@@ -94,6 +99,10 @@ class Matcher:
             if fit:
                 return fit[0]
         return None
+
+    def _contains_first(self, program: Program, depth: int, num_tokens: int) -> bool:
+        trail = self._trails[program]
+        return depth >= trail.num_first_blocks and num_tokens > trail.num_first_tokens
 
     def _continues(self, program: Program, depth: int, num_tokens: int, *, is_only: bool) -> bool:
         """Whether a prompt that has ``depth`` blocks in common with a program, and maybe only it, is its next turn."""

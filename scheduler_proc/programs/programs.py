@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import HINTS, ProgramCounts
+from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, ProgramCounts
 from quire.scheduler_proc.programs.match import Matcher
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
@@ -44,7 +44,8 @@ class Programs:
     ) -> Program | None:
         """Return the program of an arrival, or None without one. A new program is forgotten unless ``arrived`` follows.
 
-        An unknown job may be a program whose earlier turns did not name it.
+        An unknown job is the program that the request continues if no turn of that has named a job: the first response
+        of a chain has no id when it is requested.
 
         Args:
             hashes: of the full blocks of its tokens; none without prefix caching.
@@ -58,8 +59,8 @@ class Programs:
             return None
         program = self.known.get((tenant, job_id)) if job_id else None
         if program is None:
-            program = self._matcher.find(tenant, hashes, num_tokens)
-        if program is None or (program.has_ended and not job_id):
+            program = self._matcher.find(tenant, hashes, num_tokens, contains_first=bool(job_id))
+        if program is None:
             return ProgramState(0, tenant, job_id, self.now)
         if program.has_ended and not resubmitted:
             raise JobEnded(f"job_id {job_id!r} has ended: a request with is_last_step has arrived")
@@ -76,10 +77,11 @@ class Programs:
         if program is None:
             self.found["none"] += self.is_enabled
             return
-        self.found[(hint or "job_id") if job_id else "prefix" if program.number else "new"] += 1
+        named = hint if hint in HINTS else "job_id"
+        self.found[named if job_id else "prefix" if program.number else "new"] += 1
         self.known.pop(_key(program), None)
         program.number = program.number or request.number
-        if job_id and job_id != program.job_id and not program.job_id:
+        if job_id and not program.job_id:
             self._matcher.forget(program)
             program.job_id = job_id
         self.known[_key(program)] = program
@@ -120,7 +122,7 @@ class Programs:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
         for program in reversed(self.known.values()):
             if program.last_request == (client, request_id):
-                program.tool = tool
+                program.tool = tool[:MAX_TOOL_NAME]
                 return
 
     @property

@@ -173,6 +173,9 @@ def test_a_job_that_a_later_turn_names_keeps_its_program() -> None:
     again, _ = agents.turn(agents.words(), job_id="resp_1", hint="response")
     assert first is named is again
     assert agents.found() == {"new": 1, "response": 2}
+    nameless, _ = agents.turn(SYSTEM)
+    other, _ = agents.turn(SYSTEM, job_id="resp_2", hint="response")
+    assert other is not nameless, "the same prompt is not its next turn"
     agents.finish()
 
 
