@@ -60,9 +60,9 @@ def _replay(args: argparse.Namespace) -> Result:
 
 WORKLOAD_FLAGS = (
     *("concurrency", "closed_loop", "rate", "limit", "start", "duration", "stagger", "seed"),
-    *("join_subagents", "tokenizer", "overlong", "reuse_answers"),
+    *("join_subagents", "tokenizer", "overlong", "reuse_answers", "no_hints"),
 )
-ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers")
+ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers", "no_hints")
 SERVER_FLAGS = ("model", "api_key", "vocab_size", "max_prompt_tokens")
 
 
@@ -231,7 +231,7 @@ def _live(args: argparse.Namespace) -> Result:
     workload = _load(args)
     target = Target(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
     options = _run_options(args)
-    del options["reuse_answers"]
+    del options["reuse_answers"], options["no_hints"]
     with progress_bar(len(workload.calls)) as progress:
         record = run_live(workload, target, **options, progress=progress)
     result = result_of(record)
@@ -267,4 +267,5 @@ def _run_options(args: argparse.Namespace) -> dict[str, Any]:
         "closed_loop": args.closed_loop,
         "overlong": args.overlong or "refuse",
         "reuse_answers": args.reuse_answers,
+        "no_hints": args.no_hints,
     }

@@ -384,7 +384,7 @@ class Scheduler:
         statistics = make_statistics(
             self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
         )
-        return self.adapters.add_to(statistics)
+        return self.adapters.add_to(msgspec.structs.replace(statistics, programs=self.programs.counts))
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""

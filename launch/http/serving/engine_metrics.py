@@ -206,6 +206,11 @@ class EngineCollector(Collector):
             yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
         if current.adapters_by_place:
             yield from _adapter_metrics(names, current, self.max_loras)
+        if current.programs is not None:
+            text = "Number of programs (agents and conversations) that are remembered."
+            yield names.gauge("num_programs", text, current.programs.num_known)
+            text = "Number of requests, by how their program was found."
+            yield names.by_label(CounterMetricFamily, "num_turns", text, "found_by", current.programs.turns)
         for name, text, field_name in HISTOGRAMS:
             values = getattr(current, field_name)
             if values is not None:

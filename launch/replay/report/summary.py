@@ -160,6 +160,7 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         *((f"  {reason}", count) for reason, count in found["rejected_reasons"].items()),
         ("prompt tokens from the prefix cache", hits),
         ("requests with a hit", cache["requests_with_hit"]),
+        *_program_totals(found.get("programs")),
         ("preemptions", found["preemptions"]),
         *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
         ("tokens recomputed after preemptions", found["recomputed_tokens"]),
@@ -193,6 +194,16 @@ def conversation_cells(found: Mapping[str, Any] | None) -> list[float | str | No
     seconds, rate = found["conversation_s"], found["later_turns_hit_rate"]
     waits = found["first_turn_wait_s"]["max"], None if rate is None else f"{rate:.2%}"
     return [*(seconds[at] for at in ("mean", "p50", "p95", "max")), *waits]
+
+
+def _program_totals(programs: Mapping[str, int] | None) -> list[tuple[str, str]]:
+    """Return the rows of a run without hints: how many turns were given to the program of their conversation."""
+    kinds = {} if programs is None else {"turns": "", "turns of sub-agents": "subagent_"}
+    return [
+        (f"{words} in the right program", f"{programs[f'{key}right']:,} of {programs[f'{key}turns']:,}")
+        for words, key in kinds.items()
+        if programs is not None and programs[f"{key}turns"]
+    ]
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:

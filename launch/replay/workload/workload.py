@@ -40,6 +40,7 @@ class Call:
         tokens, text: the prompt, if the trace has it.
         adapter: identity of its LoRA adapter, or empty.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
+        agent: the sub-agent of the conversation that sends it, or empty.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Call:
     text: str | None = None
     answer: Content | None = None
     adapter: str = ""
+    agent: str = ""
 
 
 @dataclass(slots=True)

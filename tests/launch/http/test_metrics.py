@@ -15,7 +15,7 @@ from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
 from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, ProgramCounts, Statistics
 
 
 def scrape(metrics: Metrics, engine: EndlessEngine | None = None) -> dict[str, float]:
@@ -163,6 +163,17 @@ def test_vllm_prefix_and_names() -> None:
     assert found["vllm:prompt_tokens_cached_total"] == 0
     info = 'vllm:cache_config_info{block_size="16",cache_dtype="bfloat16",engine="0",num_gpu_blocks="100"}'
     assert found[info] == 1
+
+
+def test_turns_are_counted_by_how_their_program_was_found() -> None:
+    class WithPrograms(EndlessEngine):
+        async def statistics(self) -> Statistics:
+            return Statistics(1, num_usable_blocks=1, programs=ProgramCounts(7, {"job_id": 5, "prefix": 3}))
+
+    found = scrape(Metrics("tiny", MetricsOptions()), WithPrograms())
+    assert found["quire:num_programs"] == 7
+    assert [found[f'quire:num_turns_total{{found_by="{by}"}}'] for by in ("job_id", "prefix")] == [5, 3]
+    assert not [name for name in scrape(Metrics("tiny", MetricsOptions()), Engine()) if "num_programs" in name]
 
 
 def process_figures(metrics: Metrics) -> dict[tuple[str, str], float]:
