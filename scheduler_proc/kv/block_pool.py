@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
-from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue, Ranking, Releases
+from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv.releases import Ranking, Releases
 
 
 class BlockPool:

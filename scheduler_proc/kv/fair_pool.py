@@ -22,7 +22,7 @@ class _TenantQueue:
     """The free cached blocks of one tenant.
 
     Attributes:
-        blocks: the one that is evicted first in front.
+        blocks: in the order in which they are evicted.
         used_at: value of ``FairFreeQueue.num_taken`` when the tenant last released or found a block.
     """
 

@@ -12,9 +12,10 @@ from tiers import thinned
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue, RecentUse, Releases
+from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.releases import RecentUse, Releases
 
 POOLS: list[Callable[..., BlockPool]] = [BlockPool, FairBlockPool]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.classed_queue import Freed
+from quire.scheduler_proc.kv.releases import Freed
 
 NUM_CLASSES = 3
 
