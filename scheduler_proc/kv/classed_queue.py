@@ -38,7 +38,9 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
         taken = self._uncached.popleft_n(min(n, self._uncached.num_free_blocks))
         while len(taken) < n:
             freed = self._next()
-            taken += freed.blocks.popleft_n(min(n - len(taken), freed.blocks.num_free_blocks))
+            count = min(n - len(taken), freed.blocks.num_free_blocks)
+            taken += freed.blocks.popleft_n(count)
+            self._releases.num_evicted["pinned" if freed.pin else self._releases.ranking.policy] += count
             self._note_empty(freed)
         self.num_free_blocks -= n
         return taken
@@ -183,7 +185,7 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
     def forget_contents(self) -> None:
         """Keep the order of all blocks, none of which has a content any more."""
         blocks = self.blocks()
-        self.popleft_n(len(blocks))
+        self.remove_n(blocks)
         self.append_n(blocks)
 
     # ---- keyframes

@@ -1,6 +1,7 @@
 """Releases: what requests have left in the free queue, by class and age, and the pins on it."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Protocol
@@ -45,12 +46,15 @@ class Ranking(Protocol):
 
     Attributes:
         now: seconds of the last event ``Clock``.
+        policy: name of the order, for ``Releases.num_evicted``.
         version: another number after each change of ranks.
         num_classes: number of classes, 0 included.
     """
 
     @property
     def now(self) -> float: ...
+    @property
+    def policy(self) -> str: ...
     @property
     def version(self) -> int: ...
     @property
@@ -64,7 +68,7 @@ class Ranking(Protocol):
 class RecentUse:
     """One class: what was used longest ago is evicted first."""
 
-    now, version, num_classes = 0.0, 0, 1
+    now, policy, version, num_classes = 0.0, "lru", 0, 1
 
     def rank(self, freed: Freed) -> float:
         return freed.order
@@ -75,11 +79,13 @@ class Releases:
 
     Attributes:
         of_block: by block id; valid while the block is free and has a content.
+        num_evicted: contents that were evicted, by policy; ``pinned`` for those that were pinned.
         turn_class, pin: those of the blocks that are released next.
     """
 
     def __init__(self, num_blocks: int, ranking: Ranking) -> None:
         self.ranking = ranking
+        self.num_evicted: Counter[str] = Counter()
         self.of_block: list[Freed | None] = [None] * num_blocks
         self.turn_class = self.pin = 0
         self._pins: dict[int, list[Freed]] = {}

@@ -1,6 +1,9 @@
 """Programs: finds the program of each request, and follows its turns."""
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
+from quire.scheduler_proc.eviction.value import ValueEviction
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
 
@@ -22,7 +25,9 @@ class Programs:
         known: programs by (tenant, job id), the one that was not seen for the longest time first.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, value: ValueEviction | None = None) -> None:
+        """``value``: what learns from turns which contents to evict, or None."""
+        self._value = value
         self.is_enabled = config.uses_programs
         self.now = 0.0
         self.known: dict[tuple[int, str], Program] = {}
@@ -30,6 +35,8 @@ class Programs:
     def clock(self, now: float) -> None:
         """Set the time. It never goes back."""
         self.now = max(self.now, now)
+        if self._value is not None:
+            self._value.clock(self.now)
 
     def find(self, tenant: int, job_id: str) -> Program | None:
         """Return the program of an arrival, or None without one. A new program is forgotten unless ``arrived`` follows.
@@ -48,6 +55,8 @@ class Programs:
 
     def arrived(self, request: Request, *, is_last_step: bool) -> None:
         """Add an accepted request to its program."""
+        if self._value is not None:
+            self._value.arrived(request.handle, request.block_hashes)
         program = request.program
         if program is None:
             return
@@ -76,6 +85,8 @@ class Programs:
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
+        if self._value is not None:
+            self._value.forget(request.handle)
         program = request.program
         if program is None or program.live.pop(request.handle, None) is None:
             return
@@ -84,6 +95,22 @@ class Programs:
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
         program.tool = ""
+
+    def turn_class(self, request: Request, reason: EndReason) -> int:
+        """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
+        if self._value is None:
+            return NOT_ENDED
+        program, fixed = request.program, NOT_ENDED
+        if reason not in (EndReason.STOPPED, EndReason.LENGTH):
+            fixed = CUT
+        elif program is not None and program.has_ended:
+            fixed = LAST
+        number, calls_tools = (0, False) if program is None else (program.num_turns + 1, program.tool != "")
+        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens, calls_tools)
+        return self._value.ended(request.handle, request.block_hashes, turn, fixed)
+
+    def add_to(self, statistics: Statistics) -> Statistics:
+        return statistics if self._value is None else self._value.add_to(statistics)
 
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
