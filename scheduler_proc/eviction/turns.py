@@ -31,9 +31,10 @@ WAIT_S = 600.0
 """Seconds after its end after which a turn counts as not continued."""
 MAX_OPEN = 8192
 """Ended turns that are remembered. Beyond, the oldest count as not continued."""
-SHRINKAGE = 10.0
-"""Turns with the mean of all classes that each class has in addition to its own."""
-RATE_SHRINKAGE = 10.0
+SHRINKAGE = 3.0
+"""Turns with the mean of all classes that each class has in addition to its own, for p."""
+RATE_SHRINKAGE = 100.0
+"""The same for λ, which differs less."""
 MEAN_GAP_S = 120.0
 """Time until a turn is continued, as long as none has been."""
 

@@ -10,9 +10,33 @@ from quire.scheduler_proc.eviction.turns import NOT_ENDED, NUM_CLASSES, Turn, Tu
 from quire.scheduler_proc.kv.releases import Freed
 
 FIRST_LEAD = 0.005
-"""Share of the looked up contents by which value must lead in the shadow before it is used."""
-HALF_LIFE = 20
-"""Shadow capacities of looked up contents after which a hit counts half."""
+"""Share of the looked up contents by which value must lead in the shadow before it is used the first time."""
+LONG_LEAD = 0.001
+"""The same over a long time, before it is used and while it is."""
+HALF_LIFE, LONG_HALF_LIFE = 8, 200
+"""Shadow capacities of looked up contents after which a hit counts half, in the short and in the long time."""
+LEARN_S = 1.0
+"""Seconds between two updates of what was learned."""
+
+
+class _Lead:
+    """By how many hits value leads in the shadow. Older hits count less."""
+
+    def __init__(self, half_life: float) -> None:
+        """``half_life``: looked up contents after which a hit counts half."""
+        self._fade = 0.5 ** (1.0 / half_life)
+        self._hits = self._looked_up = 0.0
+
+    def add(self, looked_up: int, hits: int) -> None:
+        """Add the hits of value, less those of LRU, among the contents that were looked up."""
+        fade = self._fade**looked_up
+        self._looked_up = self._looked_up * fade + looked_up
+        self._hits = self._hits * fade + hits
+
+    @property
+    def share(self) -> float:
+        """The lead as a share of the looked up contents."""
+        return self._hits / max(self._looked_up, 1.0)
 
 
 class ValueEviction:
@@ -45,10 +69,10 @@ class ValueEviction:
         self.shadow = Shadow(num_contents, self._turns)
         self._before: dict[int, tuple[int, int]] = {}
         """By handle: number of the turn in its conversation, and prompt tokens of the turn before."""
-        self._lead, self._looked_up = 0.0, 0.0
-        """Hits of value less those of LRU, and contents looked up; older ones count less."""
+        self._lead = _Lead(HALF_LIFE * self.shadow.capacity)
+        self._long_lead = _Lead(LONG_HALF_LIFE * self.shadow.capacity)
         self._needed = FIRST_LEAD
-        self._fade = 0.5 ** (1.0 / (HALF_LIFE * self.shadow.capacity))
+        self._learned_at = -LEARN_S
 
     @property
     def policy(self) -> str:
@@ -63,9 +87,11 @@ class ValueEviction:
     def clock(self, now: float) -> None:
         """Set the time, and choose the policy until the next call."""
         self.now = now
-        self._turns.learn(now)
+        if now - self._learned_at >= LEARN_S:
+            self._learned_at = now
+            self._turns.learn(now)
         was = self.is_by_value
-        self.is_by_value = self._lead > (0.0 if was else self._needed * self._looked_up)
+        self.is_by_value = self._lead.share > (0.0 if was else self._needed) and self._long_lead.share > LONG_LEAD
         if was or self.is_by_value:
             self.version += 1
         if was != self.is_by_value:
@@ -97,9 +123,8 @@ class ValueEviction:
         number = self._turns.ended(prompt[-1], turn, turn_class or turn.turn_class, self.now)
         if (seen := self.shadow.ended(hashes, num_prompt_hashes, number, self.now)) is not None:
             looked_up, lru, value = seen
-            fade = self._fade**looked_up
-            self._looked_up = self._looked_up * fade + looked_up
-            self._lead = self._lead * fade + value - lru
+            self._lead.add(looked_up, value - lru)
+            self._long_lead.add(looked_up, value - lru)
         return number
 
     def add_to(self, statistics: Statistics) -> Statistics:
