@@ -348,7 +348,7 @@ class Results:
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            self.kv.free(request)
+            self.kv.free(request, turn_class=self._programs.turn_class(request, reason))
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)

@@ -1,7 +1,7 @@
 """The interface of the KV cache for the scheduler."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -221,10 +221,28 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
-    def free(self, request: CacheRequest) -> None:
+    def free(self, request: CacheRequest, *, pin: int = 0, turn_class: int = 0) -> None:
+        """Free all blocks of a request.
+
+        Args:
+            pin: number under which the contents that become free are pinned: they are evicted after all others. They
+                join those that it has already. 0 pins nothing.
+            turn_class: class of the request for the order of evictions; 0 if it has not ended.
+        """
         self.pool.act_for(request.tenant)
         self.forks.forget(request.handle)
+        self.pool.begin_release(turn_class, pin)
         self.coordinator.free(request.handle)
+        self.pool.end_release()
+
+    def unpin(self, pin: int) -> None:
+        """Let what is left of a pin be evicted as if it had not been pinned. Unknown numbers are ignored."""
+        self.pool.unpin(pin)
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """Number of blocks that each pin still has in the free queue, by its number. O(pins)."""
+        return self.pool.pins
 
     def num_held_blocks(self, request: CacheRequest) -> int:
         return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)

@@ -3,8 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, ProgramCounts
+from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
+from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
+from quire.scheduler_proc.eviction.value import ValueEviction
 from quire.scheduler_proc.programs.match import Matcher
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
@@ -28,7 +32,9 @@ class Programs:
         found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, value: ValueEviction | None = None) -> None:
+        """``value``: what learns from turns which contents to evict, or None."""
+        self._value = value
         self.is_enabled = config.uses_programs
         self.now = 0.0
         self.known: dict[tuple[int, str | int], Program] = {}
@@ -38,6 +44,8 @@ class Programs:
     def clock(self, now: float) -> None:
         """Set the time. It never goes back."""
         self.now = max(self.now, now)
+        if self._value is not None:
+            self._value.clock(self.now)
 
     def find(
         self, tenant: int, job_id: str, hashes: Sequence[bytes] = (), num_tokens: int = 0, *, resubmitted: bool = False
@@ -73,6 +81,8 @@ class Programs:
             job_id: the job that it names; that of a program found by its prefix becomes this one.
             hint: how its client named the job, one of HINTS.
         """
+        if self._value is not None:
+            self._value.arrived(request.handle, request.block_hashes)
         program = request.program
         if program is None:
             self.found["none"] += self.is_enabled
@@ -108,6 +118,8 @@ class Programs:
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
+        if self._value is not None:
+            self._value.forget(request.handle)
         program = request.program
         if program is None or program.live.pop(request.handle, None) is None:
             return
@@ -118,17 +130,33 @@ class Programs:
         program.last_seen = self.now
         program.tool = ""
 
+    def turn_class(self, request: Request, reason: EndReason) -> int:
+        """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
+        if self._value is None:
+            return NOT_ENDED
+        program, fixed = request.program, NOT_ENDED
+        if reason not in (EndReason.STOPPED, EndReason.LENGTH):
+            fixed = CUT
+        elif program is not None and program.has_ended:
+            fixed = LAST
+        number, calls_tools = (0, False) if program is None else (program.num_turns + 1, program.tool != "")
+        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens, calls_tools)
+        return self._value.ended(request.handle, request.block_hashes, turn, fixed)
+
+    def add_to(self, statistics: Statistics) -> Statistics:
+        """Return ``statistics`` with the counts of programs."""
+        if not self.is_enabled:
+            return statistics
+        counts = ProgramCounts(len(self.known), dict(self.found))
+        statistics = msgspec.structs.replace(statistics, programs=counts)
+        return statistics if self._value is None else self._value.add_to(statistics)
+
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
         for program in reversed(self.known.values()):
             if program.last_request == (client, request_id):
                 program.tool = tool[:MAX_TOOL_NAME]
                 return
-
-    @property
-    def counts(self) -> ProgramCounts | None:
-        """Counts for statistics; None without a policy that needs programs."""
-        return ProgramCounts(len(self.known), dict(self.found)) if self.is_enabled else None
 
     def check(self) -> None:
         """Raise AssertionError unless the programs and their requests refer to each other."""

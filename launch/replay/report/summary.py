@@ -53,6 +53,8 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "preemptions_by_reason": dict(record.preemptions_by_reason),
         "recomputed_tokens": sum(run.num_recomputed_tokens for run in runs) if inside else None,
         "evicted_blocks": record.num_evicted_blocks if inside else None,
+        "evicted_by_policy": dict(record.evictions_by_policy),
+        "eviction_shadow": dict(record.eviction_shadow),
         "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
@@ -165,6 +167,8 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
         ("tokens recomputed after preemptions", found["recomputed_tokens"]),
         *_conversations(found),
+        *((f"blocks evicted, {policy}", count) for policy, count in found["evicted_by_policy"].items()),
+        *_shadow(found["eviction_shadow"]),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
         ("duration of the run, s", found["virtual_s"]),
@@ -204,6 +208,16 @@ def _program_totals(programs: Mapping[str, int] | None) -> list[tuple[str, str]]
         for words, key in kinds.items()
         if programs is not None and programs[f"{key}turns"]
     ]
+
+
+def _shadow(shadow: Mapping[str, int]) -> list[tuple[str, float | str | None]]:
+    """Return the rows of the guard of eviction by value, if there is one."""
+    if not shadow:
+        return []
+    looked_up = max(shadow["num_looked_up"], 1)
+    rates = {name: shadow[f"num_{name}_hits"] / looked_up for name in ("lru", "value")}
+    rows = [(f"hits in the shadow, {name}", f"{rate:.2%}") for name, rate in rates.items()]
+    return [*rows, ("changes of the eviction policy", shadow["num_switches"])]
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:
