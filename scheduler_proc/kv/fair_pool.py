@@ -9,6 +9,7 @@ from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv.pins_stub import PinningPool
 
 CHUNK = 16
 """Blocks that one tenant gives up before the tenants are compared again."""
@@ -299,4 +300,5 @@ class FairPages(FairBlockPool):
 
 def pool_class_for(config: EngineConfig) -> type[BlockPool]:
     """Return the pool class for the configuration."""
-    return FairBlockPool if config.fair_admission and config.num_tenants > 1 else BlockPool
+    plain = PinningPool if config.scheduling_policy == "continuum" else BlockPool
+    return FairBlockPool if config.fair_admission and config.num_tenants > 1 else plain

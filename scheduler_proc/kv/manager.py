@@ -1,7 +1,7 @@
 """The interface of the KV cache for the scheduler."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
+from quire.scheduler_proc.kv.pins_stub import PinningQueue
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
 _BLOCK_ID = attrgetter("block_id")
@@ -221,10 +222,45 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
-    def free(self, request: CacheRequest) -> None:
+    def free(self, request: CacheRequest, *, pin: int = 0) -> None:
+        """Free a request's blocks. ``pin``: number of the pin that keeps them, so that they are reused last, or 0."""
         self.pool.act_for(request.tenant)
         self.forks.forget(request.handle)
-        self.coordinator.free(request.handle)
+        queue = self.pool.free_block_queue
+        if pin and isinstance(queue, PinningQueue):
+            queue.pin = pin
+            self.coordinator.free(request.handle)
+            queue.pin = 0
+        else:
+            self.coordinator.free(request.handle)
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """Number of blocks that each pin still keeps."""
+        queue = self.pool.free_block_queue
+        return {pin: len(held) for pin, held in queue.pins.items()} if isinstance(queue, PinningQueue) else {}
+
+    def unpin(self, pin: int) -> None:
+        """Let the blocks of a pin be reused like others. Does nothing if it has none."""
+        if isinstance(queue := self.pool.free_block_queue, PinningQueue):
+            queue.unpin(pin)
+
+    def pinned_blocks(self) -> list[tuple[int, list[int]]]:
+        queue = self.pool.free_block_queue
+        return queue.runs() if isinstance(queue, PinningQueue) else []
+
+    def restore_pins(self, pinned: Sequence[tuple[int, list[int]]]) -> None:
+        """Pin free blocks again: the result of ``pinned_blocks``. Raises ValueError if they are not free."""
+        queue = self.pool.free_block_queue
+        if pinned and not isinstance(queue, PinningQueue):
+            raise ValueError("cannot restore: this pool has no pins")
+        for pin, blocks in pinned:
+            assert isinstance(queue, PinningQueue)
+            found = [self.pool.blocks[block] for block in blocks]
+            queue.remove_n(found)
+            queue.pin = pin
+            queue.append_n(found)
+            queue.pin = 0
 
     def num_held_blocks(self, request: CacheRequest) -> int:
         return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)

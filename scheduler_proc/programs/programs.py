@@ -1,6 +1,7 @@
 """Programs: finds the program of each request, and follows its turns."""
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
 
@@ -19,17 +20,20 @@ class Programs:
     Attributes:
         is_enabled: whether a policy needs programs.
         now: seconds, as of the last ``Clock``.
+        pins: blocks that are kept between two turns.
         known: programs by (tenant, job id), the one that was not seen for the longest time first.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pins: Pins) -> None:
         self.is_enabled = config.uses_programs
+        self.pins = pins
         self.now = 0.0
         self.known: dict[tuple[int, str], Program] = {}
 
     def clock(self, now: float) -> None:
         """Set the time. It never goes back."""
         self.now = max(self.now, now)
+        self.pins.clock(self.now)
 
     def find(self, tenant: int, job_id: str) -> Program | None:
         """Return the program of an arrival, or None without one. A new program is forgotten unless ``arrived`` follows.
@@ -51,6 +55,7 @@ class Programs:
         program = request.program
         if program is None:
             return
+        self.pins.returned(program)
         key = program.tenant, program.job_id
         program.number = program.number or request.number
         self.known.pop(key, None)
@@ -59,7 +64,7 @@ class Programs:
         program.last_request = request.client, request.request_id
         program.last_seen = self.now
         program.num_tokens = request.num_tokens
-        program.has_ended = is_last_step
+        program.has_ended, program.tool = is_last_step, ""
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -67,7 +72,7 @@ class Programs:
             oldest = next((key for key, program in self.known.items() if program.is_paused), None)
             if oldest is None:
                 return
-            del self.known[oldest]
+            self.pins.forget(self.known.pop(oldest))
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
@@ -83,13 +88,14 @@ class Programs:
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
-        program.tool = ""
+        self.pins.freed(program)
 
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
         for program in reversed(self.known.values()):
             if program.last_request == (client, request_id):
                 program.tool = tool
+                self.pins.tool_called(program)
                 return
 
     def check(self) -> None:
@@ -97,3 +103,4 @@ class Programs:
         for (tenant, job_id), program in self.known.items():
             assert (program.tenant, program.job_id) == (tenant, job_id), f"{program!r} has another key"
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
+        self.pins.check()

@@ -52,6 +52,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "recomputed_tokens": sum(run.num_recomputed_tokens for run in runs) if inside else None,
         "evicted_blocks": record.num_evicted_blocks if inside else None,
         "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
+        "pins": dict(record.pins),
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
         "conversation_s": spread(conversation_seconds(record)),

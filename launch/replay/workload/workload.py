@@ -39,6 +39,7 @@ class Call:
         conversation: id that groups calls; empty if the trace has none.
         tokens, text: the prompt, if the trace has it.
         adapter: identity of its LoRA adapter, or empty.
+        tool: name of the tool that the answer calls, as far as the trace knows it; empty if it calls none.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
     """
 
@@ -57,6 +58,7 @@ class Call:
     text: str | None = None
     answer: Content | None = None
     adapter: str = ""
+    tool: str = ""
 
 
 @dataclass(slots=True)
