@@ -238,7 +238,9 @@ class KVCacheManager:
     def pins(self) -> Mapping[int, int]:
         """Number of blocks that each pin still keeps."""
         queue = self.pool.free_block_queue
-        return {pin: len(held) for pin, held in queue.pins.items()} if isinstance(queue, PinningQueue) else {}
+        return (
+            {pin: held.num_free_blocks for pin, held in queue.pins.items()} if isinstance(queue, PinningQueue) else {}
+        )
 
     def unpin(self, pin: int) -> None:
         """Let the blocks of a pin be reused like others. Does nothing if it has none."""
@@ -247,7 +249,7 @@ class KVCacheManager:
 
     def pinned_blocks(self) -> list[tuple[int, list[int]]]:
         queue = self.pool.free_block_queue
-        return queue.runs() if isinstance(queue, PinningQueue) else []
+        return queue.pinned_blocks() if isinstance(queue, PinningQueue) else []
 
     def restore_pins(self, pinned: Sequence[tuple[int, list[int]]]) -> None:
         """Pin free blocks again: the result of ``pinned_blocks``. Raises ValueError if they are not free."""

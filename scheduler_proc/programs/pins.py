@@ -23,9 +23,9 @@ log = event_logger("scheduler")
 
 TOOL_S = 1.0
 """Seconds in which a front end says which tool an answer calls. Blocks are kept for them in any case."""
-ENDS = ("return", "deadline", "pressure", "replaced", "forgotten")
-"""Why a pin ends: the next turn arrived, or did not in time; all blocks were evicted, or dropped by a reset; another
-turn of the program ended later; the program was forgotten."""
+ENDS = ("return", "deadline", "pressure", "replaced", "dropped")
+"""Why a pin ends: the next turn is admitted, or has not arrived in time; all blocks were evicted, or lost by a reset;
+another turn of the program ended later; the program was forgotten, or its next turn ended before it was admitted."""
 _NORMAL_ENDS = (EndReason.STOPPED, EndReason.LENGTH)
 
 
@@ -40,6 +40,7 @@ class Pause(msgspec.Struct):
         num_tokens: tokens of the turn.
         is_pinned: whether blocks are kept for it.
         is_late: whether it lasts longer than ``until``.
+        is_back: whether the next turn has arrived. It waits, and the blocks are kept until it is admitted.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Pause(msgspec.Struct):
     num_tokens: int
     is_pinned: bool = True
     is_late: bool = False
+    is_back: bool = False
 
 
 class PinsState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,7 +101,7 @@ class Pins:
     Attributes:
         is_enabled: whether blocks are kept.
         now: seconds, as of the last ``Clock``.
-        pauses: by program number, the pauses that have not ended.
+        pauses: by program number, the pauses that have not ended, and those with blocks for a turn that waits.
         ended: pins that have ended, by reason (``ENDS``).
         num_failures: choices that failed; the blocks were not kept.
         chosen: by tool, the seconds of the last choice; at most MAX_TOOLS.
@@ -141,13 +143,13 @@ class Pins:
         per_block = self._saved_seconds(int(mean)) * self._kv.block_size / mean if mean else 0.0
         self._demand.clock(now, self._kv.pool.num_evicted_blocks, per_block)
         if self._num_pinned != len(self._kv.pins):
-            for pause in self.pauses.values():
-                if pause.is_pinned and pause.number not in self._kv.pins:
-                    self._unpin(pause, "pressure")
+            pins = self._kv.pins
+            for pause in [each for each in self.pauses.values() if each.is_pinned and each.number not in pins]:
+                self._unpin(pause, "pressure")
         while self._due and self._due[0][0] <= now:
             until, number = heappop(self._due)
             pause = self.pauses.get(number)
-            if pause is not None and pause.until == until and not pause.is_late:
+            if pause is not None and pause.until == until and not (pause.is_late or pause.is_back):
                 self._expire(pause)
 
     def turn_ends(self, request: Request, reason: EndReason) -> int:
@@ -166,17 +168,21 @@ class Pins:
         self._num_pinned += pause.is_pinned
         return number if pause.is_pinned else 0
 
-    def freed(self, program: Program) -> None:
-        """Forget the pin of a turn whose blocks have just been freed if there was none to keep."""
+    def turn_ended(self, program: Program) -> None:
+        """Note that a request has ended, and its blocks are free."""
         pause = self.pauses.get(program.number)
-        if pause is not None and pause.is_pinned and pause.number not in self._kv.pins:
+        if pause is None or not pause.is_pinned:
+            return
+        if pause.is_back and not program.live:
+            self._unpin(pause, "dropped")
+        elif pause.number not in self._kv.pins:  # it had no block of its own
             pause.is_pinned = False
             self._num_pinned -= 1
 
     def tool_called(self, program: Program) -> None:
         """Choose again, now that the tool is known which the last answer calls."""
         pause = self.pauses.get(program.number)
-        if pause is None or pause.is_late:
+        if pause is None or pause.is_late or pause.is_back:
             return
         pause.tool = program.tool
         self._decide(pause)
@@ -185,21 +191,28 @@ class Pins:
 
     def returned(self, program: Program) -> None:
         """Note that the next turn of a program has arrived."""
-        pause = self.pauses.pop(program.number, None)
-        if pause is None:
+        pause = self.pauses.get(program.number)
+        if pause is None or pause.is_back:
             return
+        pause.is_back = True
         try:
             self._estimator.ended(pause.tool, self.now - pause.since, was_late=pause.is_late)
         except (ArithmeticError, LookupError, ValueError) as error:
             self._failed(error)
-        if pause.is_pinned:
+        if not pause.is_pinned:
+            del self.pauses[pause.number]
+
+    def admitted(self, program: Program) -> None:
+        """End the pin of a program whose next turn is admitted: it holds what it found."""
+        pause = self.pauses.get(program.number)
+        if pause is not None and pause.is_back:
             self._unpin(pause, "return")
 
     def forget(self, program: Program) -> None:
         """End the pin of a program that is forgotten."""
         pause = self.pauses.pop(program.number, None)
         if pause is not None and pause.is_pinned:
-            self._unpin(pause, "forgotten")
+            self._unpin(pause, "dropped")
 
     def _expire(self, pause: Pause) -> None:
         pause.is_late = True
@@ -211,6 +224,8 @@ class Pins:
         self._kv.unpin(pause.number)
         pause.is_pinned = False
         self._num_pinned -= 1
+        if pause.is_back:
+            self.pauses.pop(pause.number, None)
         self.ended[reason] += 1
         self._note(Decision(self._clock.sent + 1, "unpin", pause.request_id, reason))
 
@@ -321,4 +336,6 @@ class Pins:
         assert len(pinned) == self._num_pinned, f"{len(pinned)} pinned pauses, {self._num_pinned} counted"
         assert all(pause.number == number for number, pause in self.pauses.items())
         due = set(self._due)
-        assert all(pause.is_late or (pause.until, pause.number) in due for pause in self.pauses.values())
+        assert all(
+            pause.is_late or pause.is_back or (pause.until, pause.number) in due for pause in self.pauses.values()
+        )

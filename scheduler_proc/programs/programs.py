@@ -78,6 +78,7 @@ class Programs:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
         if (program := request.program) is not None:
             program.num_served_tokens += request.num_tokens - num_hit_tokens
+            self.pins.admitted(program)
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
@@ -88,7 +89,7 @@ class Programs:
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
-        self.pins.freed(program)
+        self.pins.turn_ended(program)
 
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""

@@ -195,7 +195,9 @@ class RunCollector:
     def note(self, now: float, decisions: Iterable[Decision]) -> None:
         """Record decisions that the caller has taken from the Scheduler."""
         for decision in decisions:
-            run = None if decision.kind in ("evict", "choose", "pin", "unpin") else self._by_name.get(decision.request_id)
+            run = (
+                None if decision.kind in ("evict", "choose", "pin", "unpin") else self._by_name.get(decision.request_id)
+            )
             if run is None:
                 continue
             other = self._by_name.get(decision.beneficiary)
