@@ -86,9 +86,7 @@ def make_estimator(config: EngineConfig) -> PauseEstimator:
         ConfigError: nothing could be kept with this configuration.
     """
     if not config.enable_prefix_caching:
-        raise ConfigError(
-            "--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept while a tool runs"
-        )
+        raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
     return ToolPauses()
 
 
@@ -144,8 +142,8 @@ class Pins:
         self._demand.clock(now, self._kv.pool.num_evicted_blocks, per_block)
         if self._num_pinned != len(self._kv.pins):
             pins = self._kv.pins
-            for pause in [each for each in self.pauses.values() if each.is_pinned and each.number not in pins]:
-                self._unpin(pause, "pressure")
+            for lost in [each for each in self.pauses.values() if each.is_pinned and each.number not in pins]:
+                self._unpin(lost, "pressure")
         while self._due and self._due[0][0] <= now:
             until, number = heappop(self._due)
             pause = self.pauses.get(number)
@@ -157,7 +155,8 @@ class Pins:
         program = request.program
         if not self.is_enabled or program is None or program.has_ended or reason not in _NORMAL_ENDS:
             return 0
-        if (before := self.pauses.pop(program.number, None)) is not None and before.is_pinned:
+        before = self.pauses.pop(program.number, None)
+        if before is not None and before.is_pinned:
             self._unpin(before, "replaced")
         number, now = program.number, self.now
         pause = Pause(number, program.job_id, request.request_id, program.tool, now, now, request.num_tokens)
@@ -306,10 +305,10 @@ class Pins:
         self._demand.restore(state.demand, self._kv.pool.num_evicted_blocks)
         self._costs.restore(state.costs)
 
-    def pinned_jobs(self) -> list[str]:
-        """Return the job ids of the programs with pinned blocks."""
+    def held(self) -> list[tuple[str, int]]:
+        """Return (job id, number of blocks) of each program whose blocks are kept, for traces."""
         pins = self._kv.pins
-        return [pause.job_id for number, pause in self.pauses.items() if pause.is_pinned and number in pins]
+        return [(self.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
 
     @property
     def seconds_by_tool(self) -> dict[str, float]:

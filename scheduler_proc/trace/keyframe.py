@@ -7,6 +7,7 @@ from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
+from quire.scheduler_proc.programs.pins import PinsState
 
 PAUSES = ("", "pause_new", "pause")
 
@@ -80,6 +81,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
+        pins: blocks kept while tools run, and what was learned for them; None if the policy keeps none.
     """
 
     step: int
@@ -94,6 +96,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenants: list[tuple[int, int, int]] = []
     tiers: TiersState | None = None
     adapters: AdaptersState | None = None
+    pins: PinsState | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -118,6 +121,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         tenants=pool.left_by_tenant(),
         tiers=_tiers_state(scheduler) if scheduler.kv.tiers else None,
         adapters=_adapters_state(scheduler) if scheduler.config.enable_lora else None,
+        pins=scheduler.programs.pins.state if scheduler.programs.pins.is_enabled else None,
     )
 
 
@@ -179,6 +183,10 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
             raise ValueError("invalid keyframe: it has adapters, and the header disables them")
         known = state.adapters
         scheduler.adapters.slots.restore(known.last_number, known.places, known.dropped)
+    if state.pins is not None:
+        if not scheduler.programs.pins.is_enabled:
+            raise ValueError("invalid keyframe: it has pins, and the policy of the header keeps none")
+        scheduler.programs.pins.restore(state.pins)
     scheduler.resume_after(state.step)
 
 

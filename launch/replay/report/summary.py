@@ -82,6 +82,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     made = [Table("latency", SPREAD, rows)] if rows else []
     if found["tiers"]:
         made.append(tier_table(found["tiers"]))
+    made += pin_tables(found["pins"])
     return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
 
 
@@ -103,6 +104,15 @@ def tier_table(tiers: Mapping[str, Any]) -> Table:
     """Return a row for each tier of the prefix cache beyond the device."""
     rows = [(name, [tier[key] for key in TIER_COLUMNS.values()]) for name, tier in tiers.items()]
     return Table("tier", tuple(TIER_COLUMNS), rows)
+
+
+def pin_tables(pins: Mapping[str, Any]) -> list[Table]:
+    """Return how the blocks of programs were kept while their tools ran; empty if they were not."""
+    if not pins:
+        return []
+    ended = Table("pins", ("",), [(reason, [number]) for reason, number in pins["ended"].items()])
+    seconds = [(tool, [chosen]) for tool, chosen in pins["seconds"].items()]
+    return [ended, Table("blocks kept last, by tool", ("s",), seconds)]
 
 
 def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:

@@ -86,8 +86,8 @@ class RunRecord:
         first_difference: the first unequal decision of an exact replay.
         tiers: by name, the figures of the tiers of the prefix cache beyond the device, as in TierState. Simulations add
             ``hit_tokens``: the tokens of loads that were answered in time.
-        pins: for how long blocks were kept while tools ran: ``ended`` (number by reason), ``seconds`` (the last choice by
-            tool) and ``failures``; empty if the policy keeps none.
+        pins: how blocks were kept while tools ran: ``ended`` (number by reason), ``seconds`` (the last choice by tool)
+            and ``failures``; empty if the policy keeps none.
         itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.
     """

@@ -44,6 +44,10 @@ class FullEngine(EndlessEngine):
             adapters_by_place={"active": 1, "host": 1, "absent": 1},
             num_adapters_loaded=5,
             adapter_load_seconds=0.5,
+            num_pins=2,
+            num_pinned_blocks=9,
+            pins_ended={"return": 3},
+            pin_seconds={"none": 2.0},
             tenants=[TenantState(3, 0, 1, 0)],
             requests=[RequestState("r-0", 3, "waiting", "kv_blocks", 0.0, 7, 0, 0, 0)],
         )
