@@ -71,8 +71,7 @@ class Preemption:
         """Return the running request to preempt when too few blocks are free.
 
         If several tenants have running requests, and some of them more than one: a request of the tenant with the most
-        blocks. Its oldest request is spared too. Requests of programs whose blocks are kept are victims last, for they
-        would be computed again beside what is kept.
+        blocks. Its oldest request is spared too. Before these rules, requests of programs without a pin.
         """
         equals = self._of_lowest_priority(self._table.running.values())
         oldest = min(equals, key=self._table.waiting.key)

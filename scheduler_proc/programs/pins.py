@@ -112,8 +112,6 @@ class Pins:
         costs: Costs,
         clock: StepClock,
         note: Callable[[Decision], None],
-        *,
-        make: Callable[[EngineConfig], PauseEstimator] = make_estimator,
     ) -> None:
         """Raises ConfigError if no estimator can be made for this configuration."""
         self.is_enabled = config.scheduling_policy == "continuum"
@@ -122,7 +120,7 @@ class Pins:
         self.ended: Counter[str] = Counter(dict.fromkeys(ENDS, 0))
         self.num_failures = 0
         self.chosen: dict[str, float] = {}
-        self._estimator: PauseEstimator = make(config) if self.is_enabled else ToolPauses()
+        self._estimator = make_estimator(config) if self.is_enabled else ToolPauses()
         self._demand = Demand()
         self._mean_tokens = 0.0
         self._due: list[tuple[float, int]] = []
