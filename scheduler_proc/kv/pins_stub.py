@@ -89,11 +89,13 @@ class PinningQueue(FreeKVCacheBlockQueue):
             if block.ref_cnt:
                 continue
             queue = self.pins.get(pin)
-            if queue is None:
-                self._plain.put_back((block,), place)
-            else:
+            if queue is not None:
                 queue.prepend_n((block,))
                 self._pin_of[block.block_id] = pin
+            elif pin or place[0][0].block_id in self._pin_of:  # its neighbour is in another queue now
+                self._plain.prepend_n((block,))
+            else:
+                self._plain.put_back((block,), place)
             self.num_free_blocks += 1
 
     def pinned_blocks(self) -> list[tuple[int, list[int]]]:

@@ -56,6 +56,8 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
         config = random_config(rng, block_size=rng.choice((2, 4)), enable_prefix_caching=True)
         rates = CopyRates(rng.choice((1e3, 1e5)), host_seconds=rng.choice((1e-4, 0.3, 6.0)), disk_seconds=0.1)
         tiers = Tiers(rng.choice((0, 5, 60)), 1000, rates, rng.choice((0, 40)))
+    if rng.random() < 0.4:  # the time matters: blocks are kept while tools run
+        config = random_config(rng, scheduling_policy="continuum", enable_prefix_caching=True)
     stretches: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
