@@ -12,6 +12,8 @@ MIN_PAUSES = 8
 """Pauses from which a distribution is used."""
 MAX_PAUSES = 512
 """Pauses that a distribution remembers: with more, all counts are halved."""
+NUM_ENDLESS = 2
+"""Pauses that never end, which every distribution has from the start: each program ends at some time."""
 MAX_TOOLS = 64
 """Tools with a distribution of their own. Beyond, that of the tool which was not called for the longest time goes."""
 MAX_TOOL_NAME = 64
@@ -107,16 +109,19 @@ class PauseCounts:
     def best(self, benefit: float, cost: float) -> Choice:
         """See ``PauseEstimator.choose``. There must be a pause."""
         best, choice = 0.0, Choice(0.0, 0.0, self.total)
-        num_ended, held, start = 0, 0.0, 0.0
-        for edge, count in zip(EDGES, self._counts, strict=False):
-            left = self.total - num_ended
-            if not left or cost * held > benefit * self.total:
+        counts, total = self._counts, self.total + NUM_ENDLESS
+        num_ended, held, start = 0.0, 0.0, 0.0
+        for at, edge in enumerate(EDGES):
+            # Half of the pauses of each interval count for its neighbours, because few pauses leave gaps.
+            count = (counts[max(at - 1, 0)] + 2 * counts[at] + counts[at + 1]) / 4.0
+            left = total - num_ended
+            if cost * held > benefit * total:
                 break
             # Blocks are kept until the next turn arrives; those that arrive in this interval do so in its middle.
             held += (edge - start) * (left - count / 2)
             num_ended += count
             if count and (gain := benefit * num_ended - cost * held) > best:
-                best, choice = gain, Choice(edge, num_ended / self.total, self.total)
+                best, choice = gain, Choice(edge, num_ended / total, self.total)
             start = edge
         return choice
 
