@@ -185,7 +185,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """Why a request waits or was preempted, or a content was evicted; see ``scheduler_proc/requests/reasons.py``.
 
-    ``what``: ``wait``, ``preempt``, ``evict``, ``store`` or ``choose``.
+    ``what``: ``wait``, ``preempt``, ``evict``, ``store``, ``choose``, ``pin`` or ``unpin``.
     """
 
     what: str
