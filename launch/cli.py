@@ -263,7 +263,7 @@ COMMANDS = {
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, serve, beams, wire, scheduler, sampling, kernels.",
+        "Run a benchmark: engine, serve, beams, pins, wire, scheduler, sampling, kernels.",
         lambda parser: None,
         lambda args: None,
     ),
@@ -279,6 +279,11 @@ COMMANDS = {
         "Measure beam search beside one that submits each token again.",
         _lazy("bench.flags:beams"),
         _with_options("bench.beams:run"),
+    ),
+    "bench pins": Command(
+        "Compare the learned times for which blocks are kept while tools run with the best fixed one.",
+        _lazy("bench.flags:pins"),
+        _lazy("bench.pins:run"),
     ),
     "bench wire": Command(
         "Measure size and cost of the messages of a decoding batch.",

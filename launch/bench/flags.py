@@ -77,6 +77,17 @@ def beams(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineOptions)
 
 
+def pins(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="trace with conversations and their pauses, as of quire replay")
+    cost = "roofline:llama-3.1-8b,h200"
+    parser.add_argument("--cost", metavar="SPEC", default=cost, help=f"seconds of prefill, as of quire replay ({cost})")
+    parser.add_argument("--num-usable-blocks", type=int, metavar="N", default=15_000, help="blocks of the pool (15000)")
+    parser.add_argument("--block-size", type=int, metavar="N", default=64, help="tokens of a block (64)")
+    stagger = "seconds between the starts of conversations that have no common clock (60)"
+    parser.add_argument("--stagger", type=float, metavar="S", default=60.0, help=stagger)
+    _add_json(parser)
+
+
 def wire(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-requests", type=int, metavar="N", default=256, help="decoding requests (256)")
     parser.add_argument("--steps", type=int, metavar="N", default=1024, help="steps to record (1024)")

@@ -350,6 +350,15 @@ class Statistics(Message, frozen=True, tag=22):
     """Contents evicted by lru, by value, and although they were pinned; empty unless there are classes or pins."""
     eviction_shadow: EvictionShadow | None = None
     """Only with ``--eviction-policy value``."""
+    num_pins: int = 0
+    """Programs whose blocks are kept between two turns."""
+    num_pinned_blocks: int = 0
+    pins_ended: dict[str, int] = {}
+    """Number of pins that have ended by reason: return, deadline, pressure, replaced or forgotten."""
+    pin_seconds: dict[str, float] = {}
+    """Time for which blocks were kept last, by the tool that runs; ``none`` without one."""
+    num_pin_failures: int = 0
+    """Choices of this time that failed."""
 
 
 class EngineState(Message, frozen=True, tag=23):

@@ -138,7 +138,7 @@ class Results:
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         self._acknowledge(record)
         if (prefill := record.prefill).tokens:
-            if self.kv.tiers:
+            if self.kv.tiers or self._programs.pins.is_enabled:
                 self._transfers.costs.step_took(prefill, record.num_tokens - prefill.tokens, output.seconds)
         else:
             num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
@@ -348,7 +348,8 @@ class Results:
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            self.kv.free(request, turn_class=self._programs.turn_class(request, reason))
+            pin, turn_class = self._programs.pin_of(request, reason), self._programs.turn_class(request, reason)
+            self.kv.free(request, pin=pin, turn_class=turn_class)
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)

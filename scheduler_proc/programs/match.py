@@ -18,13 +18,13 @@ MAX_OWNERS = 16
 
 
 class _Anchor(NamedTuple):
-    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``count`` of them.
+    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``num_owners`` of them.
 
     ``programs``: which ones; empty once they were more than MAX_OWNERS.
     """
 
     depth: int
-    count: int
+    num_owners: int
     programs: tuple[Program, ...]
 
 
@@ -189,8 +189,8 @@ class Matcher:
         if known is None:
             self._anchors[name] = _Anchor(depth, 1, (program,))
             return
-        programs = (*known.programs, program) if known.programs and known.count < MAX_OWNERS else ()
-        self._anchors[name] = _Anchor(depth, known.count + 1, programs)
+        programs = (*known.programs, program) if known.programs and known.num_owners < MAX_OWNERS else ()
+        self._anchors[name] = _Anchor(depth, known.num_owners + 1, programs)
 
     def _drop(self, names: list[bytes], program: Program) -> None:
         for name in names:
@@ -212,4 +212,4 @@ class Matcher:
                 counts[name] += 1
                 programs = self._anchors[name].programs
                 assert not programs or program in programs, f"an anchor has lost {program!r}"
-        assert counts == {name: anchor.count for name, anchor in self._anchors.items()}, "wrong counts of anchors"
+        assert counts == {name: anchor.num_owners for name, anchor in self._anchors.items()}, "wrong counts of anchors"

@@ -10,6 +10,7 @@ from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReas
 from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
 from quire.scheduler_proc.eviction.value import ValueEviction
 from quire.scheduler_proc.programs.match import Matcher
+from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
 
@@ -27,15 +28,17 @@ class Programs:
     Attributes:
         is_enabled: whether a policy needs programs.
         now: seconds, as of the last ``Clock``.
+        pins: blocks that are kept between two turns.
         known: programs by (tenant, job id), or by (tenant, number) if no request has named a job; the least
             recently seen first.
         found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 
-    def __init__(self, config: EngineConfig, value: ValueEviction | None = None) -> None:
+    def __init__(self, config: EngineConfig, pins: Pins, value: ValueEviction | None = None) -> None:
         """``value``: what learns from turns which contents to evict, or None."""
         self._value = value
         self.is_enabled = config.uses_programs
+        self.pins = pins
         self.now = 0.0
         self.known: dict[tuple[int, str | int], Program] = {}
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
@@ -46,6 +49,7 @@ class Programs:
         self.now = max(self.now, now)
         if self._value is not None:
             self._value.clock(self.now)
+        self.pins.clock(self.now)
 
     def find(
         self, tenant: int, job_id: str, hashes: Sequence[bytes] = (), num_tokens: int = 0, *, resubmitted: bool = False
@@ -90,6 +94,7 @@ class Programs:
         named = hint if hint in HINTS else "job_id"
         self.found[named if job_id else "prefix" if program.number else "new"] += 1
         self.known.pop(_key(program), None)
+        self.pins.returned(program)
         program.number = program.number or request.number
         if job_id and not program.job_id:
             self._matcher.forget(program)
@@ -102,6 +107,7 @@ class Programs:
         program.last_seen = self.now
         program.num_tokens = request.num_tokens
         program.has_ended |= is_last_step
+        program.tool = ""
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -109,12 +115,15 @@ class Programs:
             oldest = next((key for key, program in self.known.items() if program.is_paused), None)
             if oldest is None:
                 return
-            self._matcher.forget(self.known.pop(oldest))
+            program = self.known.pop(oldest)
+            self._matcher.forget(program)
+            self.pins.forget(program)
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
         if (program := request.program) is not None:
             program.num_served_tokens += request.num_tokens - num_hit_tokens
+            self.pins.admitted(program)
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
@@ -128,7 +137,11 @@ class Programs:
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
-        program.tool = ""
+        self.pins.turn_ended(program)
+
+    def pin_of(self, request: Request, reason: EndReason) -> int:
+        """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
+        return self.pins.turn_ends(request, reason)
 
     def turn_class(self, request: Request, reason: EndReason) -> int:
         """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
@@ -148,7 +161,7 @@ class Programs:
         if not self.is_enabled:
             return statistics
         counts = ProgramCounts(len(self.known), dict(self.found))
-        statistics = msgspec.structs.replace(statistics, programs=counts)
+        statistics = self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
         return statistics if self._value is None else self._value.add_to(statistics)
 
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
@@ -156,6 +169,7 @@ class Programs:
         for program in reversed(self.known.values()):
             if program.last_request == (client, request_id):
                 program.tool = tool[:MAX_TOOL_NAME]
+                self.pins.tool_called(program)
                 return
 
     def check(self) -> None:
@@ -164,6 +178,7 @@ class Programs:
             assert _key(program) == key, f"{program!r} has another key"
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
         self._matcher.check()
+        self.pins.check()
 
 
 def _key(program: Program) -> tuple[int, str | int]:

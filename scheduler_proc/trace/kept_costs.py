@@ -20,11 +20,12 @@ class KeptCosts:
     """
 
     def __init__(self, header: TraceHeader) -> None:
-        config, has_tiers = header.config, header.num_host_pages or header.num_disk_pages
+        config = header.config
+        is_used = header.num_host_pages or header.num_disk_pages or config.scheduling_policy == "continuum"
         key = config.model, config.device, config.dtype, config.tensor_parallel_size, header.kv_layout
         name = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]
         folder = config.learned_costs_dir
-        self._path = Path(folder) / f"{name}.json" if folder and has_tiers else None
+        self._path = Path(folder) / f"{name}.json" if folder and is_used else None
         self._written = CostState()
 
     def read(self) -> CostState:

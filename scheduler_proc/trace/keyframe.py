@@ -8,6 +8,7 @@ from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
+from quire.scheduler_proc.programs.pins import PinsState
 
 PAUSES = ("", "pause_new", "pause")
 
@@ -82,6 +83,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         releases: with pins, the releases of the last free blocks; see ``ClassedFreeQueue.left``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
+        pins: blocks kept while tools run, and what was learned for them; None if the policy keeps none.
     """
 
     step: int
@@ -97,6 +99,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tiers: TiersState | None = None
     adapters: AdaptersState | None = None
     releases: list[tuple[int, int, int]] = []
+    pins: PinsState | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -122,6 +125,7 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         tiers=_tiers_state(scheduler) if scheduler.kv.tiers else None,
         adapters=_adapters_state(scheduler) if scheduler.config.enable_lora else None,
         releases=pool.left_by_release(),
+        pins=scheduler.programs.pins.state if scheduler.programs.pins.is_enabled else None,
     )
 
 
@@ -188,6 +192,10 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
             raise ValueError("invalid keyframe: it has adapters, and the header disables them")
         known = state.adapters
         scheduler.adapters.slots.restore(known.last_number, known.places, known.dropped)
+    if state.pins is not None:
+        if not scheduler.programs.pins.is_enabled:
+            raise ValueError("invalid keyframe: it has pins, and the policy of the header keeps none")
+        scheduler.programs.pins.restore(state.pins)
     scheduler.resume_after(state.step)
 
 

@@ -140,7 +140,11 @@ class Event(Line, frozen=True, kw_only=True, tag="event"):
 
 
 class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
-    """The state before a decision, written when it changed. The fields are those of other schedulers' traces."""
+    """The state before a decision, written when it changed. The fields are those of other schedulers' traces.
+
+    ``num_pinned``: programs whose blocks are kept between two turns. ``pinned_job_ids``: their job ids, or "";
+    ``pinned_blocks``: how many blocks of each.
+    """
 
     step: int
     now: float
@@ -150,6 +154,8 @@ class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
     total_blocks: int
     gpu_cached_blocks: int
     num_pinned: int = 0
+    pinned_blocks: list[int] = []
+    pinned_job_ids: list[str] = []
 
 
 class PrefixCacheEvent(Line, frozen=True, kw_only=True, tag="prefix_cache_event"):
@@ -179,7 +185,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """Why a request waits or was preempted, or a content was evicted; see ``scheduler_proc/requests/reasons.py``.
 
-    ``what``: ``wait``, ``preempt``, ``evict``, ``store`` or ``choose``.
+    ``what``: ``wait``, ``preempt``, ``evict``, ``store``, ``choose``, ``pin`` or ``unpin``.
     """
 
     what: str

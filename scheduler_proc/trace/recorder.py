@@ -14,6 +14,7 @@ from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
 from quire.scheduler_proc.trace.translate import (
+    Counts,
     arrival_line,
     client_dropped_line,
     event_line,
@@ -68,7 +69,8 @@ class TraceRecorder:
         self._log = decision_log
         self._reasons: list[Decision] = []
         self._last_number = 0
-        self._snapshot = self._last_snapshot = (-1, -1, -1, -1)
+        self._snapshot: Counts = (-1, -1, -1, -1, [])
+        self._last_snapshot = self._snapshot
 
     # ---- events
 
@@ -132,7 +134,7 @@ class TraceRecorder:
         table, pool = self._table, self._pool
         running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
         free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
-        self._snapshot = (running, waiting, free, cached)
+        self._snapshot = (running, waiting, free, cached, self._scheduler.programs.pins.held())
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""

@@ -1,5 +1,7 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
+from typing import TypeAlias
+
 import msgspec
 import numpy as np
 
@@ -37,6 +39,8 @@ from quire.scheduler_proc.trace.lines import (
     WorkerEpoch,
 )
 
+Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]]]
+"""Running requests, waiting requests, free blocks, cached blocks, and (job id, blocks) of each pin."""
 ANY_GRAMMAR = StructuredOutputs(json_object=True)
 """Replaces every constraint: a replay only needs to know that the output is constrained."""
 
@@ -204,9 +208,8 @@ def result_line(
     )
 
 
-def snapshot_line(now: float, step: int, counts: tuple[int, int, int, int], num_blocks: int) -> StepSnapshot:
-    """``counts``: running requests, waiting requests, free blocks, cached blocks."""
-    running, waiting, free, cached = counts
+def snapshot_line(now: float, step: int, counts: Counts, num_blocks: int) -> StepSnapshot:
+    running, waiting, free, cached, pinned = counts
     return StepSnapshot(
         step=step,
         now=now,
@@ -215,6 +218,9 @@ def snapshot_line(now: float, step: int, counts: tuple[int, int, int, int], num_
         free_blocks=free,
         total_blocks=num_blocks,
         gpu_cached_blocks=cached,
+        num_pinned=len(pinned),
+        pinned_blocks=[num_pinned for _, num_pinned in pinned],
+        pinned_job_ids=[job_id for job_id, _ in pinned],
     )
 
 

@@ -89,6 +89,15 @@ ADAPTERS = (
     ("num_adapter_evictions", "Number of adapters that left the device for others.", "num_adapters_evicted"),
     ("adapter_load_seconds", "Time that loads of adapters took on the workers.", "adapter_load_seconds"),
 )
+# Gauges of blocks that are kept between the turns of programs: name, HELP text, field of Statistics.
+PINS = (
+    ("num_pins", "Number of programs whose KV blocks are kept between two turns.", "num_pins"),
+    (
+        "num_pinned_blocks",
+        "Number of free KV blocks that are kept for the next turn of a program.",
+        "num_pinned_blocks",
+    ),
+)
 # Counted by the supervisor, so that they survive the processes: name, HELP text, field of Restarts.
 RESTARTS = (
     ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
@@ -205,6 +214,8 @@ class EngineCollector(Collector):
             text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
             yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
         yield from _eviction_metrics(names, current)
+        if current.pins_ended:
+            yield from _pin_metrics(names, current)
         if current.adapters_by_place:
             yield from _adapter_metrics(names, current, self.max_loras)
         if current.programs is not None:
@@ -238,6 +249,17 @@ def _eviction_metrics(names: MetricNames, current: Statistics) -> Iterator[Metri
         "eviction_by_value", "Whether blocks are evicted by value now, not by last use.", shadow.is_by_value
     )
     yield names.counter("num_eviction_switches", "Number of changes of the eviction policy.", shadow.num_switches)
+
+
+def _pin_metrics(names: MetricNames, current: Statistics) -> Iterator[Metric]:
+    for name, text, field_name in PINS:
+        yield names.gauge(name, text, getattr(current, field_name))
+    text = "Number of pins that have ended, by reason."
+    yield names.by_label(CounterMetricFamily, "num_pins_ended", text, "reason", current.pins_ended)
+    text = "Seconds for which the blocks of a program were kept last, by the tool that runs."
+    yield names.by_label(GaugeMetricFamily, "pin_seconds", text, "tool", current.pin_seconds)
+    text = "Number of times that it could not be chosen for how long blocks are kept."
+    yield names.counter("num_pin_failures", text, current.num_pin_failures)
 
 
 def _adapter_metrics(names: MetricNames, current: Statistics, max_loras: int) -> Iterator[Metric]:

@@ -162,6 +162,7 @@ class _Builder:
             Content(ids, unit, self._space),
             self._label,
             is_last_step=request.stop != "tool_use",
+            tool="tool_use" if request.stop == "tool_use" else "",
         )
         self.num_empty += not request.num_output_tokens
         self._ends[call.number] = call.arrival + (request.api_time or 0.0)

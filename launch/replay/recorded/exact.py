@@ -373,7 +373,7 @@ class _Replay:
             "free_blocks": pool.num_free_blocks,
             "total_blocks": pool.num_usable_blocks,
             "gpu_cached_blocks": pool.num_cached_blocks,
-            "num_pinned": 0,
+            "num_pinned": len(self.scheduler.kv.pins),
         }
         for field, decided in now.items():
             compare(field, getattr(line, field), decided)

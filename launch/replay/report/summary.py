@@ -56,6 +56,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "evicted_by_policy": dict(record.evictions_by_policy),
         "eviction_shadow": dict(record.eviction_shadow),
         "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
+        "pins": dict(record.pins),
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
         "conversation_s": long_spread(jobs.seconds),
@@ -87,6 +88,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     made = [Table("latency", SPREAD, rows)] if rows else []
     if found["tiers"]:
         made.append(tier_table(found["tiers"]))
+    made += pin_tables(found["pins"])
     return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
 
 
@@ -108,6 +110,15 @@ def tier_table(tiers: Mapping[str, Any]) -> Table:
     """Return a row for each tier of the prefix cache beyond the device."""
     rows = [(name, [tier[key] for key in TIER_COLUMNS.values()]) for name, tier in tiers.items()]
     return Table("tier", tuple(TIER_COLUMNS), rows)
+
+
+def pin_tables(pins: Mapping[str, Any]) -> list[Table]:
+    """Return how the blocks of programs were kept while their tools ran; empty if they were not."""
+    if not pins:
+        return []
+    ended = Table("pins", ("",), [(reason, [number]) for reason, number in pins["ended"].items()])
+    seconds = [(tool, [chosen]) for tool, chosen in pins["seconds"].items()]
+    return [ended, Table("blocks kept last, by tool", ("s",), seconds)]
 
 
 def side_by_side(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:

@@ -175,6 +175,8 @@ class RunCollector:
         """Complete the record after the last event and return it."""
         self._add_counts()
         record = self.record
+        if (pins := self._scheduler.programs.pins).is_enabled:
+            record.pins = {"ended": dict(pins.ended), "seconds": pins.seconds_by_tool, "failures": pins.num_failures}
         record.virtual_s = virtual_s
         record.itl = [(microseconds / 1e3, count) for microseconds, count in sorted(self._gaps.items())]
         record.preemptions_by_reason = {str(k): v for k, v in self._preemptions.items() if v}
@@ -198,7 +200,9 @@ class RunCollector:
     def note(self, now: float, decisions: Iterable[Decision]) -> None:
         """Record decisions that the caller has taken from the Scheduler."""
         for decision in decisions:
-            run = None if decision.kind in ("evict", "choose") else self._by_name.get(decision.request_id)
+            run = (
+                None if decision.kind in ("evict", "choose", "pin", "unpin") else self._by_name.get(decision.request_id)
+            )
             if run is None:
                 continue
             other = self._by_name.get(decision.beneficiary)

@@ -88,6 +88,8 @@ class RunRecord:
             ``hit_tokens``: the tokens of loads that were answered in time.
         evictions_by_policy: as in Statistics.
         eviction_shadow: as in EvictionShadow; empty without eviction by value.
+        pins: how blocks were kept while tools ran: ``ended`` (number by reason), ``seconds`` (the last choice by tool)
+            and ``failures``; empty if the policy keeps none.
         itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.
     """
@@ -107,6 +109,7 @@ class RunRecord:
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     evictions_by_policy: dict[str, int] = field(default_factory=dict)
     eviction_shadow: dict[str, int] = field(default_factory=dict)
+    pins: dict[str, Any] = field(default_factory=dict)
     virtual_s: float = 0.0
     wall_s: float = 0.0
     decisions_equal: bool | None = None

@@ -24,6 +24,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import CallsTool
 from quire.scheduler_proc.process.ticks import TICK_S
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.decision_log import DecisionLog
@@ -141,8 +142,9 @@ class Simulator:
 
     def _tick(self) -> None:
         programs = self.scheduler.programs
-        if programs.is_enabled and self._now - programs.now >= TICK_S:
-            self.scheduler.consume(Clock(self._now))
+        now = self._now // TICK_S * TICK_S  # the same with and without fast-forward
+        if programs.is_enabled and now > programs.now:
+            self.scheduler.consume(Clock(now))
 
     def _arrive(self, call: Call) -> None:
         run = RequestRun(call.request_id, self._now, call.num_prompt_tokens, call.conversation, call.priority)
@@ -208,7 +210,10 @@ class Simulator:
         done = self._in_flight.popleft()
         self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
         for run in self._collector.step_finished(self._now, done.step, done.begin, done.end, done.handles):
-            self._end(self._calls.pop(run))
+            call = self._calls.pop(run)
+            if call.tool and self.scheduler.programs.is_enabled:
+                self.scheduler.consume(CallsTool(f"{call.number}", call.tool))
+            self._end(call)
 
     def _finish_copies(self) -> None:
         self._copies.consume(self._now)

@@ -39,6 +39,7 @@ class Call:
         conversation: id that groups calls; empty if the trace has none.
         tokens, text: the prompt, if the trace has it.
         adapter: identity of its LoRA adapter, or empty.
+        tool: name of the tool that the answer calls, as far as the trace knows it; empty if it calls none.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
         agent: the sub-agent of the conversation that sends it, or empty.
     """
@@ -59,6 +60,7 @@ class Call:
     answer: Content | None = None
     adapter: str = ""
     agent: str = ""
+    tool: str = ""
 
 
 @dataclass(slots=True)

@@ -30,6 +30,11 @@ def test_defaults_equal_those_of_the_engine_configuration() -> None:
     assert (config.watermark, config.prefix_caching_hash_algo) == (bare.watermark, bare.prefix_caching_hash_algo)
 
 
+def test_continuum_keeps_cached_blocks_so_it_needs_some() -> None:
+    with pytest.raises(ConfigError, match="--scheduling-policy continuum needs --enable-prefix-caching"):
+        config_of(scheduling_policy="continuum", enable_prefix_caching=False)
+
+
 def test_a_config_file_allows_dashes_and_integers() -> None:
     assert config_of(**{"max-prefill-share": 1, "watermark": 0}).max_prefill_share == 1.0
 

@@ -197,6 +197,13 @@ def test_processes_are_measured_by_role(tmp_path: Path) -> None:
     assert start == found["process_start_time_seconds", "scheduler"] <= time.time()
 
 
+def test_pins() -> None:
+    found = scrape(Metrics("tiny"), FullEngine())
+    assert (found["quire:num_pins"], found["quire:num_pinned_blocks"]) == (2, 9)
+    assert found['quire:num_pins_ended_total{reason="return"}'] == 3 and found['quire:pin_seconds{tool="none"}'] == 2.0
+    assert found["quire:num_pin_failures_total"] == 0
+
+
 def test_adapters(tmp_path: Path) -> None:
     """The requests of one name are summed: it may stand for an old and a new content."""
     found = scrape(Metrics("tiny", MetricsOptions(max_loras=8)), FullEngine())

@@ -14,11 +14,12 @@ from quire.launch.replay.core.policies import Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
 from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers
 from quire.launch.replay.costs.cost import ConstantCost
+from quire.launch.replay.report.summary import summary
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
-from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Content, block_names
 from quire.protocol.config import EngineConfig
 
 
@@ -56,6 +57,8 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
         config = random_config(rng, block_size=rng.choice((2, 4)), enable_prefix_caching=True)
         rates = CopyRates(rng.choice((1e3, 1e5)), host_seconds=rng.choice((1e-4, 0.3, 6.0)), disk_seconds=0.1)
         tiers = Tiers(rng.choice((0, 5, 60)), 1000, rates, rng.choice((0, 40)))
+    if rng.random() < 0.4:  # the time matters: blocks are kept while tools run
+        config = random_config(rng, scheduling_policy="continuum", enable_prefix_caching=True)
     stretches: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +79,22 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
     assert one.scheduler.statistics() == other.scheduler.statistics()
     one.scheduler.check()
     assert [run.request_id for run in fast.requests] == [run.request_id for run in slow.requests]
+
+
+def test_a_closed_loop_learns_the_pauses_of_tools() -> None:
+    config = make_config(block_size=16, max_model_len=1024, scheduling_policy="continuum", max_num_batched_tokens=1024)
+    calls = []
+    for job, tool, pause in (("a", "grep", 0.5), ("b", "build", 9.0)):
+        for turn in range(12):
+            content = Content(range(40), 16, len(job))
+            after = len(calls) - 1 if turn else None
+            prompt = 64 + 32 * turn
+            calls.append(Call(len(calls), f"{job}{turn}", 0.0, prompt, 4, content, job, after, pause, tool=tool))
+    record, simulator = simulate(calls, config, 9000, ClosedLoop(calls))
+    seconds = summary(record)["pins"]["seconds"]
+    assert 0.5 <= seconds["grep"] <= 0.8 and 9.0 <= seconds["build"] <= 13.0
+    assert record.pins["ended"]["return"] >= 20 and not record.pins["failures"]
+    simulator.scheduler.check()
 
 
 def test_arrival_ends_a_fast_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ class FullEngine(EndlessEngine):
             adapter_load_seconds=0.5,
             evictions_by_policy={"lru": 3, "value": 4},
             eviction_shadow=EvictionShadow(10, 4, 6, 1, is_by_value=True),
+            num_pins=2,
+            num_pinned_blocks=9,
+            pins_ended={"return": 3},
+            pin_seconds={"none": 2.0},
             tenants=[TenantState(3, 0, 1, 0)],
             requests=[RequestState("r-0", 3, "waiting", "kv_blocks", 0.0, 7, 0, 0, 0)],
         )

@@ -1,0 +1,183 @@
+"""Pauses of tools: how long the tool that an answer calls runs, until the next turn of its program arrives."""
+
+from bisect import bisect_left
+from itertools import accumulate, islice
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+DEFAULT_S = 2.0
+"""Seconds for which blocks are kept while too little is known: about what a tool that reads a file takes."""
+MIN_PAUSES = 8
+"""Pauses from which a distribution is used."""
+MAX_PAUSES = 512
+"""Pauses that a distribution remembers: with more, all counts are halved."""
+NUM_ENDLESS = 2
+"""Pauses that never end, which every distribution has from the start: each program ends at some time."""
+MAX_TOOLS = 64
+"""Tools with a distribution of their own. Beyond, that of the tool which was not called for the longest time goes."""
+MAX_TOOL_NAME = 64
+"""Characters of a tool's name that count; clients choose the names."""
+# The quotients are written out, because pow() may differ between machines, and a replay must not.
+EDGES = tuple(accumulate((1.189207115002721,) * 66, float.__mul__, initial=0.05))
+"""Upper edges of the intervals in which pauses are counted, in seconds: four per doubling, from 0.05 s to 4600 s."""
+
+
+class Choice(NamedTuple):
+    """How long the blocks of a program are kept.
+
+    Attributes:
+        seconds: from the end of the turn; 0: they are not kept.
+        probability: that the next turn arrives by then.
+        num_pauses: on which it is based; 0 while too little is known.
+    """
+
+    seconds: float
+    probability: float = 0.0
+    num_pauses: int = 0
+
+
+class PauseEstimator(Protocol):
+    """Learns pauses, and chooses for how long blocks are kept."""
+
+    def ended(self, tool: str, seconds: float, *, was_late: bool) -> None:
+        """Learn a pause that has ended. ``was_late``: ``late`` was called for it."""
+        ...
+
+    def late(self, tool: str) -> None:
+        """Note that a pause lasts longer than the blocks were kept for it; it may never end."""
+        ...
+
+    def choose(self, tool: str, benefit: float, cost: float) -> Choice:
+        """Return the time for which the expected benefit exceeds the expected cost by most.
+
+        Args:
+            benefit: seconds that a hit saves.
+            cost: seconds that each second costs for which the blocks are kept.
+        """
+        ...
+
+    @property
+    def state(self) -> "ToolsState":
+        """Everything that affects later choices: the argument of ``restore``."""
+        ...
+
+    def restore(self, state: "ToolsState") -> None:
+        """Continue from a state. Raises ValueError if it is invalid."""
+        ...
+
+    def tools(self) -> list[str]:
+        """Return the names of the tools with enough pauses, those called last at the end."""
+        ...
+
+
+class ToolsState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Pauses of all tools, and by tool: the number of open ones, then that of each interval of ``EDGES`` and above."""
+
+    all: list[int]
+    tools: list[tuple[str, list[int]]] = []
+
+
+class PauseCounts:
+    """The distribution of pauses: how many ended in each interval, and how many last longer than expected."""
+
+    __slots__ = ("_counts", "_num_open", "total")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(EDGES) + 1)
+        self._num_open = 0
+        self.total = 0
+
+    def add(self, seconds: float, *, was_late: bool) -> None:
+        if was_late and self._num_open:
+            self._num_open -= 1
+            self.total -= 1
+        self._counts[bisect_left(EDGES, seconds)] += 1
+        self._added()
+
+    def add_open(self) -> None:
+        self._num_open += 1
+        self._added()
+
+    def _added(self) -> None:
+        self.total += 1
+        if self.total > MAX_PAUSES:
+            self._counts = [count // 2 for count in self._counts]
+            self._num_open //= 2
+            self.total = sum(self._counts) + self._num_open
+
+    def best(self, benefit: float, cost: float) -> Choice:
+        """See ``PauseEstimator.choose``. There must be a pause."""
+        best, choice = 0.0, Choice(0.0, 0.0, self.total)
+        counts, total = self._counts, self.total + NUM_ENDLESS
+        num_ended, held, start = 0.0, 0.0, 0.0
+        for at, edge in enumerate(EDGES):
+            # Half of the pauses of each interval count for its neighbours, because few pauses leave gaps.
+            count = (counts[max(at - 1, 0)] + 2 * counts[at] + counts[at + 1]) / 4.0
+            left = total - num_ended
+            if cost * held > benefit * total:
+                break
+            # Blocks are kept until the next turn arrives; those that arrive in this interval do so in its middle.
+            held += (edge - start) * (left - count / 2)
+            num_ended += count
+            if count and (gain := benefit * num_ended - cost * held) > best:
+                best, choice = gain, Choice(edge, num_ended / total, self.total)
+            start = edge
+        return choice
+
+    @property
+    def state(self) -> list[int]:
+        return [self._num_open, *self._counts]
+
+    def restore(self, state: list[int]) -> None:
+        """Raises ValueError if the state is invalid."""
+        if len(state) != len(EDGES) + 2 or min(state) < 0 or sum(state) > MAX_PAUSES:
+            raise ValueError(f"invalid pauses of a tool: {len(state)} counts that add up to {sum(state)}")
+        self._num_open, *self._counts = state
+        self.total = sum(state)
+
+
+class ToolPauses:
+    """Learns the pauses of each tool. While a tool has few, those of all tools count."""
+
+    def __init__(self) -> None:
+        self._all = PauseCounts()
+        self._tools: dict[str, PauseCounts] = {}
+
+    def ended(self, tool: str, seconds: float, *, was_late: bool) -> None:
+        for counts in (self._all, self._counts(tool)):
+            counts.add(seconds, was_late=was_late)
+
+    def late(self, tool: str) -> None:
+        for counts in (self._all, self._counts(tool)):
+            counts.add_open()
+
+    def choose(self, tool: str, benefit: float, cost: float) -> Choice:
+        own = self._tools.get(tool[:MAX_TOOL_NAME])
+        counts = self._all if own is None or own.total < MIN_PAUSES else own
+        if counts.total < MIN_PAUSES:
+            return Choice(DEFAULT_S if benefit > cost * DEFAULT_S else 0.0)
+        return counts.best(benefit, cost)
+
+    def _counts(self, tool: str) -> PauseCounts:
+        """Return the distribution of this tool, which was called last."""
+        name = tool[:MAX_TOOL_NAME]
+        counts = self._tools.pop(name, None) or PauseCounts()
+        self._tools[name] = counts
+        if len(self._tools) > MAX_TOOLS:
+            del self._tools[next(iter(self._tools))]
+        return counts
+
+    @property
+    def state(self) -> ToolsState:
+        return ToolsState(self._all.state, [(name, counts.state) for name, counts in self._tools.items()])
+
+    def restore(self, state: ToolsState) -> None:
+        if len(state.tools) > MAX_TOOLS:
+            raise ValueError(f"invalid pauses: {len(state.tools)} tools, at most {MAX_TOOLS} are remembered")
+        self._all.restore(state.all)
+        for name, counts in islice(state.tools, MAX_TOOLS):
+            self._counts(name).restore(counts)
+
+    def tools(self) -> list[str]:
+        return [name for name, counts in self._tools.items() if counts.total >= MIN_PAUSES]
