@@ -9,12 +9,12 @@ from quire.scheduler_proc.kv.releases import Freed, Line, Releases
 
 
 class ClassedFreeQueue(FreeKVCacheBlockQueue):
-    """Free blocks in reuse order: those without content, then contents by rank, then pinned ones by age.
+    """Free blocks in reuse order: those without content, then contents by rank, then pinned ones, those with the highest pin first.
 
     Contents are in one line per class. Within a line the order is that of their release, so that only the oldest of
     each line are compared: allocating costs O(1) per block, O(log classes) per release and O(classes) per new version
     of the ranking. A hit removes its blocks in O(1) each. Pins keep nothing from being allocated: a pinned content is
-    evicted as soon as no other free block is left, the one that was pinned first before others.
+    evicted as soon as no other free block is left, that of the highest pin first: of the youngest program.
 
     With one class and no pins it behaves like FreeKVCacheBlockQueue, except that blocks which lose their content while
     they are free are reused first.
@@ -24,7 +24,8 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
         self._releases = releases
         self._uncached = FreeKVCacheBlockQueue(())
         self._lines = [Line(self) for _ in range(releases.ranking.num_classes)]
-        self._pinned = Line(self)
+        self._pinned: dict[int, Line] = {}
+        """By pin, its releases."""
         self._heap: list[tuple[float, int, int]] = []
         """Rank and order of the oldest release of each line as of when it was ranked, and the number of the line."""
         self._is_ranked = [False] * len(self._lines)
@@ -64,9 +65,15 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
                 return freed
             else:
                 heapreplace(heap, (ranking.rank(freed), freed.order, number))
-        freed = self._pinned.first()
-        assert freed is not None, "free blocks are counted that are in no line"
-        return freed
+        return self._next_pinned()
+
+    def _next_pinned(self) -> Freed:
+        while self._pinned:
+            pin = max(self._pinned)
+            if (freed := self._pinned[pin].first()) is not None:
+                return freed
+            del self._pinned[pin]
+        raise AssertionError("free blocks are counted that are in no line")
 
     def _rank_all(self) -> None:
         ranking, heap = self._releases.ranking, self._heap
@@ -82,7 +89,7 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
     def _list(self, freed: Freed) -> None:
         """Put a release with blocks into its line."""
         if freed.pin:
-            self._pinned.add(freed)
+            self._pinned.setdefault(freed.pin, Line(self)).add(freed)
             return
         number = freed.turn_class
         line = self._lines[number]
@@ -150,7 +157,8 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
         rank = self._releases.ranking.rank
         ranked = [((rank(freed), freed.order, freed) for freed in line) for line in self._lines]
         yield from (freed for _, _, freed in merge(*ranked))
-        yield from self._pinned
+        for pin in sorted(self._pinned, reverse=True):
+            yield from self._pinned[pin]
 
     def take_out(self, blocks: Sequence[KVCacheBlock]) -> list[tuple[Freed, Any]]:
         """Remove cached blocks that return with ``put_back``. Returns the release of each, and its place there."""
@@ -222,12 +230,12 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
         of_block = self._releases.of_block
         count = self._uncached.num_free_blocks
         assert all(of_block[b.block_id] is None for b in self._uncached.blocks()), "a block without content is released"
-        for line in (*self._lines, self._pinned):
+        for line in (*self._lines, *self._pinned.values()):
             entries = list(line)
             assert [each.order for each in entries] == sorted({each.order for each in entries}), "wrong order in a line"
             for freed in entries:
                 freed.blocks.check()
-                kept = self._pinned if freed.pin else self._lines[freed.turn_class]
+                kept = self._pinned[freed.pin] if freed.pin else self._lines[freed.turn_class]
                 assert line is kept, f"release {freed.order} with pin {freed.pin} is in another line"
                 for block in freed.blocks.blocks():
                     assert of_block[block.block_id] is freed, f"{block!r} is in another release"

@@ -14,7 +14,7 @@ NUM_CLASSES = 3
 class ByClass:
     """Ranks that change with each version: one class after the other, and the oldest content first within a class."""
 
-    num_classes = NUM_CLASSES
+    num_classes, policy = NUM_CLASSES, "by class"
 
     def __init__(self) -> None:
         self.now, self.version = 0.0, 0
@@ -45,7 +45,7 @@ class Model:
         """Return all free blocks in the order of their reuse."""
         kept = [each for each in self.releases if not each.pin]
         kept.sort(key=lambda each: ((each.turn_class + version) % NUM_CLASSES, each.order))
-        kept += sorted((each for each in self.releases if each.pin), key=lambda each: each.order)
+        kept += sorted((each for each in self.releases if each.pin), key=lambda each: (-each.pin, each.order))
         return self.uncached + [block for each in kept for block in each.blocks]
 
     def remove(self, block: int) -> None:
