@@ -256,10 +256,20 @@ class ProgramCounts(msgspec.Struct, array_like=True, frozen=True):
         num_known: programs that are remembered.
         turns: number of requests by how their program was found: a name of HINTS, prefix (they continue a turn of it),
             new (they continue none) or none (without prefix caching, and shorter than a block).
+        num_later_prompt_tokens, num_later_hit_tokens: prompt tokens of all turns but first ones, and those of them that
+            the prefix cache had.
+        num_admitted: programs that are admitted now; 0 without ``--scheduling-policy program``, as the following.
+        num_waiting: programs with requests that are not admitted.
+        num_released: number of programs that are not admitted any more, by reason: idle, grown, ended or forgotten.
     """
 
     num_known: int
     turns: dict[str, int]
+    num_later_prompt_tokens: int = 0
+    num_later_hit_tokens: int = 0
+    num_admitted: int = 0
+    num_waiting: int = 0
+    num_released: dict[str, int] = {}
 
 
 class EvictionShadow(msgspec.Struct, array_like=True, frozen=True):

@@ -80,13 +80,25 @@ class Preemption:
             candidates = [each for each in candidates if each.program is None or each.program.number not in pins] or (
                 candidates
             )
+        if by_program := self._table.waiting.policy == "program":
+            candidates = self._of_last_programs(candidates)
         victim = self.choose(candidates)
         if len(self._table.rows) > 1:
             heaviest = self._tenants.heaviest(candidates)
             if heaviest and (other := self.choose(heaviest)) is not victim:
                 return other, PreemptReason.OVER_SHARE
         by_priority = self._table.waiting.policy == "priority"
+        if by_program:
+            return victim, PreemptReason.LAST_PROGRAM
         return victim, PreemptReason.LOWEST_PRIORITY if by_priority else PreemptReason.LEAST_LOSS
+
+    def _of_last_programs(self, candidates: list[Request]) -> list[Request]:
+        """Return the candidates whose programs are not admitted; without any, those of the youngest program."""
+        others = [each for each in candidates if each.program is None or not each.program.is_admitted]
+        if others:
+            return others
+        numbers = [0 if each.program is None else each.program.number for each in candidates]
+        return [each for each, number in zip(candidates, numbers, strict=True) if number == max(numbers)]
 
     def choose(self, candidates: Collection[Request]) -> Request:
         """Return the victim among requests that may be preempted; under the priority policy one of the highest number.

@@ -24,8 +24,8 @@ PATIENCE_S = 600.0
 """Seconds after which any turn may be scheduled before all others, if ADMISSIONS_BETWEEN have been before it."""
 ADMISSIONS_BETWEEN = 20
 """Admissions between two turns that are scheduled first because they have waited for PATIENCE_S."""
-IDLE_QUANTILE = 0.95
-"""Share of the pauses that an admitted program may exceed before another one may take its place."""
+IDLE_QUANTILE, IDLE_FACTOR = 0.95, 1.5
+"""An admitted program may pause for this many times the quantile of pauses before another one takes its place."""
 MIN_IDLE_S, MAX_IDLE_S = 10.0, 600.0
 """Bounds of that pause, which is MAX_IDLE_S while few pauses are known."""
 IDLE_CHECK_S = 1.0
@@ -81,7 +81,7 @@ class ProgramLimit:
     Attributes:
         size: blocks for which the admitted programs count.
         num_changes: grows when a program is admitted or released.
-        releases: number of released programs by reason.
+        num_released: number of released programs by reason.
     """
 
     def __init__(
@@ -118,21 +118,22 @@ class ProgramLimit:
         self._num_admissions = 0
         self._idle_checked = 0.0
         self.size = self.num_changes = 0
-        self.releases = dict.fromkeys(("idle", "grown", "ended", "forgotten"), 0)
+        self.num_released = dict.fromkeys(("idle", "grown", "ended", "forgotten"), 0)
 
     @property
     def num_admitted(self) -> int:
         return len(self._admitted)
 
     @property
-    def num_candidates(self) -> int:
+    def num_waiting(self) -> int:
         """Number of programs with requests that are not admitted."""
         return len(self._candidates)
 
     @property
     def idle_limit(self) -> float:
         """Seconds of a pause after which an admitted program makes room for others."""
-        return min(max(self._pauses.quantile(IDLE_QUANTILE, MAX_IDLE_S), MIN_IDLE_S), MAX_IDLE_S)
+        limit = IDLE_FACTOR * self._pauses.quantile(IDLE_QUANTILE, MAX_IDLE_S)
+        return min(max(limit, MIN_IDLE_S), MAX_IDLE_S)
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave, because admitted programs need their contents."""
@@ -221,7 +222,7 @@ class ProgramLimit:
         self.size -= self._sizes.pop(program.number)
         program.is_admitted = False
         self.num_changes += 1
-        self.releases[reason] += 1
+        self.num_released[reason] += 1
         self._cache.unpin(program.number)
         self._others.update((r.handle, r) for r in program.live.values() if r.status is RequestStatus.RUNNING)
         if program.live:

@@ -299,11 +299,6 @@ class Pins:
         self._demand.restore(state.demand, self._kv.pool.num_evicted_blocks)
         self._costs.restore(state.costs)
 
-    def held(self) -> list[tuple[str, int]]:
-        """Return (job id, number of blocks) of each program whose blocks are kept, for traces."""
-        pins = self._kv.pins
-        return [(self.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
-
     @property
     def seconds_by_tool(self) -> dict[str, float]:
         """The last choices by tool; ``none`` stands for answers that call no tool, or none that is known."""
@@ -324,6 +319,8 @@ class Pins:
 
     def check(self) -> None:
         """Raise AssertionError unless each pin of the pool belongs to a pause."""
+        if not self.is_enabled:
+            return
         pinned = {number for number, pause in self.pauses.items() if pause.is_pinned}
         assert self._kv.pins.keys() <= pinned, f"pins without a pause: {sorted(self._kv.pins.keys() - pinned)}"
         assert len(pinned) == self._num_pinned, f"{len(pinned)} pinned pauses, {self._num_pinned} counted"

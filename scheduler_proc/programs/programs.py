@@ -11,7 +11,7 @@ from quire.scheduler_proc.costs.costs import Costs
 from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
 from quire.scheduler_proc.eviction.value import ValueEviction
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.limit import LimitState, ProgramLimit, Queue
+from quire.scheduler_proc.programs.limit import Cache, LimitState, ProgramLimit, Queue
 from quire.scheduler_proc.programs.match import Matcher, TrailState
 from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
@@ -71,7 +71,7 @@ def make_programs(
     limit = None
     if config.scheduling_policy == "program":
         limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config.max_programs, clock, note)
-    return Programs(config, Pins(config, kv, costs, clock, note), value, limit)
+    return Programs(config, Pins(config, kv, costs, clock, note), kv, value, limit)
 
 
 class JobEnded(Exception):
@@ -95,19 +95,24 @@ class Programs:
         self,
         config: EngineConfig,
         pins: Pins,
+        cache: Cache,
         value: ValueEviction | None = None,
         limit: ProgramLimit | None = None,
     ) -> None:
         """
         Args:
+            cache: the blocks that are pinned.
             value: what learns from turns which contents to evict, or None.
             limit: what decides which programs are admitted, or None.
         """
         self._value = value
+        self._cache = cache
         self.limit = limit
         self.is_enabled = config.uses_programs
         self.pins = pins
         self.now = 0.0
+        self._later_tokens = 0, 0
+        """Prompt tokens of all turns but first ones, and hits among them."""
         self.known: dict[tuple[int, str | int], Program] = {}
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
         self._matcher = Matcher(config.block_size)
@@ -199,6 +204,9 @@ class Programs:
         if self.limit is not None:
             self.limit.admitted(request)
         if (program := request.program) is not None:
+            if program.num_turns and request.num_cached_tokens < 0:  # otherwise it was preempted
+                prompt, hits = self._later_tokens
+                self._later_tokens = prompt + request.num_tokens, hits + num_hit_tokens
             program.num_served_tokens += request.num_tokens - num_hit_tokens
             self.pins.admitted(program)
 
@@ -225,6 +233,12 @@ class Programs:
             return program.number
         return self.pins.turn_ends(request, reason)
 
+    def pinned(self) -> list[tuple[str, int]]:
+        """Return (job id, number of blocks) of each program with pinned blocks, for traces."""
+        pins = self._cache.pins
+        jobs = {program.number: program.job_id for program in self.known.values()} if pins else {}
+        return [(jobs[number], num_blocks) for number, num_blocks in pins.items()]
+
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
         return 0 if self.limit is None else self.limit.protected_blocks(request)
@@ -246,7 +260,11 @@ class Programs:
         """Return ``statistics`` with the counts of programs."""
         if not self.is_enabled:
             return statistics
-        counts = ProgramCounts(len(self.known), dict(self.found))
+        counts = ProgramCounts(len(self.known), dict(self.found), *self._later_tokens)
+        if (limit := self.limit) is not None:
+            released = dict(limit.num_released)
+            changed = {"num_admitted": limit.num_admitted, "num_waiting": limit.num_waiting, "num_released": released}
+            counts = msgspec.structs.replace(counts, **changed)
         statistics = self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
         return statistics if self._value is None else self._value.add_to(statistics)
 

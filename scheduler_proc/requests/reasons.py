@@ -50,6 +50,8 @@ class PreemptReason(enum.StrEnum):
     YOUNGEST = "youngest"
     """This one was admitted last: only in replays that imitate an engine with this rule."""
     LOWEST_PRIORITY = "lowest_priority"
+    LAST_PROGRAM = "last_program"
+    """Another request needed a block; this one belongs to a program that is not admitted, or to the youngest one."""
     OVER_SHARE = "over_share"
     """Another tenant lacked a row or blocks, and this request's tenant has the most of them."""
     ITSELF = "itself"

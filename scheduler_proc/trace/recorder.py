@@ -134,7 +134,7 @@ class TraceRecorder:
         table, pool = self._table, self._pool
         running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
         free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
-        self._snapshot = (running, waiting, free, cached, self._scheduler.programs.pins.held())
+        self._snapshot = (running, waiting, free, cached, self._scheduler.programs.pinned())
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""

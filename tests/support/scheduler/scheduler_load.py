@@ -19,9 +19,10 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
-from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
+from quire.protocol.wire.front_end_messages import CallsTool, EndReason, StepOutputs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.beams.search import BeamSearch
+from quire.scheduler_proc.requests.events import Clock
 
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40
@@ -105,6 +106,12 @@ def adapter_settings(rng: random.Random) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": max_loras, "max_cpu_loras": max_loras + rng.choice((1, 1, 3))}
 
 
+def program_settings(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of a Driver with a policy that needs programs."""
+    policy, eviction = rng.choice((("program", "lru"), ("continuum", "lru"), ("fcfs", "value"), ("program", "value")))
+    return {"scheduling_policy": policy, "eviction_policy": eviction, "enable_prefix_caching": True}
+
+
 EVENTS = {
     "arrive": 30,
     "fork": 10,
@@ -128,6 +135,10 @@ EVENTS = {
 
 ADAPTER_EVENTS = EVENTS | {"reload_adapter": 4, "unload_adapter": 6, "kill_worker": 1}
 """The same for engines with adapters."""
+
+
+PROGRAM_EVENTS = EVENTS | {"pass_time": 10, "call_tool": 6, "kill_worker": 1}
+"""The same for engines with programs."""
 
 
 FLOOD = (0, 0, 0, 1, 0, 2, 0, 1)
@@ -157,6 +168,10 @@ class Load:
         self.num_tenants = 1
         self.adapter_rng = random.Random(f"adapters {rng.getstate()[1][0]}")
         """Chance for adapters, so that engines without them draw the same as before."""
+        self.program_rng = (
+            random.Random(f"programs {rng.getstate()[1][0]}") if self.driver.config.uses_programs else None
+        )
+        self.now, self.num_jobs = 0.0, 4
         self._contents = [0] * NUM_ADAPTERS if self.driver.config.enable_lora else []
         """A content for each name of an adapter."""
         self.num_epochs = self.num_damaged = self.num_kills = 0
@@ -193,6 +208,7 @@ class Load:
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
         tenant = FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
         asked.salt, asked.tenant, asked.adapter = salt, tenant, self._any_adapter()
+        job = self._any_job()
         if output:
             asked.output = output = expected_tokens(prompt, len(output), adapter=asked.adapter)
         for driver in self.drivers:
@@ -215,7 +231,31 @@ class Load:
                 structured_outputs=grammar,
                 tenant=tenant,
                 adapter=asked.adapter,
+                **job,
             )
+
+    def _any_job(self) -> dict[str, Any]:
+        """Return fields of a turn of one of a few jobs, of which some end and are followed by others; or of none."""
+        rng = self.program_rng
+        if rng is None or rng.random() < 0.3:
+            return {}
+        is_last_step = rng.random() < 0.1
+        self.num_jobs += is_last_step
+        return {"job_id": f"job {self.num_jobs - rng.randrange(4)} {is_last_step}", "is_last_step": is_last_step}
+
+    def pass_time(self) -> None:
+        assert self.program_rng is not None
+        self.now += self.program_rng.choice((0.05, 1.0, 5.0, 300.0))
+        for driver in self.drivers:
+            driver.consume(Clock(self.now))
+
+    def call_tool(self) -> None:
+        """Report a tool of the newest request."""
+        assert self.program_rng is not None
+        tool = self.program_rng.choice(("grep", "make", ""))
+        request_id = f"r{len(self.asked) - 1}"
+        for driver in self.drivers:
+            driver.consume(CallsTool(request_id, tool), self.asked[request_id].client if self.asked else 0)
 
     def _any_adapter(self) -> AdapterRef | None:
         """Return an adapter, often one of the first two, or None."""
@@ -420,7 +460,7 @@ class Load:
 
     def random_event(self) -> None:
         """Apply any of EVENTS, then a few steps."""
-        events = ADAPTER_EVENTS if self._contents else EVENTS
+        events = ADAPTER_EVENTS if self._contents else PROGRAM_EVENTS if self.program_rng is not None else EVENTS
         (name,) = self.rng.choices(list(events), list(events.values()))
         getattr(self, name)()
         for _ in range(self.rng.randrange(1, 10)):
