@@ -23,6 +23,8 @@ log = event_logger("scheduler")
 
 TOOL_S = 1.0
 """Seconds in which a front end says which tool an answer calls. Blocks are kept for them in any case."""
+MAX_TOOL_NAME = 64
+"""Characters of a tool's name that count; clients choose the names."""
 ENDS = ("return", "deadline", "pressure", "replaced", "dropped")
 """Why a pin ends: the next turn is admitted, or has not arrived in time; all blocks were evicted, or lost by a reset;
 another turn of the program ended later; the program was forgotten, or its next turn ended before it was admitted."""
@@ -230,6 +232,7 @@ class Pins:
 
     def _decide(self, pause: Pause) -> None:
         """Set the deadline of a pause."""
+        pause.tool = pause.tool[:MAX_TOOL_NAME]
         worth = self._worth(pause.num_tokens)
         try:
             choice = self._estimator.choose(pause.tool, *worth)

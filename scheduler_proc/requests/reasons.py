@@ -71,8 +71,9 @@ class Decision(NamedTuple):
     """One decision. ``kind``: wait, preempt, evict, store, choose, pin or unpin.
 
     ``beneficiary``: id of the request that gains by it, if any. ``num_blocks``: blocks that are evicted, stored, or
-    loaded meanwhile. The reason of a store is the tier; that of a choice is what was chosen, that of a pin the tool. ``num_tokens``:
-    computed positions of a preempted request. ``detail``: figures. Neither is in traces: a replay gives them.
+    loaded meanwhile. The reason of a store is the tier, that of a choice what was chosen, that of a pin the tool.
+    ``num_tokens``: computed positions of a preempted request. ``detail``: figures. Neither is in traces: a replay gives
+    them.
     """
 
     step: int

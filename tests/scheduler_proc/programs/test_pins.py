@@ -128,6 +128,13 @@ def test_the_time_depends_on_the_tool_which_is_known_after_the_turn() -> None:
     assert agents.pins().num_pins == 1, "only the slower tool's is left"
 
 
+def test_names_of_tools_and_their_number_are_bounded() -> None:
+    agents = Agents()
+    for number in range(80):
+        agents.turn("job", [1, 2, 3], f"{number} {'x' * 1000}")
+    assert len(agents.pins().pin_seconds) == 64 and max(map(len, agents.pins().pin_seconds)) == 64
+
+
 def test_blocks_are_kept_until_a_turn_that_waits_is_admitted() -> None:
     agents = Agents(max_num_seqs=1)
     agents.learn("grep", 5.0)
