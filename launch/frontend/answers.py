@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 
 from quire.launch.frontend.engine_client import EngineClient, Sequence, Stoppable, Update
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
@@ -240,9 +241,12 @@ async def start_answers(
     tenant: int = 0,
     fork: ForkPoint | None = None,
     adapter: AdapterRef | None = None,
+    job: Job = NO_JOB,
     on_update: Callable[[], None],
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
+
+    ``job``: the job of all of them; if they are its last step, the last one submitted is.
 
     ``fork``: where in a sequence with the one prompt, and the same adapter, all of them begin.
 
@@ -271,6 +275,7 @@ async def start_answers(
                     parent=None if params.prompt_logprobs is not None else first,
                     num_shared=0 if fork is None else fork.num_tokens,
                     adapter=adapter,
+                    job=job if len(answers) == len(prompts) * params.n - 1 else job.continued(),
                     on_update=on_update,
                 )
                 first = first or sequence

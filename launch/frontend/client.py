@@ -12,6 +12,7 @@ import numpy.typing as npt
 import zmq.asyncio
 
 from quire.launch.frontend.engine_client import Sequence, Update
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -61,6 +62,9 @@ class ZmqSequence:
 
     def abort(self) -> None:
         self._session.abort(self.stream)
+
+    def calls_tool(self, tool: str) -> None:
+        self._session.calls_tool(self.stream, tool)
 
 
 class ZmqEngineClient:
@@ -133,6 +137,7 @@ class ZmqEngineClient:
         parent: Sequence | None = None,
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
+        job: Job = NO_JOB,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
@@ -150,6 +155,9 @@ class ZmqEngineClient:
             arrival=time.monotonic(),
             adapter=adapter,
             tenant=tenant,
+            job_id=job.id,
+            is_last_step=job.is_last_step,
+            hint=job.hint,
         )
         stream = self._session.add(request, on_update, root)
         self._idle.clear()

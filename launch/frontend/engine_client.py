@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
@@ -73,6 +74,10 @@ class Sequence(Stoppable, Protocol):
         """
         ...
 
+    def calls_tool(self, tool: str) -> None:
+        """Report that the answer, which has ended, calls this tool: the next turn of its job follows the tool."""
+        ...
+
 
 class EngineClient(Protocol):
     """The engine's interface for one front end.
@@ -113,6 +118,7 @@ class EngineClient(Protocol):
         parent: Sequence | None = None,
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
+        job: Job = NO_JOB,
         on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
@@ -123,6 +129,7 @@ class EngineClient(Protocol):
             parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
             num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
             adapter: the LoRA adapter that it uses; that of ``parent``, if there is one.
+            job: the job of which it is a turn.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
 

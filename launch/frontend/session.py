@@ -14,8 +14,10 @@ from quire.launch.frontend.streams import Stream, StreamTable, call_now
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
+    MAX_TOOL_NAME,
     Abort,
     AddRequest,
+    CallsTool,
     EngineState,
     Rejected,
     Statistics,
@@ -172,6 +174,11 @@ class Session:
     def stop_at(self, stream: Stream, num_output_tokens: int) -> None:
         """End the stream with this many tokens."""
         self._end(stream, Stop(stream.request_id, num_output_tokens))
+
+    def calls_tool(self, stream: Stream, tool: str) -> None:
+        """Report which tool the stream's answer, which has ended, calls. A new scheduler does not know the request."""
+        if stream.link_number == self.link_number:
+            self._post(CallsTool(stream.request_id, tool[:MAX_TOOL_NAME]))
 
     def shut_down(self, detail: str) -> None:
         """End every answer in flight with an error."""

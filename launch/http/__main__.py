@@ -118,6 +118,7 @@ class FrontEnd:
                 address_salt=self._directory.name.encode(),
                 max_stored_response_bytes=settings.max_stored_response_bytes,
                 adapters=self._adapters(),
+                notes_tools=config.uses_programs,
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),

@@ -12,6 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from quire.launch.frontend.answers import Answer, BeamOutput, OutputDelta
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.launch.offline.request_output import CompletionOutput, RequestOutput, append_delta, logprob_by_id
@@ -56,6 +57,7 @@ class BatchRequest:
     params: SamplingParams
     priority: int = 0
     adapter: AdapterRef | None = None
+    job: Job = NO_JOB
 
 
 class OfflineSequence:
@@ -162,6 +164,7 @@ class Batch:
         if index and params.prompt_logprobs is not None:
             # Only a prompt's first answer computes these, so that the other answers can hit the prefix cache.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
+        is_last = request.job.is_last_step and all(other != prompt for _, other, _ in self._to_submit)
         added = AddRequest(
             request_id,
             request.prompt.token_ids,
@@ -170,6 +173,9 @@ class Batch:
             priority=request.priority,
             arrival=time.monotonic(),
             adapter=request.adapter,
+            job_id=request.job.id,
+            is_last_step=is_last,
+            hint=request.job.hint,
         )
         root = self._roots.get(prompt)
         stream = engine.submit(added, lambda: self._touched.append(request_id), root)

@@ -16,9 +16,11 @@ from quire.launch.adapters.reader import AdapterReader
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
+from quire.launch.frontend.job import Job
 from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.engine_thread import EngineThread
+from quire.launch.offline.jobs import JobIds, jobs_for
 from quire.launch.offline.lora_request import LoRARequest, adapters_for
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
 from quire.launch.offline.running import Reading, RunningRequest, begin, num_shared
@@ -115,6 +117,8 @@ class LLM:
         lora_request: LoRAInput = None,
         priority: int | ListLike[int] | None = None,
         on_text: OnText | None = None,
+        job_id: JobIds = None,
+        is_last_step: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
@@ -126,6 +130,8 @@ class LLM:
             priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
                 ``scheduling_policy="priority"``.
             on_text: called with (index of the prompt, new text) of each prompt's first answer, as it is generated.
+            job_id: the agent or conversation of which all prompts are turns, or one per prompt (docs/agents.md).
+            is_last_step: nothing follows these turns.
 
         Returns:
             One RequestOutput per prompt, in order.
@@ -137,7 +143,8 @@ class LLM:
         """
         many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in many]
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request)
+        jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
 
     def beam_search(
         self,
@@ -172,6 +179,8 @@ class LLM:
         lora_request: LoRAInput = None,
         priority: int | ListLike[int] | None = None,
         on_text: OnText | None = None,
+        job_id: JobIds = None,
+        is_last_step: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
@@ -184,7 +193,8 @@ class LLM:
         variables = None if chat_template_kwargs is None else check_template_variables(chat_template_kwargs)
         options = ChatOptions(variables=variables, tools=tools)
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request)
+        jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
+        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
 
     def start(
         self,
@@ -300,6 +310,7 @@ class LLM:
         use_tqdm: bool,
         on_text: OnText | None,
         lora_request: LoRAInput,
+        jobs: list[Job],
     ) -> list[RequestOutput]:
         each_params = self._params_for(params, len(prompts))
         each_priority = _priorities_for(priority, len(prompts))
@@ -309,7 +320,7 @@ class LLM:
             self._num_requests += len(prompts)
             requests = [
                 BatchRequest(f"offline-{first + i}", *each)
-                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, strict=True))
+                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, jobs, strict=True))
             ]
             batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
             try:

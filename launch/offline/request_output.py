@@ -96,6 +96,9 @@ class EngineStatistics(dict[str, int]):
         for tier in message.tiers:
             counts = {name: getattr(tier, name) for name in tier.__struct_fields__}
             flat |= {f"{tier.name}_{name}": count for name, count in counts.items() if isinstance(count, int)}
+        if message.programs is not None:
+            flat |= {f"turns_{found_by}": count for found_by, count in message.programs.turns.items()}
+            flat["num_programs"] = message.programs.num_known
         return flat
 
     def __getattr__(self, name: str) -> int:

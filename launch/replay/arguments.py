@@ -46,6 +46,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--overlong", choices=OVERLONG, help=overlong)
     reuse = "let the next turn find the previous answer in the prefix cache, if the trace shows that it contains it"
     group.add_argument("--reuse-answers", action="store_true", help=reuse)
+    hints = "let the scheduler find the turns of each conversation by their prefixes, and count how many it finds"
+    group.add_argument("--no-hints", action="store_true", help=hints)
     group.add_argument("--lenient", action="store_true", help="skip damaged lines instead of rejecting the file")
 
 

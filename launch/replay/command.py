@@ -10,7 +10,14 @@ from typing import Any
 from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
-from quire.launch.replay.report.summary import SWEEP_COLUMNS, side_by_side, summary, sweep_cells
+from quire.launch.replay.report.summary import (
+    CONVERSATION_COLUMNS,
+    SWEEP_COLUMNS,
+    conversation_cells,
+    side_by_side,
+    summary,
+    sweep_cells,
+)
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.workload.workload import Workload
 from quire.protocol.errors import ConfigError
@@ -53,9 +60,9 @@ def _replay(args: argparse.Namespace) -> Result:
 
 WORKLOAD_FLAGS = (
     *("concurrency", "closed_loop", "rate", "limit", "start", "duration", "stagger", "seed"),
-    *("join_subagents", "tokenizer", "overlong", "reuse_answers"),
+    *("join_subagents", "tokenizer", "overlong", "reuse_answers", "no_hints"),
 )
-ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers")
+ENGINE_FLAGS = ("set", "sweep", "compare", "cost", "jobs", "reuse_answers", "no_hints")
 SERVER_FLAGS = ("model", "api_key", "vocab_size", "max_prompt_tokens")
 
 
@@ -211,7 +218,11 @@ def _sweep(args: argparse.Namespace) -> Result:
     shown = [(name, sweep_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
     head = [good[0]["title"], f"cost: {good[0]['cost']}"]
     notes = [*failed, *(note for note in good[0]["notes"] if all(note in each["notes"] for each in good))]
-    return Result(figures, [], head, [Table("setting", SWEEP_COLUMNS, shown)], notes, exit_status=int(bool(failed)))
+    tables = [Table("setting", SWEEP_COLUMNS, shown)]
+    if args.closed_loop:
+        jobs = [(name, conversation_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
+        tables.append(Table("conversations", CONVERSATION_COLUMNS, jobs))
+    return Result(figures, [], head, tables, notes, exit_status=int(bool(failed)))
 
 
 def _live(args: argparse.Namespace) -> Result:
@@ -220,7 +231,7 @@ def _live(args: argparse.Namespace) -> Result:
     workload = _load(args)
     target = Target(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
     options = _run_options(args)
-    del options["reuse_answers"]
+    del options["reuse_answers"], options["no_hints"]
     with progress_bar(len(workload.calls)) as progress:
         record = run_live(workload, target, **options, progress=progress)
     result = result_of(record)
@@ -256,4 +267,5 @@ def _run_options(args: argparse.Namespace) -> dict[str, Any]:
         "closed_loop": args.closed_loop,
         "overlong": args.overlong or "refuse",
         "reuse_answers": args.reuse_answers,
+        "no_hints": args.no_hints,
     }

@@ -27,6 +27,15 @@ class EndReason(enum.IntEnum):
         return {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition"}[self.value]
 
 
+HINTS = ("job_id", "session", "response", "cache_key", "agent_context")
+"""How a client may name the job of a request, the most reliable way first: fields of the body, a header (session), or
+an earlier response."""
+MAX_JOB_ID = 256
+"""Characters of a job id."""
+MAX_TOOL_NAME = 64
+"""Characters of a tool's name that ``CallsTool`` has."""
+
+
 class AddRequest(Message, frozen=True, tag=10):
     """One sequence to generate. ``output_token_ids``: tokens already delivered (a resubmission); ``seed`` is always
     set.
@@ -59,6 +68,8 @@ class AddRequest(Message, frozen=True, tag=10):
     code ``parent_not_found`` when that request has ended."""
     num_forked_tokens: int = 0
     """Number of tokens of that request that it continues: its whole prompt at least. 0: all."""
+    hint: str = ""
+    """How its client has named the job: one of HINTS, or "" for job_id. For statistics only."""
 
 
 class CallsTool(Message, frozen=True, tag=25):
@@ -238,6 +249,36 @@ class AdapterCounts(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
 
 
+class ProgramCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Programs, which are agents and conversations.
+
+    Attributes:
+        num_known: programs that are remembered.
+        turns: number of requests by how their program was found: a name of HINTS, prefix (they continue a turn of it),
+            new (they continue none) or none (without prefix caching, and shorter than a block).
+    """
+
+    num_known: int
+    turns: dict[str, int]
+
+
+class EvictionShadow(msgspec.Struct, array_like=True, frozen=True):
+    """Hits that both eviction policies would have, on a sample of the contents.
+
+    Attributes:
+        num_looked_up: sampled contents of prompts.
+        num_lru_hits, num_value_hits: those that were found under each policy.
+        num_switches: changes of the policy that is used.
+        is_by_value: whether contents are evicted by value now, and otherwise by last use.
+    """
+
+    num_looked_up: int
+    num_lru_hits: int
+    num_value_hits: int
+    num_switches: int
+    is_by_value: bool
+
+
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and current gauges; answers a Control."""
 
@@ -302,6 +343,13 @@ class Statistics(Message, frozen=True, tag=22):
     """Adapters that lost their slot to another one."""
     adapter_load_seconds: float = 0.0
     """Time that the loads took, of the slowest rank."""
+    programs: ProgramCounts | None = None
+    """None without a policy that needs programs."""
+
+    evictions_by_policy: dict[str, int] = {}
+    """Contents evicted by lru, by value, and although they were pinned; empty unless there are classes or pins."""
+    eviction_shadow: EvictionShadow | None = None
+    """Only with ``--eviction-policy value``."""
     num_pins: int = 0
     """Programs whose blocks are kept between two turns."""
     num_pinned_blocks: int = 0

@@ -9,7 +9,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import AddRequest, Rejected
+from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -19,7 +19,6 @@ from quire.scheduler_proc.requests.request import Program, Request
 from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 
 MAX_REQUEST_ID = 256
-MAX_JOB_ID = 256
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
@@ -60,6 +59,8 @@ class ArrivalFields(Protocol):
     def job_id(self) -> str: ...
     @property
     def is_last_step(self) -> bool: ...
+    @property
+    def hint(self) -> str: ...
 
 
 class Admission:
@@ -157,6 +158,8 @@ class Admission:
         if len(event.job_id) > MAX_JOB_ID:
             text = f"job_id must have at most {MAX_JOB_ID} characters (got {len(event.job_id)})"
             raise Refusal("invalid_value", "job_id", text)
+        if event.is_last_step and not event.job_id:
+            raise Refusal("invalid_value", "is_last_step", "is_last_step needs a job_id, whose last step it is")
         reserved = ("resumable", "mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
@@ -243,15 +246,16 @@ class Admission:
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
         request.parent = parent
-        request.program = self._program(event) if parent is None else parent.program
+        request.program = self._program(event, tokens) if parent is None else parent.program
         if parent is not None:
             request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
         return request
 
-    def _program(self, event: ArrivalFields) -> Program | None:
+    def _program(self, event: ArrivalFields, tokens: TokenStore) -> Program | None:
+        hashes, count, again = tokens.block_hashes, len(tokens), event.resubmitted
         try:
-            return self._programs.find(event.tenant, event.job_id)
+            return self._programs.find(event.tenant, event.job_id, hashes, count, resubmitted=again)
         except JobEnded as error:
             raise Refusal("job_ended", "job_id", str(error)) from None
 

@@ -39,6 +39,7 @@ from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.costs.costs import Costs, CostState, Prefill
+from quire.scheduler_proc.eviction.choice import make_eviction
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
@@ -97,6 +98,7 @@ class Scheduler:
             ConfigError: a setting is unknown or contradicts the layout.
         """
         check_drafts_fit(config)
+        value, ranking = make_eviction(config, layout, num_blocks)
         self.kv = KVCacheManager(
             layout,
             num_blocks,
@@ -104,7 +106,7 @@ class Scheduler:
             watermark=config.watermark,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=partial(pool_class or pool_class_for(config), events=kv_events),
+            pool_class=partial(pool_class or pool_class_for(config), events=kv_events, ranking=ranking),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
@@ -123,7 +125,7 @@ class Scheduler:
         self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
         self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
         pins = Pins(config, self.kv, self.transfers.costs, self.steady_decode.clock, self.decisions.note)
-        self.programs = Programs(config, pins)
+        self.programs = Programs(config, pins, value)
         side_work = self.transfers, self.forks, self.beams, self.adapters, self.programs
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
@@ -386,7 +388,7 @@ class Scheduler:
         statistics = make_statistics(
             self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
         )
-        return self.programs.pins.add_to(self.adapters.add_to(statistics))
+        return self.programs.add_to(self.adapters.add_to(statistics))
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""

@@ -112,6 +112,7 @@ def make_statistics(
         preemptions_by_reason=dict(decisions.preemptions),
         load_choices=dict(decisions.load_choices),
         tiers=tiers,
+        evictions_by_policy={} if pool.releases is None else dict(pool.releases.num_evicted),
         **counters.as_dict(),
     )
 

@@ -1,12 +1,14 @@
 """The block pool: reference counts, the free queue, and the cached contents."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
+from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv.releases import Ranking, Releases
 
 
 class BlockPool:
@@ -27,20 +29,31 @@ class BlockPool:
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
         by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
+        releases: with classes and pins, what the free queue knows of the contents; otherwise None.
     """
 
     by_tenant: ClassVar[bool] = False
 
     def __init__(
-        self, num_blocks: int, enable_caching: bool, events: KVEventRecorder | None = None, medium: str = "device"
+        self,
+        num_blocks: int,
+        enable_caching: bool,
+        events: KVEventRecorder | None = None,
+        medium: str = "device",
+        ranking: Ranking | None = None,
     ) -> None:
-        """``num_blocks`` includes the null block, which is block 0 and never allocated."""
+        """
+        Args:
+            num_blocks: includes the null block, which is block 0 and never allocated.
+            ranking: the order in which contents are evicted; None: by last use, and there are no pins.
+        """
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2, one of which is the null block (got {num_blocks})")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.events, self.medium = events, medium
         self.now = 0.0
+        self.releases = None if ranking is None else Releases(num_blocks, ranking)
         self.metrics = BlockMetrics(num_blocks)
         self.num_evicted_blocks = self.num_evictable_blocks = self.num_revived_blocks = self.num_changes = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
@@ -50,7 +63,11 @@ class BlockPool:
         self.null_block.is_null = True
 
     def _make_queue(self) -> FreeKVCacheBlockQueue:
-        return FreeKVCacheBlockQueue(self.blocks)
+        return self._make_line(self.blocks)
+
+    def _make_line(self, blocks: Sequence[KVCacheBlock]) -> FreeKVCacheBlockQueue:
+        """Return a queue of blocks among which only use and rank decide."""
+        return FreeKVCacheBlockQueue(blocks) if self.releases is None else ClassedFreeQueue(blocks, self.releases)
 
     def act_for(self, tenant: int) -> None:
         """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
@@ -62,6 +79,42 @@ class BlockPool:
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
         """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""
         return []
+
+    def begin_release(self, turn_class: int, pin: int) -> None:
+        """Set the class, and the pin or 0, of the blocks that are freed until ``end_release``.
+
+        Without a ranking there are neither.
+        """
+        if self.releases is not None:
+            self.releases.begin(turn_class, pin)
+
+    def end_release(self) -> None:
+        if self.releases is not None:
+            self.releases.end()
+
+    def unpin(self, pin: int) -> None:
+        """Let contents be evicted as if they had not been pinned. A pin that does not exist is ignored. O(releases)."""
+        if self.releases is None:
+            return
+        self.num_changes += 1
+        for freed in self.releases.unpin(pin):
+            if freed.line is not None:
+                freed.line.queue.unpin(freed)
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """Number of free blocks that each pin still has."""
+        return {} if self.releases is None else self.releases.pins
+
+    def left_by_release(self) -> list[tuple[int, int, int]]:
+        """Return the ``releases`` argument of ``restore``; empty without a ranking. Orders are counted from 1."""
+        left = self._left()
+        orders = {order: at for at, order in enumerate(sorted(order for order, _, _ in left if order), 1)}
+        return [(orders.get(order, 0), pin, count) for order, pin, count in left]
+
+    def _left(self) -> list[tuple[int, int, int]]:
+        queue = self.free_block_queue
+        return queue.left() if isinstance(queue, ClassedFreeQueue) else []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -201,6 +254,9 @@ class BlockPool:
         for block in blocks:
             block.block_hash = None
             self.num_evictable_blocks -= block.ref_cnt == 0
+            if self.releases is not None and block.ref_cnt == 0:  # a release has only blocks with a content
+                self.free_block_queue.remove_n((block,))
+                self.free_block_queue.prepend_n((block,))
         if blocks and self.events is not None:
             self.events.removed((key,), self.medium)
         return blocks
@@ -219,8 +275,15 @@ class BlockPool:
             block.block_hash = None
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.num_evictable_blocks = 0
+        if self.releases is not None:
+            self._forget_contents()
         if self.events is not None:
             self.events.cleared(self.medium)
+
+    def _forget_contents(self) -> None:
+        """Let the free queue know that no block has a content."""
+        assert isinstance(self.free_block_queue, ClassedFreeQueue)
+        self.free_block_queue.forget_contents()
 
     def contents(self) -> list[tuple[int, bytes]]:
         """Return (block id, key) of each cached content; blocks with equal keys are in lookup order.
@@ -234,14 +297,18 @@ class BlockPool:
         return pairs
 
     def restore(
-        self, free: Sequence[int], cached: Sequence[tuple[int, bytes]], tenants: Sequence[tuple[int, int, int]] = ()
+        self,
+        free: Sequence[int],
+        cached: Sequence[tuple[int, bytes]],
+        tenants: Sequence[tuple[int, int, int]] = (),
+        releases: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         """Replace the cached contents and the free queue of a pool without held blocks.
 
         Args:
             free: every block but the null block, in reuse order.
             cached: (block, key) of each content; blocks with equal keys in lookup order.
-            tenants: the return value of ``left_by_tenant``.
+            tenants, releases: the return values of ``left_by_tenant`` and ``left_by_release``.
 
         Raises:
             ValueError: the arguments do not fit this pool, or a block is held.
@@ -257,15 +324,26 @@ class BlockPool:
             if not 0 < block < self.num_blocks:
                 raise ValueError(f"cannot restore: cached block id {block} is not between 1 and {self.num_blocks - 1}")
         self.free_block_queue.popleft_n(self.num_usable_blocks)
-        self._restore_free([self.blocks[block] for block in free], tenants)
+        if releases and self.releases is None:
+            raise ValueError(f"cannot restore {len(releases)} releases: this pool has neither classes nor pins")
+        self._restore_free([self.blocks[block] for block in free], tenants, releases)
         self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
         self.num_evictable_blocks = len(cached)
 
-    def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
-        """Fill the empty free queue. Raises ValueError when ``tenants`` does not fit."""
+    def _restore_free(
+        self,
+        free: Sequence[KVCacheBlock],
+        tenants: Sequence[tuple[int, int, int]],
+        releases: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Fill the empty free queue. Raises ValueError when ``tenants`` or ``releases`` do not fit."""
         if tenants:
             raise ValueError(f"cannot restore {len(tenants)} tenants: this pool does not track tenants")
-        self.free_block_queue.append_n(free)
+        queue = self.free_block_queue
+        if isinstance(queue, ClassedFreeQueue):
+            queue.restore(free, releases)
+        else:
+            queue.append_n(free)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove the keys of blocks that are being allocated. A key is reported as removed with its last block."""
@@ -292,6 +370,8 @@ class BlockPool:
             assert block.block_id == index and not block.is_null, f"{block!r} is at index {index}"
             assert block.ref_cnt >= 0, f"{block!r}: negative ref_cnt"
             assert (block.ref_cnt == 0) == (block.block_id in free), f"{block!r}: ref_cnt and the free queue disagree"
+        if self.releases is not None:
+            self.releases.check()
         self.cached_block_hash_to_block.check()
         cached = self.cached_block_hash_to_block.blocks()
         for key, block in cached:

@@ -1,15 +1,15 @@
 """A block pool that shares cached contents fairly: it evicts from the tenant with the most blocks."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv.pins_stub import PinningPool
 
 CHUNK = 16
 """Blocks that one tenant gives up before the tenants are compared again."""
@@ -22,20 +22,22 @@ class _TenantQueue:
     """The free cached blocks of one tenant.
 
     Attributes:
+        blocks: in the order in which they are evicted.
         used_at: value of ``FairFreeQueue.num_taken`` when the tenant last released or found a block.
     """
 
-    blocks: FreeKVCacheBlockQueue = field(default_factory=lambda: FreeKVCacheBlockQueue(()))
+    blocks: FreeKVCacheBlockQueue
     used_at: int = 0
 
 
 class FairFreeQueue(FreeKVCacheBlockQueue):
     """Free blocks in reuse order: first those without cached content, then those of the tenant with the most blocks.
 
-    A tenant's count is its held blocks plus its free cached blocks, and its oldest content is evicted first. A tenant
-    that floods the cache therefore evicts its own contents while it has the most blocks, and every tenant can keep an
-    equal share. A tenant that holds no blocks, and has neither released nor found any during INACTIVE_AFTER turnovers
-    of the pool, is evicted before the others.
+    A tenant's count is its held blocks plus its free cached blocks, pinned ones included. Its oldest content is evicted
+    first, or that of the lowest rank; its pinned ones are evicted after its others, and not after those of other
+    tenants. A tenant that floods the cache therefore evicts its own contents while it has the most blocks, and every
+    tenant can keep an equal share. A tenant that holds no blocks, and has neither released nor found any during
+    INACTIVE_AFTER turnovers of the pool, is evicted before the others.
 
     With one tenant it behaves like FreeKVCacheBlockQueue. Removing a block costs O(1); allocating costs O(1) per block
     and O(tenants) per CHUNK. Decisions depend only on block counts, so a replay repeats them.
@@ -46,7 +48,13 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         num_taken: blocks allocated since the start.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        make_line: Callable[[Sequence[KVCacheBlock]], FreeKVCacheBlockQueue] = FreeKVCacheBlockQueue,
+    ) -> None:
+        """``make_line``: makes the queue of one tenant."""
+        self._make_line = make_line
         self.tenant = 0
         self.held: Counter[int] = Counter()
         self.num_taken = 0
@@ -145,8 +153,8 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
             if block.block_hash is None:
                 self._uncached.prepend_n((block,))
             else:
-                queue = self._queues.setdefault(owner, _TenantQueue(used_at=used_at))
-                if self._owners.get(place[0].block_id) == owner:
+                queue = self._queue_of(owner, used_at)
+                if isinstance(queue.blocks, ClassedFreeQueue) or self._owners.get(place[0].block_id) == owner:
                     queue.blocks.put_back((block,), (place,))
                 else:
                     queue.blocks.prepend_n((block,))
@@ -162,8 +170,28 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         ages = [(tenant, self.num_taken - queue.used_at, queue) for tenant, queue in sorted(self._queues.items())]
         return [(tenant, age, queue.blocks.num_free_blocks) for tenant, age, queue in ages]
 
-    def restore(self, blocks: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
-        """Fill an empty queue with another's ``blocks`` and ``tenants``. Raises ValueError when they do not fit."""
+    def left(self) -> list[tuple[int, int, int]]:
+        """Return what each tenant's queue has left, by tenant number."""
+        lines = [queue.blocks for _, queue in sorted(self._queues.items())]
+        return [each for line in lines if isinstance(line, ClassedFreeQueue) for each in line.left()]
+
+    def forget_contents(self) -> None:
+        """Keep the order of all blocks, none of which has a content any more."""
+        for queue in self._queues.values():
+            if isinstance(queue.blocks, ClassedFreeQueue):
+                queue.blocks.forget_contents()
+
+    def restore(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        tenants: Sequence[tuple[int, int, int]],
+        releases: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """Fill an empty queue with another's ``blocks`` and ``tenants``, and with what was ``left`` of releases.
+
+        Raises:
+            ValueError: they do not fit.
+        """
         counts = [count for _, _, count in tenants]
         numbers = [tenant for tenant, _, _ in tenants]
         at = len(blocks) - sum(counts)
@@ -174,16 +202,33 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"the free queue's tenants must be distinct (got {numbers[:16]})")
         self._uncached.append_n(blocks[:at])
+        left = iter(releases)
         for tenant, age, count in tenants:
-            self._append_to(tenant, blocks[at : at + count], self.num_taken - age)
+            part, used_at = blocks[at : at + count], self.num_taken - age
+            queue = self._own(tenant, part, used_at).blocks
+            if isinstance(queue, ClassedFreeQueue):
+                queue.restore(part, _take(left, count))
+            else:
+                queue.append_n(part)
             at += count
         self.num_free_blocks = len(blocks)
 
     def _append_to(self, tenant: int, blocks: Sequence[KVCacheBlock], used_at: int) -> None:
-        queue = self._queues.setdefault(tenant, _TenantQueue())
-        queue.blocks.append_n(blocks)
+        self._own(tenant, blocks, used_at).blocks.append_n(blocks)
+
+    def _own(self, tenant: int, blocks: Sequence[KVCacheBlock], used_at: int) -> _TenantQueue:
+        """Return the tenant's queue, to which the caller adds the blocks."""
+        queue = self._queue_of(tenant, used_at)
         queue.used_at = used_at
         self._owners.update(dict.fromkeys([block.block_id for block in blocks], tenant))
+        return queue
+
+    def _queue_of(self, tenant: int, used_at: int) -> _TenantQueue:
+        """Return the tenant's queue, a new one if it has none."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = _TenantQueue(self._make_line(()), used_at)
+        return queue
 
     def _remove_if_empty(self, tenant: int) -> None:
         if not self._queues[tenant].blocks.num_free_blocks:
@@ -201,6 +246,15 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         assert self._uncached.num_free_blocks + len(owners) == self.num_free_blocks, "wrong number of free blocks"
 
 
+def _take(left: Iterator[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
+    """Return the next releases, which together have at least ``count`` blocks if enough are left."""
+    taken: list[tuple[int, int, int]] = []
+    while count > 0 and (release := next(left, None)) is not None:
+        taken.append(release)
+        count -= max(release[2], 1)
+    return taken
+
+
 class FairBlockPool(BlockPool):
     """A block pool for several tenants, with fair eviction."""
 
@@ -208,7 +262,7 @@ class FairBlockPool(BlockPool):
     free_block_queue: FairFreeQueue
 
     def _make_queue(self) -> FairFreeQueue:
-        return FairFreeQueue(self.blocks)
+        return FairFreeQueue(self.blocks, self._make_line)
 
     def act_for(self, tenant: int) -> None:
         self.free_block_queue.tenant = tenant
@@ -249,8 +303,19 @@ class FairBlockPool(BlockPool):
     def left_by_tenant(self) -> list[tuple[int, int, int]]:
         return self.free_block_queue.tenants()
 
-    def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
-        self.free_block_queue.restore(free, tenants)
+    def _left(self) -> list[tuple[int, int, int]]:
+        return self.free_block_queue.left()
+
+    def _forget_contents(self) -> None:
+        self.free_block_queue.forget_contents()
+
+    def _restore_free(
+        self,
+        free: Sequence[KVCacheBlock],
+        tenants: Sequence[tuple[int, int, int]],
+        releases: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self.free_block_queue.restore(free, tenants, releases)
 
 
 class FairPages(FairBlockPool):
@@ -289,8 +354,13 @@ class FairPages(FairBlockPool):
             self.act_for(tenant)
             yield owned
 
-    def _restore_free(self, free: Sequence[KVCacheBlock], tenants: Sequence[tuple[int, int, int]]) -> None:
-        super()._restore_free(free, tenants)
+    def _restore_free(
+        self,
+        free: Sequence[KVCacheBlock],
+        tenants: Sequence[tuple[int, int, int]],
+        releases: Sequence[tuple[int, int, int]],
+    ) -> None:
+        super()._restore_free(free, tenants, releases)
         at = len(free) - sum(count for _, _, count in tenants)
         for tenant, _, count in tenants:
             for page in free[at : at + count]:
@@ -300,5 +370,4 @@ class FairPages(FairBlockPool):
 
 def pool_class_for(config: EngineConfig) -> type[BlockPool]:
     """Return the pool class for the configuration."""
-    plain = PinningPool if config.scheduling_policy == "continuum" else BlockPool
-    return FairBlockPool if config.fair_admission and config.num_tenants > 1 else plain
+    return FairBlockPool if config.fair_admission and config.num_tenants > 1 else BlockPool

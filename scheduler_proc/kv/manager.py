@@ -14,7 +14,6 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
-from quire.scheduler_proc.kv.pins_stub import PinningQueue
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
 _BLOCK_ID = attrgetter("block_id")
@@ -222,47 +221,28 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
-    def free(self, request: CacheRequest, *, pin: int = 0) -> None:
-        """Free a request's blocks. ``pin``: number of the pin that keeps them, so that they are reused last, or 0."""
+    def free(self, request: CacheRequest, *, pin: int = 0, turn_class: int = 0) -> None:
+        """Free all blocks of a request.
+
+        Args:
+            pin: number under which the contents that become free are pinned: they are evicted after all others. They
+                join those that it has already. 0 pins nothing.
+            turn_class: class of the request for the order of evictions; 0 if it has not ended.
+        """
         self.pool.act_for(request.tenant)
         self.forks.forget(request.handle)
-        queue = self.pool.free_block_queue
-        if pin and isinstance(queue, PinningQueue):
-            queue.pin = pin
-            self.coordinator.free(request.handle)
-            queue.pin = 0
-        else:
-            self.coordinator.free(request.handle)
+        self.pool.begin_release(turn_class, pin)
+        self.coordinator.free(request.handle)
+        self.pool.end_release()
+
+    def unpin(self, pin: int) -> None:
+        """Let what is left of a pin be evicted as if it had not been pinned. Unknown numbers are ignored."""
+        self.pool.unpin(pin)
 
     @property
     def pins(self) -> Mapping[int, int]:
-        """Number of blocks that each pin still keeps."""
-        queue = self.pool.free_block_queue
-        return (
-            {pin: held.num_free_blocks for pin, held in queue.pins.items()} if isinstance(queue, PinningQueue) else {}
-        )
-
-    def unpin(self, pin: int) -> None:
-        """Let the blocks of a pin be reused like others. Does nothing if it has none."""
-        if isinstance(queue := self.pool.free_block_queue, PinningQueue):
-            queue.unpin(pin)
-
-    def pinned_blocks(self) -> list[tuple[int, list[int]]]:
-        queue = self.pool.free_block_queue
-        return queue.pinned_blocks() if isinstance(queue, PinningQueue) else []
-
-    def restore_pins(self, pinned: Sequence[tuple[int, list[int]]]) -> None:
-        """Pin free blocks again: the result of ``pinned_blocks``. Raises ValueError if they are not free."""
-        queue = self.pool.free_block_queue
-        if pinned and not isinstance(queue, PinningQueue):
-            raise ValueError("cannot restore: this pool has no pins")
-        for pin, blocks in pinned:
-            assert isinstance(queue, PinningQueue)
-            found = [self.pool.blocks[block] for block in blocks]
-            queue.remove_n(found)
-            queue.pin = pin
-            queue.append_n(found)
-            queue.pin = 0
+        """Number of blocks that each pin still has in the free queue, by its number. O(pins)."""
+        return self.pool.pins
 
     def num_held_blocks(self, request: CacheRequest) -> int:
         return sum(manager.num_held_blocks(request.handle) for manager in self.coordinator.managers)

@@ -1,4 +1,4 @@
-"""Tells the Scheduler the time, for policies that depend on it."""
+"""The time as an event, for policies that depend on it."""
 
 from typing import Any
 

@@ -61,14 +61,12 @@ class PinsState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that affects later pins.
 
     Attributes:
-        blocks: the pinned class of the free queue: (pin, blocks), in order of reuse.
         mean_tokens: see ``Pins``.
     """
 
     now: float
     mean_tokens: float = 0.0
     pauses: list[Pause] = []
-    blocks: list[tuple[int, list[int]]] = []
     tools: ToolsState
     demand: DemandState = DemandState()
     costs: CostState = CostState()
@@ -285,7 +283,6 @@ class Pins:
             now=self.now,
             mean_tokens=self._mean_tokens,
             pauses=[msgspec.structs.replace(pause) for pause in self.pauses.values()],
-            blocks=self._kv.pinned_blocks(),
             tools=self._estimator.state,
             demand=self._demand.state(self._kv.pool.num_evicted_blocks),
             costs=self._costs.state,
@@ -293,7 +290,6 @@ class Pins:
 
     def restore(self, state: PinsState) -> None:
         """Continue from a state, after the pool was restored. Raises ValueError if it is impossible."""
-        self._kv.restore_pins(state.blocks)
         pinned = {pause.number for pause in state.pauses if pause.is_pinned}
         if len(pinned) != sum(pause.is_pinned for pause in state.pauses) or not self._kv.pins.keys() <= pinned:
             raise ValueError(f"invalid pins: blocks of {sorted(self._kv.pins)[:16]}, pauses of {sorted(pinned)[:16]}")

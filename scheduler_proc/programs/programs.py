@@ -1,13 +1,21 @@
 """Programs: finds the program of each request, and follows its turns."""
 
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
+from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
+from quire.scheduler_proc.eviction.value import ValueEviction
+from quire.scheduler_proc.programs.match import Matcher
 from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.request import Program, Request
 
 MAX_PROGRAMS = 4096
-"""Programs that are remembered. Beyond, the one that was not seen for the longest time and has no request is
-forgotten."""
+"""Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
 
 
 class JobEnded(Exception):
@@ -15,56 +23,91 @@ class JobEnded(Exception):
 
 
 class Programs:
-    """Owns the programs, by job id. Without a policy that needs them, nothing is remembered.
+    """Owns the programs. Without a policy that needs them, nothing is remembered.
 
     Attributes:
         is_enabled: whether a policy needs programs.
         now: seconds, as of the last ``Clock``.
         pins: blocks that are kept between two turns.
-        known: programs by (tenant, job id), the one that was not seen for the longest time first.
+        known: programs by (tenant, job id), or by (tenant, number) if no request has named a job; the least
+            recently seen first.
+        found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 
-    def __init__(self, config: EngineConfig, pins: Pins) -> None:
+    def __init__(self, config: EngineConfig, pins: Pins, value: ValueEviction | None = None) -> None:
+        """``value``: what learns from turns which contents to evict, or None."""
+        self._value = value
         self.is_enabled = config.uses_programs
         self.pins = pins
         self.now = 0.0
-        self.known: dict[tuple[int, str], Program] = {}
+        self.known: dict[tuple[int, str | int], Program] = {}
+        self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
+        self._matcher = Matcher(config.block_size)
 
     def clock(self, now: float) -> None:
         """Set the time. It never goes back."""
         self.now = max(self.now, now)
+        if self._value is not None:
+            self._value.clock(self.now)
         self.pins.clock(self.now)
 
-    def find(self, tenant: int, job_id: str) -> Program | None:
+    def find(
+        self, tenant: int, job_id: str, hashes: Sequence[bytes] = (), num_tokens: int = 0, *, resubmitted: bool = False
+    ) -> Program | None:
         """Return the program of an arrival, or None without one. A new program is forgotten unless ``arrived`` follows.
+
+        An unknown job is the program that the request continues if no turn of that has named a job: the first response
+        of a chain has no id when it is requested.
+
+        Args:
+            hashes: of the full blocks of its tokens; none without prefix caching.
+            num_tokens: its tokens.
+            resubmitted: a previous scheduler has accepted it, even if another one is the last step of its job.
 
         Raises:
             JobEnded: the last step of this job has arrived.
         """
-        if not self.is_enabled or not job_id:
+        if not self.is_enabled or not (job_id or hashes):
             return None
-        program = self.known.get((tenant, job_id))
+        program = self.known.get((tenant, job_id)) if job_id else None
+        if program is None:
+            program = self._matcher.find(tenant, hashes, num_tokens, contains_first=bool(job_id))
         if program is None:
             return ProgramState(0, tenant, job_id, self.now)
-        if program.has_ended:
+        if program.has_ended and not resubmitted:
             raise JobEnded(f"job_id {job_id!r} has ended: a request with is_last_step has arrived")
         return program
 
-    def arrived(self, request: Request, *, is_last_step: bool) -> None:
-        """Add an accepted request to its program."""
+    def arrived(self, request: Request, *, job_id: str = "", hint: str = "", is_last_step: bool = False) -> None:
+        """Add an accepted request to its program.
+
+        Args:
+            job_id: the job that it names; that of a program found by its prefix becomes this one.
+            hint: how its client named the job, one of HINTS.
+        """
+        if self._value is not None:
+            self._value.arrived(request.handle, request.block_hashes)
         program = request.program
         if program is None:
+            self.found["none"] += self.is_enabled
             return
+        named = hint if hint in HINTS else "job_id"
+        self.found[named if job_id else "prefix" if program.number else "new"] += 1
+        self.known.pop(_key(program), None)
         self.pins.returned(program)
-        key = program.tenant, program.job_id
         program.number = program.number or request.number
-        self.known.pop(key, None)
-        self.known[key] = program
+        if job_id and not program.job_id:
+            self._matcher.forget(program)
+            program.job_id = job_id
+        self.known[_key(program)] = program
+        if not program.job_id:
+            self._matcher.arrived(program, request.block_hashes, request.num_tokens)
         program.live[request.handle] = request
         program.last_request = request.client, request.request_id
         program.last_seen = self.now
         program.num_tokens = request.num_tokens
-        program.has_ended, program.tool = is_last_step, ""
+        program.has_ended |= is_last_step
+        program.tool = ""
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -72,7 +115,9 @@ class Programs:
             oldest = next((key for key, program in self.known.items() if program.is_paused), None)
             if oldest is None:
                 return
-            self.pins.forget(self.known.pop(oldest))
+            program = self.known.pop(oldest)
+            self._matcher.forget(program)
+            self.pins.forget(program)
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
@@ -82,26 +127,59 @@ class Programs:
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
+        if self._value is not None:
+            self._value.forget(request.handle)
         program = request.program
         if program is None or program.live.pop(request.handle, None) is None:
             return
         program.num_turns += 1
+        self._matcher.ended(program, request.block_hashes)
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
         self.pins.turn_ended(program)
 
+    def pin_of(self, request: Request, reason: EndReason) -> int:
+        """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
+        return self.pins.turn_ends(request, reason)
+
+    def turn_class(self, request: Request, reason: EndReason) -> int:
+        """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
+        if self._value is None:
+            return NOT_ENDED
+        program, fixed = request.program, NOT_ENDED
+        if reason not in (EndReason.STOPPED, EndReason.LENGTH):
+            fixed = CUT
+        elif program is not None and program.has_ended:
+            fixed = LAST
+        number, calls_tools = (0, False) if program is None else (program.num_turns + 1, program.tool != "")
+        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens, calls_tools)
+        return self._value.ended(request.handle, request.block_hashes, turn, fixed)
+
+    def add_to(self, statistics: Statistics) -> Statistics:
+        """Return ``statistics`` with the counts of programs."""
+        if not self.is_enabled:
+            return statistics
+        counts = ProgramCounts(len(self.known), dict(self.found))
+        statistics = self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
+        return statistics if self._value is None else self._value.add_to(statistics)
+
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
         for program in reversed(self.known.values()):
             if program.last_request == (client, request_id):
-                program.tool = tool
+                program.tool = tool[:MAX_TOOL_NAME]
                 self.pins.tool_called(program)
                 return
 
     def check(self) -> None:
         """Raise AssertionError unless the programs and their requests refer to each other."""
-        for (tenant, job_id), program in self.known.items():
-            assert (program.tenant, program.job_id) == (tenant, job_id), f"{program!r} has another key"
+        for key, program in self.known.items():
+            assert _key(program) == key, f"{program!r} has another key"
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
+        self._matcher.check()
         self.pins.check()
+
+
+def _key(program: Program) -> tuple[int, str | int]:
+    return program.tenant, program.job_id or program.number

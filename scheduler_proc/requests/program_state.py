@@ -22,7 +22,7 @@ class ProgramState(Generic[R]):
         first_seen, last_seen: time of its first arrival, and of its last arrival or ending.
         last_request: (client, request id) of its newest turn.
         tool: name of the tool that its last answer calls, or "".
-        is_admitted: it is one of the programs whose turns are scheduled before those of others.
+        is_admitted: its turns are scheduled before those of programs that are not admitted.
         has_ended: its last step has arrived.
     """
 

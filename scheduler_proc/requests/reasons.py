@@ -68,12 +68,12 @@ HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 
 
 class Decision(NamedTuple):
-    """One decision. ``kind``: wait, preempt, evict, store, choose, pin or unpin.
+    """One decision. ``kind``: wait, preempt, evict, store, choose, pin, unpin, or program (admitted or released).
 
     ``beneficiary``: id of the request that gains by it, if any. ``num_blocks``: blocks that are evicted, stored, or
-    loaded meanwhile. The reason of a store is the tier, that of a choice what was chosen, that of a pin the tool.
-    ``num_tokens``: computed positions of a preempted request. ``detail``: figures. Neither is in traces: a replay gives
-    them.
+    loaded meanwhile. The reason of a store is the tier; that of a choice is what was chosen, that of a pin the tool.
+    ``num_tokens``: computed positions of a preempted request. ``detail``: figures. Both are not in traces, because a
+    replay gives them.
     """
 
     step: int

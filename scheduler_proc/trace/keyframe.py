@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
@@ -67,7 +68,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that affects later decisions while there are no requests and no steps in flight.
 
     Statistics counters are not included. With speculative decoding no keyframe exists, because the draft policy
-    learns from results.
+    learns from results; nor with eviction by value, which learns from all requests so far.
 
     Attributes:
         step: the last step decided.
@@ -79,6 +80,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         free_blocks: all blocks but the null block, in reuse order.
         cached: (block, key) of each cached content; blocks with equal keys in lookup order.
         tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
+        releases: with pins, the releases of the last free blocks; see ``ClassedFreeQueue.left``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
         pins: blocks kept while tools run, and what was learned for them; None if the policy keeps none.
@@ -96,6 +98,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenants: list[tuple[int, int, int]] = []
     tiers: TiersState | None = None
     adapters: AdaptersState | None = None
+    releases: list[tuple[int, int, int]] = []
     pins: PinsState | None = None
 
 
@@ -103,8 +106,8 @@ _decoder = msgspec.msgpack.Decoder(IdleState)
 
 
 def idle_state(scheduler: Scheduler) -> IdleState | None:
-    """Return the state; None when requests exist, a step is in flight, or drafts are enabled. O(blocks)."""
-    if not scheduler.is_idle or scheduler.config.num_speculative_tokens:
+    """Return the state; None when requests exist, a step is in flight, or a policy learns too much. O(blocks)."""
+    if not scheduler.is_idle or _learns(scheduler.config):
         return None
     removed, retired = scheduler.table.ended_handles
     pool = scheduler.kv.pool
@@ -121,8 +124,13 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         tenants=pool.left_by_tenant(),
         tiers=_tiers_state(scheduler) if scheduler.kv.tiers else None,
         adapters=_adapters_state(scheduler) if scheduler.config.enable_lora else None,
+        releases=pool.left_by_release(),
         pins=scheduler.programs.pins.state if scheduler.programs.pins.is_enabled else None,
     )
+
+
+def _learns(config: EngineConfig) -> bool:
+    return config.num_speculative_tokens > 0 or config.eviction_policy == "value"
 
 
 def _adapters_state(scheduler: Scheduler) -> AdaptersState:
@@ -169,14 +177,15 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
         )
     if not config.max_num_seqs <= state.max_num_batched_tokens <= config.max_num_batched_tokens:
         raise ValueError(f"invalid keyframe: max_num_batched_tokens is {state.max_num_batched_tokens}")
-    if state.pause not in PAUSES or config.num_speculative_tokens:
-        raise ValueError(f"invalid keyframe: pause {state.pause!r} with {config.num_speculative_tokens} draft tokens")
+    if state.pause not in PAUSES or _learns(config):
+        learning = f"{config.num_speculative_tokens} draft tokens and eviction by {config.eviction_policy}"
+        raise ValueError(f"invalid keyframe: pause {state.pause!r} with {learning}")
     scheduler.config = msgspec.structs.replace(config, max_num_batched_tokens=state.max_num_batched_tokens)
     scheduler.pause = state.pause
     scheduler.results.stale_until = state.stale_until
     scheduler.in_flight.set_handles(np.array(state.rows, np.int32))
     scheduler.table.restore(state.removed, state.retired)
-    scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants)
+    scheduler.kv.pool.restore(state.free_blocks, state.cached, state.tenants, state.releases)
     _restore_tiers(scheduler, TiersState(pages=[]) if state.tiers is None else state.tiers)
     if state.adapters is not None:
         if not config.enable_lora:

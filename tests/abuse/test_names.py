@@ -48,6 +48,41 @@ def test_cache_salts(server: AbusedServer) -> None:
         assert cached == [0, 32], "only the cache of its own salt is hit"
 
 
+JOBS: tuple[Any, ...] = (
+    "",
+    "x" * 257,
+    "x" * 10**6,
+    "é" * 257,
+    "a\nb",
+    "\x00",
+    "\x1b[31m",
+    "\x7f",
+    "a\x85",
+    "\r\n",
+    "\t",
+)
+JOBS += (0, 5, -1, True, 1.5, [], ["x"], {}, {"id": "x"})
+GOOD_JOBS = ("x", "é" * 256, " ", "../../etc", "None", "null", "\u202e", "%s", "'", '"', "{}", "a,b", "😀")
+JOB_FIELDS = ("job_id", "nvext.agent_context.session_id", "nvext.agent_context.trajectory_id")
+
+
+@pytest.mark.parametrize("path", JOB_FIELDS)
+def test_job_ids(app: AbusedApp, path: str) -> None:
+    *parents, name = path.split(".")
+
+    def body(value: Any) -> dict[str, Any]:
+        fields = {name: value} if name != "trajectory_id" else {name: value, "session_id": "run"}
+        for parent in reversed(parents):
+            fields = {parent: fields}
+        return {"prompt": [5], "max_tokens": 1, **fields}
+
+    for value in JOBS:
+        assert_refused(app.post(COMPLETIONS, body(value)), 400, path, "1 to 256 characters")
+    for value in GOOD_JOBS:
+        assert app.post(COMPLETIONS, body(value)).status_code == 200
+        assert app.engine.jobs[-1].id == value
+
+
 IDS: tuple[Any, ...] = ("", "x", "a\nb", "x" * 10**6, "\x1b[31m", "../x", "cmpl-1", 5, None, True, [], {}, "😀", "\x00")
 UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f]")
 IDS += ("chatcmpl-" + "0" * 32, "'", '"', "{}", "%s", "a,b", "a b", "\u202e")

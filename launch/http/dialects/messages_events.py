@@ -9,7 +9,7 @@ import msgspec
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.dialects.messages_body import MessagesRequest
 from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_parts
-from quire.launch.http.routes.conversation import AnswerReader
+from quire.launch.http.routes.conversation import AnswerReader, tool_of
 from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.serving.sse import EventStyle
 
@@ -139,6 +139,9 @@ class MessageFormatter:
 
     def usage_event(self, usage: Usage) -> bytes:
         return b""  # message_delta has it
+
+    def tool(self, index: int) -> str:
+        return tool_of(self._reader)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers

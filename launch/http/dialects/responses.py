@@ -111,7 +111,7 @@ async def read_with_stored(
         ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``ResponsePeers``.
     """
     stored = StoredItems(server.response_store, tenant, connection)
-    lookup = Lookup(stored.conversation, stored.item)
+    lookup = Lookup(stored.conversation, stored.chain, stored.item)
     while True:
         try:
             return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
@@ -139,10 +139,16 @@ class StoredItems:
         self._fetched: dict[str, StoredResponse] = {}
 
     def conversation(self, response_id: str) -> tuple[bytes, ...]:
+        return self._get(response_id).conversation
+
+    def chain(self, response_id: str) -> str:
+        return self._get(response_id).chain or response_id
+
+    def _get(self, response_id: str) -> StoredResponse:
         found = self._fetched.get(response_id) or self._store.get(self._tenant, response_id, self._connection)
         if found is None:
             raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id, is_item=False)
-        return found.conversation
+        return found
 
     def item(self, item_id: str, where: str) -> bytes:
         fetched = (each for each in self._fetched.values() if item_id in each.output_ids)
@@ -203,7 +209,8 @@ def store_response(
     items = tuple(msgspec.json.encode(item) for item in output)
     ids = () if only_for is not None else tuple(item["id"] for item in output)
     conversation = (*parsed.before, *parsed.input, *items)
-    response = StoredResponse(body, conversation, len(parsed.before), len(parsed.input), ids, only_for)
+    sizes = len(parsed.before), len(parsed.input)
+    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain)
     store.add(tenant, response_id, response)
 
 

@@ -81,12 +81,12 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     conversation: Any = None
     prompt: Any = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     generate: bool = True
     # Ignored, and returned in the response:
     max_tool_calls: int | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     service_tier: str = ""
     user: str = ""
     # Ignored:
@@ -102,6 +102,7 @@ class ResponsesRequest:
 
     Attributes:
         generate: false to compute the prompt only, so that it is in the prefix cache.
+        chain: id of the first response of the chain that it continues, or "".
         before: items of the conversation that ``previous_response_id`` names, as JSON.
         input: the request's own items, as JSON.
         echo: fields that the response repeats.
@@ -110,6 +111,7 @@ class ResponsesRequest:
     chat: ChatRequest
     tools: Tools
     generate: bool
+    chain: str
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
     store: bool
@@ -123,10 +125,12 @@ class Lookup:
 
     Attributes:
         conversation: the items up to the end of a response, as JSON.
+        chain: the id of the first response of the chain that ends with a response.
         item: one output item, as JSON.
     """
 
     conversation: Callable[[str], tuple[bytes, ...]]
+    chain: Callable[[str], str]
     item: Callable[[str, str], bytes]
 
 
@@ -140,7 +144,9 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     ignored = Ignored(parser.unknown_fields)
     body = read(ResponsesBody, raw, besides=PASSED_FIELDS, ignored=ignored)
     _check_supported(body)
-    before = () if body.previous_response_id is None else lookup.conversation(body.previous_response_id)
+    previous = body.previous_response_id
+    before = () if previous is None else lookup.conversation(previous)
+    chain = "" if previous is None else lookup.chain(previous)
     own = _own_items(body, before, lookup)
     items = [*(msgspec.json.decode(item) for item in before), *own]
     if len(items) > MAX_MESSAGES:
@@ -154,6 +160,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         "messages": _messages(body, items, len(before)),
         "tools": tools.functions or None,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning_effort": reasoning.effort,
         "response_format": _format(read(TextOptions, body.text or {}, "text", ignored=ignored), ignored),
     }
@@ -166,7 +173,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
-    parsed = replace(parsed, ignored=names)
+    parsed = replace(parsed, ignored=names, job=parsed.job.or_by("response", chain))
     if not body.generate:
         # The engine always generates a token, which the response leaves out.
         parsed = replace(parsed, params=structs.replace(parsed.params, max_tokens=1), prompt_only=True)
@@ -174,6 +181,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         chat=parsed,
         tools=tools,
         generate=body.generate,
+        chain=chain,
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
         store=body.store is not False,

@@ -76,6 +76,9 @@ class _SummaryFormatter:
     def usage_event(self, usage: Usage) -> bytes:
         raise NotImplementedError
 
+    def tool(self, index: int) -> str:
+        return ""
+
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         parts = whole_parts(self._reader, answer.texts)

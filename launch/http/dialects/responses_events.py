@@ -13,7 +13,7 @@ from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_pa
 from quire.launch.http.dialects.responses_body import ResponsesRequest
 from quire.launch.http.dialects.responses_items import OpenItem, new_item
 from quire.launch.http.routes.chat import format_logprobs
-from quire.launch.http.routes.conversation import AnswerReader
+from quire.launch.http.routes.conversation import AnswerReader, tool_of
 from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.launch.http.serving.server import Server
@@ -97,6 +97,9 @@ class ResponsesFormatter:
 
     def usage_event(self, usage: Usage) -> bytes:
         return b""  # the last event has it
+
+    def tool(self, index: int) -> str:
+        return tool_of(self._reader)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
+from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation, tool_of
 from quire.launch.http.routes.formatter import Collected, ReasoningTokens, ResponseFormatter, Usage, encode_choices
 from quire.launch.http.routes.generate import Generation, new_request_id
 from quire.launch.http.routes.text_template import TextTemplate
@@ -219,6 +219,9 @@ class ChatFormatter:
                 prompt_logprobs,
             )
         )
+
+    def tool(self, index: int) -> str:
+        return tool_of(self._readers[index])
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
         events = self._readers[index].push("".join(answer.texts), last=True)

@@ -109,6 +109,9 @@ class CompletionFormatter:
         choices = encode_choices(answers, lambda index, answer: self._choice(index, "".join(answer.texts), answer))
         return self._object(choices, usage)
 
+    def tool(self, index: int) -> str:
+        return ""
+
     def _best(self, answers: Sequence[Collected]) -> list[Collected]:
         """Return the best answers of each prompt: those with the highest sum of log probabilities, in this order."""
         best: list[Collected] = []

@@ -73,13 +73,47 @@ class FirstCall:
         return kept
 
 
+class NotedAnswer:
+    """Reader that notes the calls that another reader finds."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
+        self._names: dict[int, str] = {}
+
+    def push(self, text: str, *, last: bool) -> list[Event]:
+        events = self._reader.push(text, last=last)
+        for event in events:
+            if isinstance(event, CallDelta) and event.name:
+                self._names[event.index] = event.name
+            elif isinstance(event, CallDropped):
+                self._names.pop(event.index, None)
+        return events
+
+    @property
+    def tool(self) -> str:
+        """The name of the first call, or ""."""
+        return next(iter(self._names.values()), "")
+
+
+def tool_of(reader: AnswerReader) -> str:
+    """Return the name of the first tool that an answer calls; "" if there is none, or its calls are not noted."""
+    return reader.tool if isinstance(reader, NotedAnswer) else ""
+
+
 async def encode_conversation(
     server: Server, request: ChatRequest, size: int
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
     """Render and tokenize the messages. Return the prompt, and what makes the reader of each answer to it.
 
-    ``size``: bytes of the body.
+    Readers note calls if the scheduler wants to know them. ``size``: bytes of the body.
     """
+    prompt, new_reader = await _encode(server, request, size)
+    if not server.settings.notes_tools or new_reader is PlainAnswer:
+        return prompt, new_reader
+    return prompt, lambda: NotedAnswer(new_reader())
+
+
+async def _encode(server: Server, request: ChatRequest, size: int) -> tuple[Prompt, Callable[[], AnswerReader]]:
     messages, options = request.messages, request.options
     prompt = await server.conversations.run(
         size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs
+from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer
 from quire.protocol.wire.logprobs import LogprobArrays
 
 
@@ -77,6 +77,17 @@ class ResponseFormatter(Protocol):
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         """Return the body of a response that is not streamed."""
         ...
+
+    def tool(self, index: int) -> str:
+        """Return the name of the first tool that answer ``index``, which was formatted, calls, or ""."""
+        ...
+
+
+def report_tools(formatter: ResponseFormatter, answers: Sequence[StreamedAnswer]) -> None:
+    """Report which tools the answers call. They have ended, and the formatter has read them."""
+    for index, answer in enumerate(answers):
+        if tool := formatter.tool(index):
+            answer.sequence.calls_tool(tool)
 
 
 def encode_choices(

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, start_answers
-from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage
+from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage, report_tools
 from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
+from quire.launch.http.schema.job_hints import with_session
 from quire.launch.http.schema.schema import CommonRequest, fork_request
 from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
@@ -61,9 +62,9 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     __slots__ = (
-        "_adapter", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request",
-        "_running", "_server", "_style", "_turn", "_waiting", "tenant",
+        "_adapter", "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
+        "_has_prompt_logprobs", "_has_running_usage", "_job", "_new_formatter", "_num_sequences", "_prompts",
+        "_request", "_running", "_server", "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +109,7 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.tenant = scope["state"][TENANT]
         scope["state"][IGNORED_FIELDS] = self._request.ignored
+        self._job = with_session(self._request.job, scope["headers"])
         streamed = self._request.stream
         self._begin()
         try:
@@ -217,6 +219,7 @@ class Generation:
         outputs = [output for each in collected for output in each.outputs()]
         size = num_kept + sum(len(text) for each in outputs for text in each.texts)
         body = await self._server.texts.run(size, lambda: self._formatter.response(outputs, self._usage()))
+        report_tools(self._formatter, self._answers)
         headers = {"x-request-id": self._formatter.request_id}
         start = Response(b"", 200, {**headers, "content-length": str(len(body))}, "application/json")
         await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
@@ -242,6 +245,7 @@ class Generation:
         self._events = stream
         try:
             await self._run(self._write_events)
+            report_tools(self._formatter, self._answers)
         except SlowReader:
             self._server.metrics.cut_slow_reader()
             raise ClientDisconnected from None
@@ -365,9 +369,10 @@ class Generation:
             tenant=self.tenant,
             fork=self._fork,
             adapter=self._adapter,
+            job=self._job,
             on_update=self._advance,
         )
-        metrics = self._server.metrics
+        self._answers, metrics = answers, self._server.metrics
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
         num_shared = 0 if self._fork is None else self._fork.num_tokens
         self._clocks = [SequenceClock(metrics, self._arrival, length, num_shared) for length in lengths]

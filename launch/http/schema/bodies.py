@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from quire.launch.frontend.job import JOB_ID_PATTERN, JOB_ID_RANGE
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.request.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, SamplingParams
 
@@ -22,6 +23,8 @@ Name = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z", description="1 to 128 letters, digits, underscores or dashes")
 ]
 """A function or schema name that Anthropic allows; OpenAI's have at most 64 characters."""
+
+JobId = Annotated[str, Meta(pattern=JOB_ID_PATTERN, description=JOB_ID_RANGE)]
 
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
@@ -91,6 +94,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
+    job_id: JobId | None = None
+    is_last_step: bool = False
+    nvext: dict[str, Any] | None = None
+    kv_hints: dict[str, Any] | None = None
+    prompt_cache_key: str = ""
     # Ignored:
     user: str = ""
 
@@ -137,7 +145,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     moderation: Any = None
     prediction: dict[str, Any] | None = None
-    prompt_cache_key: str = ""
     prompt_cache_options: Any = None
     prompt_cache_retention: str = ""
     safety_identifier: str = ""

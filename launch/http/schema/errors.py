@@ -24,6 +24,7 @@ STATUS_OF_CODE = {
     "invalid_structured_outputs": 400,
     "thread_unsupported_request": 400,
     "invalid_adapter": 400,
+    "job_ended": 400,
     "priority_not_allowed": 403,
     "model_not_found": 404,
     "parent_not_found": 404,

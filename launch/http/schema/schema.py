@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.launch.http.schema.bodies import (
     SAMPLING_FIELDS,
     ChatBody,
@@ -19,6 +20,7 @@ from quire.launch.http.schema.bodies import (
     TokenizeBody,
 )
 from quire.launch.http.schema.errors import shorten
+from quire.launch.http.schema.job_hints import job_of
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.sampling_fields import constraint, sampling_objects
 from quire.launch.http.schema.tools import ToolUse, answer_or_calls, parse_tools
@@ -47,6 +49,7 @@ class CommonRequest:
         prompt_only: leave out the output, because the client asked for max_tokens 0.
         prompt_logprobs: the value of the field of this name.
         ignored: names of unknown fields that the client sent.
+        job: the job that the body names.
     """
 
     model: str
@@ -60,6 +63,7 @@ class CommonRequest:
     prompt_logprobs: int | None
     prompt_only: bool = False
     ignored: Sequence[str] = ()
+    job: Job = NO_JOB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +275,7 @@ class Parser:
             "priority": body.priority,
             "cache_salt": body.cache_salt,
             "prompt_logprobs": raw.get("prompt_logprobs"),
+            "job": job_of(body, ignored),
             "ignored": ignored.names,
         }
 
@@ -295,6 +300,7 @@ def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
         stream_options=options,
         prompt_logprobs=None,
         ignored=(),
+        job=request.job.continued(),
     )
 
 

@@ -54,6 +54,7 @@ class ServerSettings:
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
         response_peers: the front ends that have others.
         adapters: the adapters that requests may name as their model; None: the engine has none.
+        notes_tools: whether the scheduler wants to know which tools answers call.
         fork_peers: sockets of the other front ends, which may have a request to fork.
     """
 
@@ -78,6 +79,7 @@ class ServerSettings:
     max_stored_response_bytes: int = 64 * 2**20
     response_peers: ResponsePeers = field(default_factory=ResponsePeers)
     adapters: Adapters | None = None
+    notes_tools: bool = False
     fork_peers: tuple[Path, ...] = ()
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))

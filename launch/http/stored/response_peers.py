@@ -34,6 +34,7 @@ class SharedResponse(msgspec.Struct, frozen=True):
     num_before: int
     num_input: int
     output_ids: tuple[str, ...]
+    chain: str = ""
 
 
 def peer_address(directory: Path, index: int) -> Path:
@@ -68,7 +69,8 @@ def _answer(store: ResponseStore, question: Question) -> SharedResponse | bool |
             found = store.get(question.tenant, question.id)
     if found is None:
         return None
-    return SharedResponse(found.body, found.conversation, found.num_before, found.num_input, found.output_ids)
+    sizes = found.num_before, found.num_input
+    return SharedResponse(found.body, found.conversation, *sizes, found.output_ids, found.chain)
 
 
 class ResponsePeers:

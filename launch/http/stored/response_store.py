@@ -16,6 +16,7 @@ class StoredResponse:
         num_input: items of the request's own input, which follow those.
         output_ids: ids of the items after those; empty if requests cannot refer to single items.
         only_for: the connection that alone may refer to the response, or None for all of the tenant.
+        chain: id of the first response of its chain, or "" if it is the first.
     """
 
     body: bytes
@@ -24,6 +25,7 @@ class StoredResponse:
     num_input: int
     output_ids: tuple[str, ...]
     only_for: object | None = None
+    chain: str = ""
 
     @property
     def input(self) -> tuple[bytes, ...]:

@@ -37,6 +37,7 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     adapter: AdapterRef | None = None
     job_id: str = ""
     is_last_step: bool = False
+    hint: str = ""
 
     @property
     def names(self) -> list[bytes]:

@@ -131,6 +131,7 @@ class _Builder:
         turns: list[Call] = []
         for index, request in enumerate(entry.requests):
             call = self._add(f"{place}.{index}", request, entry.t)
+            call.agent = f"{place}"
             if turns:
                 self._follow(call, turns[-1], request)
             elif self._main:

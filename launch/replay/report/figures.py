@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
@@ -79,19 +80,35 @@ def prefix_cache(record: RunRecord) -> PrefixCache:
     )
 
 
-def conversation_seconds(record: RunRecord) -> list[float]:
-    """Return the seconds from the first arrival to the last end of each conversation, ascending.
+class Conversations(NamedTuple):
+    """Figures of the conversations of which each request succeeded.
 
-    A conversation with a request that did not succeed is left out.
+    Attributes:
+        seconds: from the first arrival to the last end of each, ascending.
+        first_waits: seconds until the first turn of each was admitted, ascending; empty for a live run.
+        hit_tokens, input_tokens: prompt tokens of all turns but the first, and those from the prefix cache.
     """
-    spans: dict[str, tuple[float, float]] = {}
-    failed = set()
+
+    seconds: list[float]
+    first_waits: list[float]
+    hit_tokens: int
+    input_tokens: int
+
+
+def conversations(record: RunRecord) -> Conversations:
+    by_name: dict[str, list[RequestRun]] = {}
     for run in record.requests:
-        begin, end = spans.get(run.conversation, (run.arrival, run.end))
-        spans[run.conversation] = min(begin, run.arrival), max(end, run.end)
-        if run.finish in UNSUCCESSFUL:
-            failed.add(run.conversation)
-    return sorted(end - begin for name, (begin, end) in spans.items() if name and name not in failed)
+        if run.conversation:
+            by_name.setdefault(run.conversation, []).append(run)
+    turns = [each for each in by_name.values() if not any(run.finish in UNSUCCESSFUL for run in each)]
+    firsts = [min(each, key=attrgetter("arrival")) for each in turns]
+    later = [run for each, first in zip(turns, firsts, strict=True) for run in each if run is not first]
+    return Conversations(
+        sorted(max(run.end for run in each) - first.arrival for each, first in zip(turns, firsts, strict=True)),
+        sorted(run.scheduled - run.arrival for run in firsts if run.scheduled >= 0),
+        sum(run.num_cached_tokens for run in later),
+        sum(run.num_prompt_tokens for run in later),
+    )
 
 
 def weighted_percentile(sorted_counts: Sequence[tuple[float, int]], q: float) -> float:
@@ -113,3 +130,10 @@ def weighted_spread(sorted_counts: Sequence[tuple[float, int]]) -> dict[str, flo
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     mean = math.fsum(value * count for value, count in sorted_counts) / sum(count for _, count in sorted_counts)
     return {"mean": mean, **{f"p{q}": weighted_percentile(sorted_counts, q) for q in (50, 90, 99)}}
+
+
+def long_spread(sorted_values: Sequence[float]) -> dict[str, float | None]:
+    """Return ``spread``, and p95 and max: for figures whose longest values matter."""
+    counts = [(value, 1) for value in sorted_values]
+    ends = {"p95": weighted_percentile(counts, 95), "max": sorted_values[-1]} if counts else {"p95": None, "max": None}
+    return {**weighted_spread(counts), **ends}

@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.launch.measure.report import Table, rounded
 from quire.launch.replay.report.figures import (
-    conversation_seconds,
+    conversations,
+    long_spread,
     prefix_cache,
     sorted_latencies,
     spread,
@@ -34,6 +35,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
     """
     runs = record.requests
     inside = record.block_size > 0  # the client of a live run sees neither blocks nor steps
+    jobs = conversations(record)
     finishes = Counter(run.finish or "unfinished" for run in runs)
     figures: dict[str, Any] = {
         "title": record.title,
@@ -51,11 +53,15 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "preemptions_by_reason": dict(record.preemptions_by_reason),
         "recomputed_tokens": sum(run.num_recomputed_tokens for run in runs) if inside else None,
         "evicted_blocks": record.num_evicted_blocks if inside else None,
+        "evicted_by_policy": dict(record.evictions_by_policy),
+        "eviction_shadow": dict(record.eviction_shadow),
         "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
         "pins": dict(record.pins),
         "output_tokens": sum(run.num_output_tokens for run in runs),
         "latency_ms": {name: spread(values) for name, values in sorted_latencies(record).items()},
-        "conversation_s": spread(conversation_seconds(record)),
+        "conversation_s": long_spread(jobs.seconds),
+        "first_turn_wait_s": long_spread(jobs.first_waits),
+        "later_turns_hit_rate": _ratio(jobs.hit_tokens, jobs.input_tokens),
         "throughput": _throughput(record),
         "virtual_s": record.virtual_s,
         "wall_s": record.wall_s,
@@ -161,17 +167,19 @@ def sweep_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
 def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
     cache, throughput = found["prefix_cache"], found["throughput"]
     hits = f"{cache['hit_tokens']:,} of {cache['input_tokens']:,} ({cache['hit_rate']:.2%})"
-    conversation = found["conversation_s"]
     totals = [
         ("requests", found["requests"]),
         ("rejected", found["rejected"]),
         *((f"  {reason}", count) for reason, count in found["rejected_reasons"].items()),
         ("prompt tokens from the prefix cache", hits),
         ("requests with a hit", cache["requests_with_hit"]),
+        *_program_totals(found.get("programs")),
         ("preemptions", found["preemptions"]),
         *((f"  {reason}", count) for reason, count in found["preemptions_by_reason"].items()),
         ("tokens recomputed after preemptions", found["recomputed_tokens"]),
-        *((f"duration of a conversation, {at}, s", conversation[at]) for at in SPREAD if conversation[at] is not None),
+        *_conversations(found),
+        *((f"blocks evicted, {policy}", count) for policy, count in found["evicted_by_policy"].items()),
+        *_shadow(found["eviction_shadow"]),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
         ("duration of the run, s", found["virtual_s"]),
@@ -181,6 +189,46 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         totals.append(("duration of the replay, s", found["wall_s"]))
         totals.append(("speed-up over real time", found["speedup"]))
     return totals
+
+
+def _conversations(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
+    seconds, waits, rate = found["conversation_s"], found["first_turn_wait_s"], found["later_turns_hit_rate"]
+    rows = [(f"duration of a conversation, {at}, s", seconds[at]) for at in ("mean", "p50", "p95", "max")]
+    rows += [(f"wait of a first turn, {at}, s", waits[at]) for at in ("p50", "max")]
+    rows.append(("later turns from the prefix cache", None if rate is None else f"{rate:.2%}"))
+    return [row for row in rows if row[1] is not None]
+
+
+CONVERSATION_COLUMNS = ("mean s", "p50 s", "p95 s", "max s", "longest wait of a first turn, s", "hits of later turns")
+
+
+def conversation_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
+    """Return the row of one run in a sweep's table of conversations; ``found`` is None if the run failed."""
+    if found is None:
+        return ["failed", *[None] * (len(CONVERSATION_COLUMNS) - 1)]
+    seconds, rate = found["conversation_s"], found["later_turns_hit_rate"]
+    waits = found["first_turn_wait_s"]["max"], None if rate is None else f"{rate:.2%}"
+    return [*(seconds[at] for at in ("mean", "p50", "p95", "max")), *waits]
+
+
+def _program_totals(programs: Mapping[str, int] | None) -> list[tuple[str, str]]:
+    """Return the rows of a run without hints: how many turns were given to the program of their conversation."""
+    kinds = {} if programs is None else {"turns": "", "turns of sub-agents": "subagent_"}
+    return [
+        (f"{words} in the right program", f"{programs[f'{key}right']:,} of {programs[f'{key}turns']:,}")
+        for words, key in kinds.items()
+        if programs is not None and programs[f"{key}turns"]
+    ]
+
+
+def _shadow(shadow: Mapping[str, int]) -> list[tuple[str, float | str | None]]:
+    """Return the rows of the guard of eviction by value, if there is one."""
+    if not shadow:
+        return []
+    looked_up = max(shadow["num_looked_up"], 1)
+    rates = {name: shadow[f"num_{name}_hits"] / looked_up for name in ("lru", "value")}
+    rows = [(f"hits in the shadow, {name}", f"{rate:.2%}") for name, rate in rates.items()]
+    return [*rows, ("changes of the eviction policy", shadow["num_switches"])]
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:

@@ -186,6 +186,11 @@ class RunCollector:
         """Add the counters of the scheduler, which has ended."""
         self.record.num_evicted_blocks += self._scheduler.kv.pool.num_evicted_blocks
         self._preemptions.update(self._scheduler.decisions.preemptions)
+        statistics = self._scheduler.statistics()
+        for policy, count in statistics.evictions_by_policy.items():
+            self.record.evictions_by_policy[policy] = self.record.evictions_by_policy.get(policy, 0) + count
+        if statistics.eviction_shadow is not None:
+            self.record.eviction_shadow = msgspec.structs.asdict(statistics.eviction_shadow)
         for state in self._scheduler.transfers.tiers():
             counts = msgspec.structs.asdict(state)
             tier = self.record.tiers.setdefault(counts.pop("name"), {})

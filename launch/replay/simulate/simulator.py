@@ -15,6 +15,7 @@ from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.simulate.program_score import ProgramScore
 from quire.launch.replay.simulate.tier_copies import TierCopies
 from quire.launch.replay.workload.sources import NEVER, Source
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
@@ -61,6 +62,7 @@ class Simulator:
         tiers: Tiers = NO_TIERS,
         adapter_load_s: float = ADAPTER_LOAD_S,
         reuse_answers: bool = False,
+        score: ProgramScore | None = None,
         fast_forward: bool = True,
         progress: Callable[[float, int], None] | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class Simulator:
             tiers: the pages behind the pool.
             adapter_load_s: seconds to load a LoRA adapter from its folder.
             reuse_answers: see ``block_names``.
+            score: judges which program each call was given to. The calls then do not name their conversation.
             fast_forward: False: schedule each step individually, which takes longer and gives the same result.
             progress: called from time to time with the virtual time in seconds and the number of finished calls.
         """
@@ -89,6 +92,7 @@ class Simulator:
         self._cost = cost
         self._source = source
         self._reuse_answers = reuse_answers
+        self._score = score
         self._may_fast_forward = fast_forward
         self._receives_between_steps = policies.takes_between_steps
         self._progress = progress
@@ -166,9 +170,11 @@ class Simulator:
                 priority=call.priority,
                 arrival=self._now,
                 adapter=adapter,
-                job_id=call.conversation,
+                job_id=call.conversation if self._score is None else "",
             )
         )
+        if self._score is not None and (request := self.scheduler.table.requests.get((0, known_as))) is not None:
+            self._score.add(call, request.program)
         self._calls[run] = call
         for refused in self._collector.arrived(run, known_as=known_as):
             self._end(self._calls.pop(refused))

@@ -9,6 +9,7 @@ from quire.launch.replay.costs.cost import ConstantCost, CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.program_score import ProgramScore
 from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_model
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import source_of
@@ -67,6 +68,7 @@ def run_workload(
     closed_loop: bool = False,
     overlong: str = "refuse",
     reuse_answers: bool = False,
+    no_hints: bool = False,
     progress: Callable[[float, int], None] | None = None,
 ) -> RunRecord:
     """Run all calls to their ends.
@@ -78,8 +80,12 @@ def run_workload(
             are removed (drop).
         reuse_answers: a next turn may find the previous answer in the prefix cache, if the trace shows that it
             contains it.
+        no_hints: calls do not name their conversation; ``programs`` of the figures says which ones were found.
         progress: called from time to time with the virtual time in seconds and the number of finished calls.
     """
+    if no_hints and not (setup.config.uses_programs and setup.config.enable_prefix_caching):
+        text = "--no-hints needs --set scheduling_policy=program (or continuum), and enable_prefix_caching"
+        raise ConfigError(f"{text}: otherwise the scheduler looks for no programs")
     limit = setup.config.max_model_len
     calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
     kept = _without_overlong(workload.calls, limit, overlong)
@@ -99,6 +105,7 @@ def run_workload(
     record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
     if generated["other_bound_tokens"]:
         record.notes.append(_generated_note(reuse_answers, generated["other_bound_tokens"]))
+    score = ProgramScore() if no_hints else None
     simulator = Simulator(
         setup.config,
         setup.layout,
@@ -110,9 +117,13 @@ def run_workload(
         tiers=setup.tiers,
         adapter_load_s=setup.adapter_load_s,
         reuse_answers=reuse_answers,
+        score=score,
         progress=progress,
     )
-    return simulator.run()
+    record = simulator.run()
+    if score is not None:
+        record.extra["programs"] = score.figures()
+    return record
 
 
 _OVERLONG = {"refuse": "rejected", "clip": "the end of their prompts was cut", "drop": "dropped"}

@@ -41,6 +41,7 @@ class Call:
         adapter: identity of its LoRA adapter, or empty.
         tool: name of the tool that the answer calls, as far as the trace knows it; empty if it calls none.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
+        agent: the sub-agent of the conversation that sends it, or empty.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Call:
     text: str | None = None
     answer: Content | None = None
     adapter: str = ""
+    agent: str = ""
     tool: str = ""
 
 

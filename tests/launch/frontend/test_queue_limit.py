@@ -91,6 +91,7 @@ class ScheduledEngine(Driver):
         parent: "ScheduledSequence | None" = None,
         num_shared: int = 0,
         adapter: Any = None,
+        job: Any = None,
         on_update: Callable[[], None],
     ) -> "ScheduledSequence":
         tokens = np.asarray(prompt_token_ids, np.int32)

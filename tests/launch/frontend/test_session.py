@@ -14,6 +14,7 @@ from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
+    CallsTool,
     Ended,
     EndReason,
     EngineState,
@@ -144,6 +145,21 @@ def test_a_request_is_resubmitted_with_its_adapter() -> None:
     for _ in range(2):
         assert [each.adapter for each in link.sent if isinstance(each, AddRequest)] == [adapter, adapter, None]
         link.die()
+
+
+def test_a_request_is_resubmitted_with_its_job_and_a_dead_scheduler_learns_no_tool() -> None:
+    link, prompt = Link(), np.array([1, 2, 3], np.int32)
+    stream = link.session.add(AddRequest("1", prompt, SamplingParams(), 5, job_id="mine", is_last_step=True))
+    link.give(stream, 9)
+    link.session.calls_tool(stream, "x" * 100)
+    assert link.sent[-1] == CallsTool("1", "x" * 64)
+    link.die()
+    (again,) = (each for each in link.sent if isinstance(each, AddRequest))
+    assert (again.job_id, again.is_last_step, again.resubmitted) == ("mine", True, True)
+    link.give(stream, 8, ended=EndReason.LENGTH)
+    link.begin(after_death=True)
+    link.session.calls_tool(stream, "late")
+    assert not link.sent
 
 
 def test_requests_wait_while_there_is_no_scheduler() -> None:

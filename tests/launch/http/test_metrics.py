@@ -15,7 +15,7 @@ from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
 from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, ProgramCounts, Statistics
 
 
 def scrape(metrics: Metrics, engine: EndlessEngine | None = None) -> dict[str, float]:
@@ -165,6 +165,17 @@ def test_vllm_prefix_and_names() -> None:
     assert found[info] == 1
 
 
+def test_turns_are_counted_by_how_their_program_was_found() -> None:
+    class WithPrograms(EndlessEngine):
+        async def statistics(self) -> Statistics:
+            return Statistics(1, num_usable_blocks=1, programs=ProgramCounts(7, {"job_id": 5, "prefix": 3}))
+
+    found = scrape(Metrics("tiny", MetricsOptions()), WithPrograms())
+    assert found["quire:num_programs"] == 7
+    assert [found[f'quire:num_turns_total{{found_by="{by}"}}'] for by in ("job_id", "prefix")] == [5, 3]
+    assert not [name for name in scrape(Metrics("tiny", MetricsOptions()), Engine()) if "num_programs" in name]
+
+
 def process_figures(metrics: Metrics) -> dict[tuple[str, str], float]:
     """Return the figures of processes by name and role."""
     page = asyncio.run(metrics.render(EndlessEngine())).decode()
@@ -207,3 +218,10 @@ def test_adapters(tmp_path: Path) -> None:
     assert 'running_lora_adapters="sql"' in info
     assert 'waiting_lora_adapters="sql,chat"' in info
     assert not any("num_adapter" in name for name in scrape(Metrics("tiny")))
+
+
+def test_evictions_by_policy() -> None:
+    found = scrape(Metrics("tiny"), FullEngine())
+    assert found['quire:num_evicted_blocks_by_policy_total{policy="value"}'] == 4
+    assert found['quire:eviction_shadow_hits_total{policy="lru"}'] == 4
+    assert found["quire:eviction_shadow_lookups_total"] == 10 and found["quire:eviction_by_value"] == 1

@@ -8,6 +8,8 @@ import pytest
 from checkpoints import greedy_tokens
 
 from quire import LLM, SamplingParams
+from quire.launch.frontend.job import NO_JOB
+from quire.launch.offline.jobs import jobs_for
 from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import Histogram, Statistics
@@ -74,6 +76,43 @@ def test_invalid_priorities_are_refused_before_any_request_runs(llm: LLM, priori
         llm.generate([[3, 4], [5, 6]], GREEDY, priority=priority)
     assert caught.value.param == "priority"
     assert llm.statistics().prompt_tokens == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"job_id": ["a"]}, "1 job_ids for 2 prompts"),
+        ({"job_id": ["a", 5]}, "job_id must be a string of 1 to 256 characters"),
+        ({"job_id": ""}, r"job_id must have 1 to 256 characters, .* \(got 0 characters\)"),
+        ({"is_last_step": True}, "is_last_step needs a job_id"),
+        ({"job_id": "a", "is_last_step": 1}, "is_last_step must be true or false"),
+    ],
+)
+def test_invalid_jobs_are_refused(llm: LLM, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        llm.generate([[3, 4], [5, 6]], GREEDY, **fields)
+
+
+def test_the_last_prompt_of_a_job_is_its_last_step() -> None:
+    jobs = jobs_for(["a", "b", "a"], 3, is_last_step=True)
+    assert [(job.id, job.is_last_step) for job in jobs] == [("a", False), ("b", True), ("a", True)]
+    assert jobs_for(None, 2, is_last_step=False) == [NO_JOB, NO_JOB]
+
+
+@pytest.mark.full
+def test_programs_of_the_offline_api(tiny: tuple[Path, Any]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, n=2)
+    with LLM(tiny[0], max_model_len=128, block_size=8, scheduling_policy="program") as llm:
+        (output,) = llm.generate([*range(3, 40)], params)
+        llm.generate([*output.prompt_token_ids, *output.outputs[0].token_ids, *range(40, 50)], params)
+        llm.generate([[5, 6], [7, 8]], params, job_id="mine", is_last_step=True)
+        statistics = llm.statistics()
+        found = {name: statistics[f"turns_{name}"] for name in ("new", "prefix", "job_id")}
+        # Samples are forks, which belong to the program of the first one.
+        assert found == {"new": 1, "prefix": 3, "job_id": 4}
+        assert statistics.num_programs == 2
+        with pytest.raises(InvalidRequest, match="job_id 'mine' has ended"):
+            llm.generate([5, 6], params, job_id="mine")
 
 
 def test_statistics_are_flat() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from replay_workloads import AffineCost, workload
 
+from quire.launch.replay.report.summary import summary, tables
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.setup import make_setup
 from quire.launch.replay.simulate.whatif import prepare, run_workload
@@ -54,6 +55,20 @@ def test_reports_both_bounds_of_answer_reuse() -> None:
     assert reused.extra["generated"] == {"mode": "reused", "other_bound_tokens": 32}
     assert any("at most 32 more" in note for note in own.notes)
     assert any("at most 32 fewer" in note for note in reused.notes)
+
+
+def test_without_hints_the_scheduler_finds_the_turns_of_each_conversation() -> None:
+    calls = turns()
+    calls += [Call(2, "d/0", 1.0, 64, 4, Content([50, 51, 52, 53], 16), "d")]
+    calls += [Call(3, "c/2", 1.0, 60, 4, Content([70, 71, 72], 16), "c", after=1, agent="helper")]
+    calls += [Call(4, "d/1", 1.0, 64, 4, Content([90, 91, 92, 93], 16), "d", after=2)]
+    record = run(calls, {"scheduling_policy": "program"}, closed_loop=True, no_hints=True)
+    right = {"turns": 4, "right": 3, "split": 1, "merged": 0}
+    of_agents = {"subagent_turns": 1, "subagent_right": 1, "subagent_split": 0, "subagent_merged": 0}
+    assert record.extra["programs"] == right | of_agents
+    assert any(row[0] == "turns in the right program" for row in tables(summary(record))[-1].rows)
+    with pytest.raises(ConfigError, match="--no-hints needs --set scheduling_policy=program"):
+        run(calls, no_hints=True)
 
 
 def test_overlong_calls_are_rejected_clipped_or_dropped() -> None:

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
 from quire.protocol.wire.front_end_messages import (
     AdapterCounts,
+    EvictionShadow,
     Histogram,
     RequestState,
     Statistics,
@@ -44,6 +45,8 @@ class FullEngine(EndlessEngine):
             adapters_by_place={"active": 1, "host": 1, "absent": 1},
             num_adapters_loaded=5,
             adapter_load_seconds=0.5,
+            evictions_by_policy={"lru": 3, "value": 4},
+            eviction_shadow=EvictionShadow(10, 4, 6, 1, is_by_value=True),
             num_pins=2,
             num_pinned_blocks=9,
             pins_ended={"return": 3},

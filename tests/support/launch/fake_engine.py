@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.job import NO_JOB, Job
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
@@ -35,6 +36,7 @@ class FakeSequence(PulledSequence):
     on_hang: Callable[[], None]
     stopped_at: int | None = None
     aborted: bool = False
+    tool: str = ""
     delivered: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -86,6 +88,9 @@ class FakeSequence(PulledSequence):
         self.aborted = True
         self.on_abort()
 
+    def calls_tool(self, tool: str) -> None:
+        self.tool = tool
+
 
 def fake_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (5, -2.0), (6, float("-inf"))][:count])
@@ -122,6 +127,7 @@ class FakeEngine:
     priorities: list[tuple[int, str]] = field(default_factory=list)
     controls: list[str] = field(default_factory=list)
     adapters: list[AdapterRef | None] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     unloaded: list[tuple[AdapterRef, bool]] = field(default_factory=list)
     figures: Statistics = field(
         default_factory=lambda: Statistics(
@@ -142,6 +148,7 @@ class FakeEngine:
         parent: Any = None,
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
+        job: Job = NO_JOB,
         on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:
@@ -168,6 +175,7 @@ class FakeEngine:
         self.added.append(sequence)
         self.priorities.append((priority, cache_salt))
         self.adapters.append(adapter)
+        self.jobs.append(job)
         return sequence
 
     def _tokens(self, seed: int) -> list[int]:

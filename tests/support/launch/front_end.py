@@ -109,6 +109,7 @@ class EndlessEngine:
         parent: Any = None,
         num_shared: int = 0,
         adapter: Any = None,
+        job: Any = None,
         on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)

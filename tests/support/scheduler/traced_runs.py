@@ -10,20 +10,23 @@ from lines_in_memory import record_log
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.lines import Line, encode_line
 
 STEP_SECONDS = 0.001
 
 
-def random_run(seed: int, events: int = 40) -> Driver:
+def random_run(seed: int, events: int = 40, **settings: Any) -> Driver:
     """Run with several clients, small pools, priorities, drafts, grammars, aborts, failures, and new worker epochs with
-    half the token budget."""
+    half the token budget. ``settings`` replace random ones; the time is an event if a policy needs it."""
     rng = random.Random(seed)
-    driver = Driver(**_settings(rng))
+    driver = Driver(**_settings(rng) | settings)
     driver.worker.step_seconds = lambda tokens, drafts: 1.0 + 0.1 * tokens
     driver.worker.draft_quality = 0.6
     prefix = [rng.randrange(1000) for _ in range(9)]
     for index in range(events):
+        if driver.config.uses_programs:
+            driver.consume(Clock(index * 20.0))
         _arrive(driver, rng, f"r{index}", prefix)
         for _ in range(rng.randrange(2, 20)):
             driver.random_step(rng)

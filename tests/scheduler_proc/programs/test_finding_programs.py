@@ -1,0 +1,231 @@
+"""Which requests are turns of one program, when no client names its job; and jobs that clients name."""
+
+import random
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver
+
+from quire.scheduler_proc.programs.match import Matcher
+from quire.scheduler_proc.requests.request import Program
+
+BLOCK = 4
+SYSTEM = list(range(100, 140))
+"""A system prompt of whole blocks."""
+
+
+class Agents:
+    """A driver whose requests are sent by conversations."""
+
+    def __init__(self, **settings: object) -> None:
+        self.driver = Driver(
+            num_blocks=400,
+            **{"scheduling_policy": "program", "max_model_len": 1024, "max_num_batched_tokens": 1024} | settings,
+        )
+        self._rng = random.Random(5)
+        self._numbers = count()
+
+    def words(self, num_tokens: int = 40) -> list[int]:
+        """Return tokens that no other call returns."""
+        return [self._rng.randrange(200, 1000) for _ in range(num_tokens)]
+
+    def start(self, prompt: Sequence[int], max_tokens: int = 12, **fields: object) -> tuple[str, Program | None]:
+        """Send a request. Return its id and its program."""
+        name = f"r{next(self._numbers)}"
+        self.driver.add(name, list(prompt), max_tokens=max_tokens, ignore_eos=True, **fields)
+        assert self.driver.answers[name].rejected is None, self.driver.answers[name].rejected
+        return name, self.driver.request(name).program
+
+    def end(self, name: str) -> list[int]:
+        """Return the answer of a request."""
+        return self.driver.run()[name].tokens
+
+    def turn(self, prompt: Sequence[int], **fields: object) -> tuple[Program | None, list[int]]:
+        """Send a request. Return its program, and the context at the end: prompt and answer."""
+        name, program = self.start(prompt, **fields)
+        return program, [*prompt, *self.end(name)]
+
+    def found(self) -> dict[str, int]:
+        programs = self.driver.control("statistics").programs
+        assert programs is not None
+        return {how: number for how, number in programs.turns.items() if number}
+
+    def finish(self) -> None:
+        self.driver.finish()
+        assert self.driver.replay_lines() is None
+
+
+def test_a_turn_that_continues_the_context_belongs_to_its_program() -> None:
+    agents = Agents()
+    first, context = agents.turn(SYSTEM + agents.words())
+    for _ in range(2):
+        program, context = agents.turn(context + agents.words(9))
+        assert program is first
+    assert agents.found() == {"new": 1, "prefix": 2}
+    agents.finish()
+
+
+def test_a_common_system_prompt_does_not_make_two_conversations_one_program() -> None:
+    agents = Agents()
+    seen = set()
+    for _ in range(3):
+        program, context = agents.turn(SYSTEM + agents.words(80))
+        assert program is not None and program not in seen
+        seen.add(program)
+        again, _ = agents.turn(context + agents.words())
+        assert again is program
+    agents.finish()
+
+
+def test_an_answer_that_the_client_wrote_otherwise_may_differ() -> None:
+    """Templates drop thoughts, and clients parse calls and write them again."""
+    agents = Agents()
+    prompt = SYSTEM + agents.words(80)
+    first, _ = agents.turn(prompt)
+    again, _ = agents.turn(prompt + agents.words(30))
+    assert again is first
+    agents.finish()
+
+
+def test_the_end_of_a_first_prompt_may_be_dropped_but_not_its_text() -> None:
+    agents = Agents()
+    prompt = SYSTEM + agents.words(120)
+    first, _ = agents.turn(prompt + agents.words(8))
+    again, _ = agents.turn(prompt + agents.words(40))
+    other, _ = agents.turn(SYSTEM + agents.words(200))
+    assert again is first is not other
+    agents.finish()
+
+
+def test_samples_of_one_prompt_are_separated_by_their_answers() -> None:
+    agents = Agents()
+    prompt = SYSTEM + agents.words()
+    (one, first), (two, second) = agents.start(prompt, seed=1), agents.start(prompt, max_tokens=20)
+    assert first is not second
+    contexts = [prompt + agents.end(one), prompt + agents.end(two)]
+    # The fake model samples greedily: what the client sends back makes the contexts differ.
+    third, _ = agents.turn(contexts[1] + agents.words())
+    assert third is second
+    agents.finish()
+
+
+def test_a_conversation_of_another_tenant_is_another_program() -> None:
+    agents = Agents()
+    first, context = agents.turn(SYSTEM + agents.words(), tenant=1)
+    other, _ = agents.turn(context + agents.words(), tenant=2)
+    assert other is not first
+    same, _ = agents.turn(context + agents.words(), tenant=1)
+    assert same is first
+    agents.finish()
+
+
+def test_a_request_beside_a_running_one_joins_its_program_only_behind_the_first_prompt() -> None:
+    agents = Agents()
+    prompt = SYSTEM + agents.words()
+    first, context = agents.turn(prompt)
+    name, running = agents.start(context + agents.words(), max_tokens=40)
+    _, beside = agents.start(context + agents.words())
+    assert first is running is beside
+    _, other = agents.start(SYSTEM + agents.words())
+    assert other is not first
+    agents.end(name)
+    agents.finish()
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_compacted_history_belongs_to_the_only_program_with_its_beginning(shared: int) -> None:
+    """Unless another program shares the beginning, which is then a system prompt."""
+    agents = Agents(block_size=64, max_model_len=16384, max_num_batched_tokens=16384)
+    system = agents.words(3000)
+    for _ in range(shared):
+        agents.turn(system + agents.words(200))
+    first, context = agents.turn(system + agents.words(200))
+    agents.turn(context + agents.words(300))
+    compacted, _ = agents.turn(system + agents.words(6000))
+    assert (compacted is first) == (not shared)
+    agents.finish()
+
+
+def test_without_prefix_caching_only_a_hint_makes_a_program() -> None:
+    agents = Agents(enable_prefix_caching=False)
+    none, context = agents.turn(SYSTEM + agents.words())
+    assert none is None
+    named, _ = agents.turn(context, job_id="mine")
+    assert named is not None and named.job_id == "mine"
+    assert agents.found() == {"none": 1, "job_id": 1}
+    agents.finish()
+
+
+def test_policies_without_programs_remember_nothing() -> None:
+    agents = Agents(scheduling_policy="fcfs")
+    assert agents.turn(SYSTEM, job_id="mine")[0] is None
+    assert agents.driver.control("statistics").programs is None
+
+
+def test_a_job_that_a_later_turn_names_keeps_its_program() -> None:
+    """The first response of a chain of responses has no id when it is requested."""
+    agents = Agents()
+    first, context = agents.turn(SYSTEM + agents.words())
+    named, context = agents.turn(context + agents.words(), job_id="resp_1", hint="response")
+    again, _ = agents.turn(agents.words(), job_id="resp_1", hint="response")
+    assert first is named is again
+    assert agents.found() == {"new": 1, "response": 2}
+    nameless, _ = agents.turn(SYSTEM)
+    other, _ = agents.turn(SYSTEM, job_id="resp_2", hint="response")
+    assert other is not nameless, "the same prompt is not its next turn"
+    agents.finish()
+
+
+def test_no_request_follows_the_last_step_but_one_that_was_accepted_before() -> None:
+    agents = Agents()
+    program, context = agents.turn(SYSTEM, job_id="mine", is_last_step=True)
+    agents.driver.add("late", context, job_id="mine")
+    refused = agents.driver.answers["late"].rejected
+    assert refused is not None and (refused.code, refused.param) == ("job_ended", "job_id")
+    again, _ = agents.turn(context, job_id="mine", resubmitted=True, is_last_step=True)
+    assert again is program
+    agents.driver.add("nameless", context, is_last_step=True)
+    refused = agents.driver.answers["nameless"].rejected
+    assert refused is not None and refused.param == "is_last_step"
+    agents.finish()
+
+
+def test_forks_belong_to_the_program_of_their_parent() -> None:
+    agents = Agents()
+    name, program = agents.start(SYSTEM + agents.words(), max_tokens=40)
+    _, fork = agents.start([], forked_from=name)
+    assert fork is program is not None
+    agents.end(name)
+    agents.finish()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32))
+def test_anchors_stay_consistent_and_survive_a_keyframe(seed: int) -> None:
+    rng = random.Random(seed)
+    matcher, live = Matcher(BLOCK), []
+    for number in range(1, 60):
+        depth = rng.randrange(0, 30)
+        path = bytes(rng.randrange(2) if at > depth // 2 else 0 for at in range(depth))
+        hashes = [path[: at + 1] for at in range(depth)]  # chained: equal hashes mean equal prefixes
+        program = matcher.find(0, hashes, len(hashes) * BLOCK)
+        if program is None:
+            program = Program(number, 0, "", 0.0)
+            live.append(program)
+        matcher.arrived(program, hashes, len(hashes) * BLOCK)
+        if rng.random() < 0.7:
+            matcher.ended(program, [*hashes, path + b"\2"])
+        if live and rng.random() < 0.2:
+            matcher.forget(live.pop(rng.randrange(len(live))))
+        matcher.check()
+    restored = Matcher(BLOCK)
+    states = [(program, state) for program in live if (state := matcher.state(program)) is not None]
+    restored.restore(states)
+    restored.check()
+    assert [(program, restored.state(program)) for program, _ in states] == states
+    for program in live:
+        matcher.forget(program)
+    assert matcher.find(0, [bytes(at + 1) for at in range(60)], 240) is None
