@@ -26,7 +26,7 @@ from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 _HELD = (WaitReason.LOADING, WaitReason.ADAPTER)
 """Reasons for which a request is held, so that the next one is considered."""
-_LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE)
+_LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.PROGRAM_LIMIT, WaitReason.FULL_SEQUENCE)
 """Reasons to wait that do not depend on which prefills a step has."""
 
 
@@ -277,6 +277,7 @@ class Planner:
             plan.prefill_budget,
             len(plan.preempted),
             self.config,
+            self._programs.protected_blocks(request),
         )
         if state == self._refused:
             return self._refusal
@@ -364,9 +365,9 @@ class Planner:
             self._transfers.admitted(request, choice)
         return None
 
-    def has_room_for_prompt(self, request: Request, hits: GroupBlocks) -> bool:
+    def has_room_for_prompt(self, request: Request, hits: GroupBlocks, protected: int) -> bool:
         """Whether the pool has blocks for all known tokens of a request of which this step computes only a chunk."""
-        return self.kv.can_fit_full_sequence(request, request.num_tokens, hits)
+        return self.kv.can_fit_full_sequence(request, request.num_tokens, hits, keep_free=protected)
 
     def _lacks_blocks(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_tokens: int
@@ -380,10 +381,13 @@ class Planner:
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
-        if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits):
-            return WaitReason.KV_BLOCKS
-        new_blocks = self.kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=self._keep_free)
-        return WaitReason.KV_BLOCKS if new_blocks is None else None
+        protected = self._programs.protected_blocks(request)
+        reason = WaitReason.PROGRAM_LIMIT if protected else WaitReason.KV_BLOCKS
+        if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits, protected):
+            return reason
+        keep_free = self._keep_free + protected
+        new_blocks = self.kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=keep_free)
+        return reason if new_blocks is None else None
 
     @property
     def _keep_free(self) -> int:

@@ -31,6 +31,7 @@ class RequestTable:
         unsteady: running requests outside of steady decode.
         leaving: requests whose last token is in flight: removed from the workers, but not yet ended.
         rows: number of running requests per tenant, without zeros.
+        last_number: number of the newest request.
     """
 
     def __init__(self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int) -> None:
@@ -49,7 +50,7 @@ class RequestTable:
         self._chosen: dict[int, int] = {}
         self._retired: list[int] = []
         self._num_retired_in_flight = 0
-        self._num_added = self._num_admitted = 0
+        self.last_number = self._num_admitted = 0
 
     @property
     def num_tenants(self) -> int:
@@ -70,8 +71,8 @@ class RequestTable:
     def add(self, request: Request, number: int = 0) -> None:
         """Queue a new request, and set its handle and number. ``number``: another request's; 0 for the next."""
         request.handle = self.handles.allocate()
-        self._num_added += not number
-        request.number = number or self._num_added
+        self.last_number += not number
+        request.number = number or self.last_number
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)

@@ -44,8 +44,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.pins import Pins
-from quire.scheduler_proc.programs.programs import Programs
+from quire.scheduler_proc.programs.programs import make_programs
 from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
 from quire.scheduler_proc.requests.events import Clock, Consumed, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
@@ -124,8 +123,8 @@ class Scheduler:
         self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
         self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
         self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
-        pins = Pins(config, self.kv, self.transfers.costs, self.steady_decode.clock, self.decisions.note)
-        self.programs = Programs(config, pins, value)
+        shared = self.kv, self.table.waiting, self.transfers.costs, self.steady_decode.clock, self.decisions.note
+        self.programs = make_programs(config, *shared, value)
         side_work = self.transfers, self.forks, self.beams, self.adapters, self.programs
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work

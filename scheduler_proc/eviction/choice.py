@@ -18,4 +18,4 @@ def make_eviction(
         blocks_per_unit = sum(unit / group.block_size for group in layout.groups)
         value = ValueEviction(unit, max(int((num_blocks - 1) / blocks_per_unit), 1))
         return value, value
-    return None, RecentUse() if config.scheduling_policy == "continuum" else None
+    return None, RecentUse() if config.scheduling_policy in ("program", "continuum") else None

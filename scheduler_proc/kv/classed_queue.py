@@ -9,7 +9,8 @@ from quire.scheduler_proc.kv.releases import Freed, Line, Releases
 
 
 class ClassedFreeQueue(FreeKVCacheBlockQueue):
-    """Free blocks in reuse order: those without content, then contents by rank, then pinned ones, those with the highest pin first.
+    """Free blocks in reuse order: those without content, then contents by rank, and then those with a pin, the highest
+    pin first.
 
     Contents are in one line per class. Within a line the order is that of their release, so that only the oldest of
     each line are compared: allocating costs O(1) per block, O(log classes) per release and O(classes) per new version

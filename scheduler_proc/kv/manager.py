@@ -148,15 +148,18 @@ class KVCacheManager:
         request: CacheRequest,
         max_total_tokens: int,
         computed: GroupBlocks | None = None,
+        *,
+        keep_free: int = 0,
     ) -> bool:
         """Return whether the free blocks suffice for a waiting request to reach ``max_total_tokens``.
 
         Args:
             computed: its cache hits, when already looked up.
+            keep_free: blocks that must remain free.
         """
         hits = self.get_computed_blocks(request)[0] if computed is None else computed
         needed = self.num_blocks_for(max_total_tokens) - self.coordinator.num_shared(hits)
-        return needed <= self.pool.num_free_blocks
+        return needed <= self.pool.num_free_blocks - keep_free
 
     def allocate_slots(
         self,

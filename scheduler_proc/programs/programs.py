@@ -1,21 +1,77 @@
 """Programs: finds the program of each request, and follows its turns."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
+from quire.scheduler_proc.costs.costs import Costs
 from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
 from quire.scheduler_proc.eviction.value import ValueEviction
-from quire.scheduler_proc.programs.match import Matcher
+from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.programs.limit import LimitState, ProgramLimit, Queue
+from quire.scheduler_proc.programs.match import Matcher, TrailState
 from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request
+from quire.scheduler_proc.requests.step_clock import StepClock
 
 MAX_PROGRAMS = 4096
 """Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
+
+
+class ProgramRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A program without requests, with the fields of ProgramState. ``trail``: None if a request has named its job."""
+
+    number: int
+    tenant: int
+    job_id: str
+    num_turns: int
+    num_tokens: int
+    num_served_tokens: int
+    first_seen: float
+    last_seen: float
+    last_request: tuple[int, str]
+    tool: str
+    has_ended: bool
+    trail: TrailState | None
+
+
+class ProgramsState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All programs while no request exists.
+
+    Attributes:
+        now: seconds, as of the last ``Clock``.
+        known: the least recently seen first.
+        limit: None without ``--scheduling-policy program``.
+    """
+
+    now: float
+    known: list[ProgramRecord] = []
+    limit: LimitState | None = None
+
+
+def make_programs(
+    config: EngineConfig,
+    kv: KVCacheManager,
+    waiting: Queue,
+    costs: Costs,
+    clock: StepClock,
+    note: Callable[[Decision], None],
+    value: ValueEviction | None,
+) -> "Programs":
+    """Return the programs with what the policy of ``config`` needs. ``value``: see ``Programs``.
+
+    Raises:
+        ConfigError: the policy does not fit the other settings.
+    """
+    limit = None
+    if config.scheduling_policy == "program":
+        limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config.max_programs, clock, note)
+    return Programs(config, Pins(config, kv, costs, clock, note), value, limit)
 
 
 class JobEnded(Exception):
@@ -29,14 +85,26 @@ class Programs:
         is_enabled: whether a policy needs programs.
         now: seconds, as of the last ``Clock``.
         pins: blocks that are kept between two turns.
+        limit: the programs that are admitted; None without ``--scheduling-policy program``.
         known: programs by (tenant, job id), or by (tenant, number) if no request has named a job; the least
             recently seen first.
         found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 
-    def __init__(self, config: EngineConfig, pins: Pins, value: ValueEviction | None = None) -> None:
-        """``value``: what learns from turns which contents to evict, or None."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        pins: Pins,
+        value: ValueEviction | None = None,
+        limit: ProgramLimit | None = None,
+    ) -> None:
+        """
+        Args:
+            value: what learns from turns which contents to evict, or None.
+            limit: what decides which programs are admitted, or None.
+        """
         self._value = value
+        self.limit = limit
         self.is_enabled = config.uses_programs
         self.pins = pins
         self.now = 0.0
@@ -49,6 +117,8 @@ class Programs:
         self.now = max(self.now, now)
         if self._value is not None:
             self._value.clock(self.now)
+        if self.limit is not None:
+            self.limit.clock(self.now)
         self.pins.clock(self.now)
 
     def find(
@@ -102,12 +172,15 @@ class Programs:
         self.known[_key(program)] = program
         if not program.job_id:
             self._matcher.arrived(program, request.block_hashes, request.num_tokens)
+        pause = self.now - program.last_seen if program.num_turns and program.is_paused else -1.0
         program.live[request.handle] = request
         program.last_request = request.client, request.request_id
         program.last_seen = self.now
         program.num_tokens = request.num_tokens
         program.has_ended |= is_last_step
         program.tool = ""
+        if self.limit is not None:
+            self.limit.arrived(program, request, self.now, pause)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -118,9 +191,13 @@ class Programs:
             program = self.known.pop(oldest)
             self._matcher.forget(program)
             self.pins.forget(program)
+            if self.limit is not None:
+                self.limit.release(program, "forgotten")
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
+        if self.limit is not None:
+            self.limit.admitted(request)
         if (program := request.program) is not None:
             program.num_served_tokens += request.num_tokens - num_hit_tokens
             self.pins.admitted(program)
@@ -138,10 +215,19 @@ class Programs:
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
         self.pins.turn_ended(program)
+        if self.limit is not None:
+            self.limit.ended(program, request)
 
     def pin_of(self, request: Request, reason: EndReason) -> int:
         """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
+        program = request.program
+        if program is not None and program.is_admitted:
+            return program.number
         return self.pins.turn_ends(request, reason)
+
+    def protected_blocks(self, request: Request) -> int:
+        """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
+        return 0 if self.limit is None else self.limit.protected_blocks(request)
 
     def turn_class(self, request: Request, reason: EndReason) -> int:
         """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
@@ -172,6 +258,50 @@ class Programs:
                 self.pins.tool_called(program)
                 return
 
+    @property
+    def state(self) -> ProgramsState:
+        """Everything that affects later decisions, but pins; there must be no requests."""
+        return ProgramsState(
+            self.now,
+            [
+                ProgramRecord(
+                    each.number,
+                    each.tenant,
+                    each.job_id,
+                    each.num_turns,
+                    each.num_tokens,
+                    each.num_served_tokens,
+                    each.first_seen,
+                    each.last_seen,
+                    each.last_request,
+                    each.tool,
+                    each.has_ended,
+                    self._matcher.state(each),
+                )
+                for each in self.known.values()
+            ],
+            None if self.limit is None else self.limit.state,
+        )
+
+    def restore(self, state: ProgramsState) -> None:
+        """Continue from a state. Raises ValueError if it does not fit the policy."""
+        if (self.limit is None) != (state.limit is None) or len(state.known) > MAX_PROGRAMS:
+            raise ValueError(f"invalid keyframe: its {len(state.known)} programs do not fit the policy of the header")
+        self.now = state.now
+        trails = []
+        for record in state.known:
+            program: Program = ProgramState(record.number, record.tenant, record.job_id, record.first_seen)
+            program.num_turns, program.num_tokens = record.num_turns, record.num_tokens
+            program.num_served_tokens, program.last_seen = record.num_served_tokens, record.last_seen
+            program.last_request, program.tool = record.last_request, record.tool
+            program.has_ended = record.has_ended
+            self.known[_key(program)] = program
+            if record.trail is not None:
+                trails.append((program, record.trail))
+        self._matcher.restore(trails)
+        if self.limit is not None and state.limit is not None:
+            self.limit.restore(state.limit, {each.number: each for each in self.known.values()})
+
     def check(self) -> None:
         """Raise AssertionError unless the programs and their requests refer to each other."""
         for key, program in self.known.items():
@@ -179,6 +309,8 @@ class Programs:
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
         self._matcher.check()
         self.pins.check()
+        if self.limit is not None:
+            self.limit.check()
 
 
 def _key(program: Program) -> tuple[int, str | int]:

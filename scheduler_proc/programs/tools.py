@@ -123,6 +123,14 @@ class PauseCounts:
             start = edge
         return choice
 
+    def quantile(self, share: float, default: float) -> float:
+        """Return the seconds that this share of the pauses do not exceed; ``default`` below MIN_PAUSES pauses."""
+        if self.total < MIN_PAUSES:
+            return default
+        counts = list(accumulate(self._counts))
+        at = bisect_left(counts, share * counts[-1])
+        return EDGES[at] if at < len(EDGES) else default
+
     @property
     def state(self) -> list[int]:
         return [self._num_open, *self._counts]

@@ -19,6 +19,8 @@ class WaitReason(enum.StrEnum):
     """Too many blocks are used for another admission (``kv_pressure_high``)."""
     FULL_SEQUENCE = "full_sequence"
     """The pool has no room for the longest sequence that it may become (``reserve_full_sequence``)."""
+    PROGRAM_LIMIT = "program_limit"
+    """The free blocks have contents of admitted programs, and a request of another program runs already."""
     PREEMPTING = "preempting"
     """A request was preempted in this step; admitting more would cause further preemption."""
     RESULT_IN_FLIGHT = "result_in_flight"

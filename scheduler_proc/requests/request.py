@@ -69,6 +69,7 @@ class Request:
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
         program: the agent or conversation of which it is a turn, or None.
+        is_overdue: it has waited for so long that it is scheduled before requests of all programs.
         parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
         diverges: whether its last token is not one of its parent's.
         leader: the client's request, if it computes a beam of that request's search; or None.
@@ -99,6 +100,7 @@ class Request:
         "handle",
         "ignore_results_until",
         "introduced",
+        "is_overdue",
         "joined_step",
         "last_step",
         "leader",
@@ -188,6 +190,7 @@ class Request:
         self.was_bad = False
         self.leader: Request | None = None
         self.program: Program | None = None
+        self.is_overdue = False
         self.split_at = 0
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0

@@ -7,7 +7,8 @@ from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.request import Request
 
 POLICIES = ("fcfs", "priority", "program", "continuum")
-BY_PROGRAM = ("program", "continuum")
+_OVERDUE, _ADMITTED, _NEW, _OTHER = range(4)
+"""Ranks under the policy ``program``; see ``ProgramLimit``."""
 OUTPUT_WEIGHT = 2
 """Service units of one output token. A prompt token counts 1; an output token occupies a row for a whole step."""
 
@@ -82,6 +83,9 @@ class RequestQueue:
     """Waiting requests. Tenants take turns; within one tenant the order is that of the policy.
 
     ``fcfs``: by arrival in this engine. ``priority``: lowest number first, then by ``arrival``, then as fcfs.
+    ``continuum``: by the first arrival of their program. ``program``: overdue requests by arrival, then turns of
+    admitted programs, first turns, and other turns, each by the first arrival of their program. After a change of
+    program or request, call ``rerank``.
 
     Among the first requests of all tenants with equal priority (fcfs: all of them), the tenant that was served least is
     next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): fair
@@ -110,12 +114,17 @@ class RequestQueue:
         """Return the sort key within a tenant; the smallest key is first, and keys are unique."""
         if self.policy == "fcfs":
             return (request.number,)
-        if self.policy in BY_PROGRAM:
-            program = request.program
-            first = 0 if program is None else program.number
-            is_admitted = program is not None and program.is_admitted
-            return (not is_admitted, first or request.number, request.number)
-        return (request.priority, request.arrival, request.number)
+        if self.policy == "priority":
+            return (request.priority, request.arrival, request.number)
+        program = request.program
+        first = request.number if program is None else program.number or request.number
+        if self.policy == "continuum":
+            return (first, request.number)
+        if request.is_overdue:
+            return (_OVERDUE, request.number)
+        is_later = program is not None and program.num_turns > 0
+        is_admitted = program is not None and program.is_admitted
+        return (_ADMITTED if is_admitted else _OTHER if is_later else _NEW, first, request.number)
 
     def heads(self) -> list[Request]:
         """Return the first request of each tenant, in the order of their turns. O(tenants)."""
@@ -138,6 +147,13 @@ class RequestQueue:
         if len(self._lines) > 1 and line.head is request:
             for each in (tenant,) if self._turns else tuple(self._lines):
                 self._take_turn(each)
+
+    def rerank(self, request: Request) -> None:
+        """Move a waiting request to its place after its key has changed. Raises KeyError if it is not in the queue."""
+        line = self._lines[request.tenant]
+        line.order.put(request.handle, self.key(request))
+        if self._turns:
+            self._take_turn(request.tenant)
 
     def peek_request(self) -> Request:
         """Return the next request. Raises IndexError if none waits."""
@@ -192,9 +208,9 @@ class RequestQueue:
         turn = self._served[head.tenant] if head.turn < 0 else head.turn
         if self.policy == "fcfs":
             return (turn, head.number)
-        if self.policy in BY_PROGRAM:
-            return (turn, *self.key(head))
-        return (head.priority, turn, head.arrival, head.number)
+        if self.policy == "priority":
+            return (head.priority, turn, head.arrival, head.number)
+        return (turn, *self.key(head))
 
     def __contains__(self, request: Request) -> bool:
         line = self._lines.get(request.tenant)

@@ -9,6 +9,7 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.programs.pins import PinsState
+from quire.scheduler_proc.programs.programs import ProgramRecord, ProgramsState
 
 PAUSES = ("", "pause_new", "pause")
 
@@ -83,6 +84,8 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         releases: with pins, the releases of the last free blocks; see ``ClassedFreeQueue.left``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
+        programs: what is known of programs; None if no policy needs them.
+        last_number: number of the newest request, if there are programs.
         pins: blocks kept while tools run, and what was learned for them; None if the policy keeps none.
     """
 
@@ -100,6 +103,8 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapters: AdaptersState | None = None
     releases: list[tuple[int, int, int]] = []
     pins: PinsState | None = None
+    programs: ProgramsState | None = None
+    last_number: int = 0
 
 
 _decoder = msgspec.msgpack.Decoder(IdleState)
@@ -126,6 +131,8 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         adapters=_adapters_state(scheduler) if scheduler.config.enable_lora else None,
         releases=pool.left_by_release(),
         pins=scheduler.programs.pins.state if scheduler.programs.pins.is_enabled else None,
+        programs=scheduler.programs.state if scheduler.programs.is_enabled else None,
+        last_number=scheduler.table.last_number if scheduler.programs.is_enabled else 0,
     )
 
 
@@ -192,6 +199,11 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
             raise ValueError("invalid keyframe: it has adapters, and the header disables them")
         known = state.adapters
         scheduler.adapters.slots.restore(known.last_number, known.places, known.dropped)
+    if state.programs is not None:
+        if not scheduler.programs.is_enabled:
+            raise ValueError("invalid keyframe: it has programs, and no policy of the header needs them")
+        scheduler.programs.restore(state.programs)
+        scheduler.table.last_number = state.last_number
     if state.pins is not None:
         if not scheduler.programs.pins.is_enabled:
             raise ValueError("invalid keyframe: it has pins, and the policy of the header keeps none")
@@ -235,4 +247,18 @@ def with_short_hashes(state: IdleState, hash_bytes: int) -> IdleState:
     if tiers is not None:
         pages = [msgspec.structs.replace(each, cached=short(each.cached)) for each in tiers.pages]
         tiers = msgspec.structs.replace(tiers, pages=pages)
-    return msgspec.structs.replace(state, cached=short(state.cached), tiers=tiers)
+    programs = state.programs
+    if programs is not None:
+        programs = msgspec.structs.replace(programs, known=[_with_short_trail(each) for each in programs.known])
+    return msgspec.structs.replace(state, cached=short(state.cached), tiers=tiers, programs=programs)
+
+
+def _with_short_trail(program: ProgramRecord) -> ProgramRecord:
+    trail = program.trail
+    if trail is None:
+        return program
+    kept, moving = (
+        [(name[:SHORT_HASH_BYTES], depth, is_common) for name, depth, is_common in names]
+        for names in (trail.kept, trail.moving)
+    )
+    return msgspec.structs.replace(program, trail=msgspec.structs.replace(trail, kept=kept, moving=moving))

@@ -29,6 +29,8 @@ from quire.scheduler_proc.process.ticks import TICK_S
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
+IDLE_S = 1.0
+"""Seconds after which an idle engine looks at the time again."""
 MIN_FAST_FORWARD = 3
 """Smallest number of quiet steps for which a fast-forward is faster than single steps."""
 
@@ -114,6 +116,8 @@ class Simulator:
             now = done if waits else min(source.next_time(), done)
             if now == NEVER and not scheduler.table.requests:
                 break  # stores in flight are not waited for
+            if scheduler.programs.limit is not None and scheduler.table.waiting and not self._in_flight:
+                now = min(now, self._now + IDLE_S)  # turns become overdue, and programs idle
             now = min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
             if now == NEVER:
                 break

@@ -1,0 +1,304 @@
+"""The limit of programs: which programs keep their contexts in the KV pool between their turns."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+
+from quire.scheduler_proc.programs.tools import PauseCounts
+from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.requests.request import Program, Request, RequestStatus
+from quire.scheduler_proc.requests.step_clock import StepClock
+
+ADMIT_SHARE = 0.8
+"""Share of the pool that the contexts of admitted programs may fill when another program is admitted."""
+KEEP_SHARE = 1.0
+"""Share of the pool above which the youngest admitted program is released, because contexts have grown."""
+GROWTH = 1.1
+"""Size for which room is kept, by the size of the context now: contexts grow with each turn."""
+FIRST_PATIENCE_S = 200.0
+"""Seconds after which the first turn of a program is scheduled before all others."""
+PATIENCE_S = 600.0
+"""Seconds after which any turn may be scheduled before all others, if ADMISSIONS_BETWEEN have been before it."""
+ADMISSIONS_BETWEEN = 20
+"""Admissions between two turns that are scheduled first because they have waited for PATIENCE_S."""
+IDLE_QUANTILE = 0.95
+"""Share of the pauses that an admitted program may exceed before another one may take its place."""
+MIN_IDLE_S, MAX_IDLE_S = 10.0, 600.0
+"""Bounds of that pause, which is MAX_IDLE_S while few pauses are known."""
+IDLE_CHECK_S = 1.0
+"""Seconds between two searches for programs that have been idle for too long."""
+MAX_CANDIDATES = 16
+"""Programs, the oldest ones, that are considered when there is room for another one."""
+
+
+class LimitState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The limit while no request exists.
+
+    Attributes:
+        pauses: as of ``PauseCounts.state``.
+        admitted: (number, blocks for which it counts) of each admitted program.
+    """
+
+    pauses: list[int]
+    admitted: list[tuple[int, int]] = []
+    num_admissions: int = 0
+    idle_checked: float = 0.0
+
+
+class Cache(Protocol):
+    """What the limit needs of the KV cache."""
+
+    @property
+    def pins(self) -> Mapping[int, int]: ...
+    def num_blocks_for(self, num_tokens: int) -> int: ...
+    def unpin(self, pin: int) -> None: ...
+
+
+class Queue(Protocol):
+    """What the limit needs of the waiting queue."""
+
+    def rerank(self, request: Request) -> None: ...
+    def __contains__(self, request: Request) -> bool: ...
+
+
+class ProgramLimit:
+    """Admits programs in the order of their first arrival while their contexts fit into the pool together.
+
+    The contexts of admitted programs are pinned between turns, and their turns are scheduled before those of others.
+    One request of the other programs can always run, even if pinned contents are evicted for it; a second one only
+    beside the pins. So a program that is not admitted advances too, more slowly.
+
+    A program that has paused for longer than most pauses last makes room for others that wait. No turn waits for ever:
+    a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S, but at most
+    one in ADMISSIONS_BETWEEN, because each evicts contexts that others need.
+
+    Invariants (``check``): ``size`` is the number of blocks of the admitted programs; a candidate is not admitted and
+    has requests.
+
+    Attributes:
+        size: blocks for which the admitted programs count.
+        num_changes: grows when a program is admitted or released.
+        releases: number of released programs by reason.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        waiting: Queue,
+        num_blocks: int,
+        max_programs: int,
+        clock: StepClock,
+        note: Callable[[Decision], None],
+    ) -> None:
+        """
+        Args:
+            num_blocks: usable blocks of the pool.
+            max_programs: most programs to admit, of any size; 0: as many as fit.
+            note: called with each decision.
+        """
+        self._cache = cache
+        self._waiting = waiting
+        self._num_blocks = num_blocks
+        self._max_programs = max_programs
+        self._clock, self._note = clock, note
+        self._admitted: dict[int, Program] = {}
+        self._sizes: dict[int, int] = {}
+        self._candidates: list[int] = []
+        self._programs: dict[int, Program] = {}
+        """Candidates by number."""
+        self._first_turns: dict[int, tuple[float, Request]] = {}
+        self._turns: dict[int, tuple[float, Request]] = {}
+        """Requests that wait for their first admission, with their arrival, by handle, the oldest first."""
+        self._others: dict[int, Request] = {}
+        """Running requests that may be of programs that are not admitted."""
+        self._pauses = PauseCounts()
+        self._num_admissions = 0
+        self._idle_checked = 0.0
+        self.size = self.num_changes = 0
+        self.releases = dict.fromkeys(("idle", "grown", "ended", "forgotten"), 0)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self._admitted)
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of programs with requests that are not admitted."""
+        return len(self._candidates)
+
+    @property
+    def idle_limit(self) -> float:
+        """Seconds of a pause after which an admitted program makes room for others."""
+        return min(max(self._pauses.quantile(IDLE_QUANTILE, MAX_IDLE_S), MIN_IDLE_S), MAX_IDLE_S)
+
+    def protected_blocks(self, request: Request) -> int:
+        """Return how many free blocks a waiting request must leave, because admitted programs need their contents."""
+        program = request.program
+        if request.is_overdue or (program is not None and program.is_admitted) or not self._admitted:
+            return 0
+        for handle, other in list(self._others.items()):
+            if other.status is RequestStatus.RUNNING and not (other.program is not None and other.program.is_admitted):
+                return sum(self._cache.pins.values())
+            del self._others[handle]
+        return 0
+
+    # ---- what happens to requests
+
+    def arrived(self, program: Program, request: Request, now: float, pause: float) -> None:
+        """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
+        line = self._turns if program.num_turns else self._first_turns
+        line[request.handle] = now, request
+        if pause >= 0:
+            self._pauses.add(pause, was_late=False)
+        if program.is_admitted:
+            self._resize(program)
+        elif program.number not in self._programs:
+            insort(self._candidates, program.number)
+            self._programs[program.number] = program
+        self._admit()
+
+    def admitted(self, request: Request) -> None:
+        """Note that a request runs now."""
+        self._num_admissions += 1
+        self._first_turns.pop(request.handle, None)
+        self._turns.pop(request.handle, None)
+        if request.program is None or not request.program.is_admitted:
+            self._others[request.handle] = request
+
+    def ended(self, program: Program, request: Request) -> None:
+        """Note that a request has ended, which is not among the live ones of its program any more."""
+        self._first_turns.pop(request.handle, None)
+        self._turns.pop(request.handle, None)
+        self._others.pop(request.handle, None)
+        self._rerank(program)  # what was its first turn is one of several now
+        if program.is_paused:
+            self._remove_candidate(program)
+            if program.has_ended:
+                self.release(program, "ended")
+        if program.is_admitted:
+            self._resize(program)
+        self._admit()
+
+    def clock(self, now: float) -> None:
+        """Find turns that have waited, and programs that have paused, for too long."""
+        while (overdue := self._overdue(now)) is not None:
+            overdue.is_overdue = True
+            self._waiting.rerank(overdue)
+        if self._candidates and now - self._idle_checked >= IDLE_CHECK_S:
+            self._idle_checked = now
+            since = now - self.idle_limit
+            for number in sorted(self._admitted):
+                program = self._admitted[number]
+                if program.is_paused and program.last_seen < since:
+                    self.release(program, "idle")
+            self._admit()
+
+    def _overdue(self, now: float) -> Request | None:
+        """Return a waiting request to schedule first, and forget its arrival; or None."""
+        for line, patience in ((self._first_turns, FIRST_PATIENCE_S), (self._turns, PATIENCE_S)):
+            for handle, (arrived, request) in list(islice(line.items(), MAX_CANDIDATES)):
+                if now - arrived < patience:
+                    break
+                if request not in self._waiting:  # held: it will be at its place when it is released
+                    continue
+                if line is self._turns and self._num_admissions < ADMISSIONS_BETWEEN:
+                    break
+                if line is self._turns:
+                    self._num_admissions = 0
+                del line[handle]
+                return request
+        return None
+
+    # ---- admitted programs
+
+    def release(self, program: Program, reason: str) -> None:
+        """Let the contents of a program be evicted like others, if it is admitted."""
+        if self._admitted.pop(program.number, None) is None:
+            return
+        self.size -= self._sizes.pop(program.number)
+        program.is_admitted = False
+        self.num_changes += 1
+        self.releases[reason] += 1
+        self._cache.unpin(program.number)
+        self._others.update((r.handle, r) for r in program.live.values() if r.status is RequestStatus.RUNNING)
+        if program.live:
+            insort(self._candidates, program.number)
+            self._programs[program.number] = program
+        self._rerank(program)
+        self._decided(program, reason)
+
+    def _admit(self) -> None:
+        """Release the youngest programs while contexts exceed the pool, and admit the oldest that fit."""
+        room = int(ADMIT_SHARE * self._num_blocks)
+        while self.size > KEEP_SHARE * self._num_blocks and len(self._admitted) > 1 and not self._max_programs:
+            self.release(self._admitted[max(self._admitted)], "grown")
+        for number in self._candidates[:MAX_CANDIDATES]:
+            program = self._programs[number]
+            size = self._size(program)
+            if len(self._admitted) < self._max_programs or (not self._max_programs and self.size + size <= room):
+                self._remove_candidate(program)
+                self._admitted[number] = program
+                self._sizes[number] = size
+                self.size += size
+                program.is_admitted = True
+                self.num_changes += 1
+                self._rerank(program)
+                self._decided(program, "admitted")
+
+    def _decided(self, program: Program, reason: str) -> None:
+        detail = f"{self.size} of {self._num_blocks} blocks are for {self.num_admitted} programs"
+        self._note(Decision(self._clock.sent + 1, "program", program.last_request[1], reason, detail=detail))
+
+    def _size(self, program: Program) -> int:
+        """Return the blocks of the contexts of a program; parallel turns have one each."""
+        tokens = max(sum(request.num_tokens for request in program.live.values()), program.num_tokens)
+        return max(self._cache.num_blocks_for(int(GROWTH * tokens)), self._cache.pins.get(program.number, 0))
+
+    def _resize(self, program: Program) -> None:
+        size = self._size(program)
+        self.size += size - self._sizes[program.number]
+        self._sizes[program.number] = size
+
+    def _remove_candidate(self, program: Program) -> None:
+        if self._programs.pop(program.number, None) is not None:
+            del self._candidates[bisect_left(self._candidates, program.number)]
+
+    def _rerank(self, program: Program) -> None:
+        for request in program.live.values():
+            if request in self._waiting:
+                self._waiting.rerank(request)
+
+    # ---- state and checks
+
+    @property
+    def state(self) -> LimitState:
+        return LimitState(self._pauses.state, sorted(self._sizes.items()), self._num_admissions, self._idle_checked)
+
+    def restore(self, state: LimitState, programs: Mapping[int, Program]) -> None:
+        """Continue from a state. ``programs``: all programs, by number.
+
+        Raises:
+            ValueError: the state is invalid.
+        """
+        self._pauses.restore(state.pauses)
+        self._num_admissions, self._idle_checked = state.num_admissions, state.idle_checked
+        if strangers := [number for number, _ in state.admitted if number not in programs]:
+            raise ValueError(f"admitted programs are unknown: {strangers[:16]}")
+        self._sizes = dict(state.admitted)
+        self._admitted = {number: programs[number] for number in self._sizes}
+        for program in self._admitted.values():
+            program.is_admitted = True
+        self.size = sum(self._sizes.values())
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        assert self._admitted.keys() == self._sizes.keys() and self.size == sum(self._sizes.values()), "wrong size"
+        assert all(program.is_admitted for program in self._admitted.values()), "an admitted program does not know it"
+        assert self._candidates == sorted(self._programs), "candidates are not in order of first arrival"
+        for program in self._programs.values():
+            assert program.live and not program.is_admitted, f"{program!r} is no candidate"
+        for request in (*self._first_turns.values(), *self._turns.values()):
+            assert not request[1].status.is_finished, f"{request[1]!r} has ended and is still expected"
