@@ -303,9 +303,12 @@ class Pins:
         self._costs.restore(state.costs)
 
     def held(self) -> list[tuple[str, int]]:
-        """Return (job id, number of blocks) of each program whose blocks are kept, for traces."""
-        pins = self._kv.pins
-        return [(self.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
+        """Return (job id, number of blocks) of each program whose blocks are kept, for traces.
+
+        The job id is "" if another policy keeps them.
+        """
+        pauses = self.pauses
+        return [(pauses[pin].job_id if pin in pauses else "", number) for pin, number in self._kv.pins.items()]
 
     @property
     def seconds_by_tool(self) -> dict[str, float]:
@@ -326,7 +329,9 @@ class Pins:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless each pin of the pool belongs to a pause."""
+        """Raise AssertionError unless each pin of the pool belongs to a pause, if this policy keeps any."""
+        if not self.is_enabled:
+            return
         pinned = {number for number, pause in self.pauses.items() if pause.is_pinned}
         assert self._kv.pins.keys() <= pinned, f"pins without a pause: {sorted(self._kv.pins.keys() - pinned)}"
         assert len(pinned) == self._num_pinned, f"{len(pinned)} pinned pauses, {self._num_pinned} counted"
