@@ -90,7 +90,7 @@ class EngineStatistics(dict[str, int]):
         for name in message.__struct_fields__:
             value = getattr(message, name)
             if isinstance(value, dict):
-                flat |= {f"{name}_{reason}": count for reason, count in value.items()}
+                flat |= {f"{name}_{reason}": count for reason, count in value.items() if isinstance(count, int)}
             elif isinstance(value, int) and name != "query":
                 flat[name] = int(value)
         for tier in message.tiers:

@@ -23,6 +23,8 @@ log = event_logger("scheduler")
 
 TOOL_S = 1.0
 """Seconds in which a front end says which tool an answer calls. Blocks are kept for them in any case."""
+MAX_TOOL_NAME = 64
+"""Characters of a tool's name that count; clients choose the names."""
 ENDS = ("return", "deadline", "pressure", "replaced", "dropped")
 """Why a pin ends: the next turn is admitted, or has not arrived in time; all blocks were evicted, or lost by a reset;
 another turn of the program ended later; the program was forgotten, or its next turn ended before it was admitted."""
@@ -173,6 +175,8 @@ class Pins:
         elif pause.number not in self._kv.pins:  # it had no block of its own
             pause.is_pinned = False
             self._num_pinned -= 1
+            if pause.is_back:
+                del self.pauses[pause.number]
 
     def tool_called(self, program: Program) -> None:
         """Choose again, now that the tool is known which the last answer calls."""
@@ -228,6 +232,7 @@ class Pins:
 
     def _decide(self, pause: Pause) -> None:
         """Set the deadline of a pause."""
+        pause.tool = pause.tool[:MAX_TOOL_NAME]
         worth = self._worth(pause.num_tokens)
         try:
             choice = self._estimator.choose(pause.tool, *worth)
@@ -291,7 +296,7 @@ class Pins:
         if len(pinned) != sum(pause.is_pinned for pause in state.pauses) or not self._kv.pins.keys() <= pinned:
             raise ValueError(f"invalid pins: blocks of {sorted(self._kv.pins)[:16]}, pauses of {sorted(pinned)[:16]}")
         self.now, self._mean_tokens = state.now, state.mean_tokens
-        self.pauses = {pause.number: pause for pause in state.pauses}
+        self.pauses = {pause.number: msgspec.structs.replace(pause) for pause in state.pauses}
         self._num_pinned = len(pinned)
         self._due = [(pause.until, pause.number) for pause in state.pauses]
         heapify(self._due)
@@ -318,7 +323,7 @@ class Pins:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless each pin of the pool belongs to a pause."""
+        """Raise AssertionError unless each pin of the pool belongs to a pause, if this policy keeps any."""
         if not self.is_enabled:
             return
         pinned = {number for number, pause in self.pauses.items() if pause.is_pinned}

@@ -16,8 +16,6 @@ NUM_ENDLESS = 2
 """Pauses that never end, which every distribution has from the start: each program ends at some time."""
 MAX_TOOLS = 64
 """Tools with a distribution of their own. Beyond, that of the tool which was not called for the longest time goes."""
-MAX_TOOL_NAME = 64
-"""Characters of a tool's name that count; clients choose the names."""
 # The quotients are written out, because pow() may differ between machines, and a replay must not.
 EDGES = tuple(accumulate((1.189207115002721,) * 66, float.__mul__, initial=0.05))
 """Upper edges of the intervals in which pauses are counted, in seconds: four per doubling, from 0.05 s to 4600 s."""
@@ -161,7 +159,7 @@ class ToolPauses:
             counts.add_open()
 
     def choose(self, tool: str, benefit: float, cost: float) -> Choice:
-        own = self._tools.get(tool[:MAX_TOOL_NAME])
+        own = self._tools.get(tool)
         counts = self._all if own is None or own.total < MIN_PAUSES else own
         if counts.total < MIN_PAUSES:
             return Choice(DEFAULT_S if benefit > cost * DEFAULT_S else 0.0)
@@ -169,9 +167,8 @@ class ToolPauses:
 
     def _counts(self, tool: str) -> PauseCounts:
         """Return the distribution of this tool, which was called last."""
-        name = tool[:MAX_TOOL_NAME]
-        counts = self._tools.pop(name, None) or PauseCounts()
-        self._tools[name] = counts
+        counts = self._tools.pop(tool, None) or PauseCounts()
+        self._tools[tool] = counts
         if len(self._tools) > MAX_TOOLS:
             del self._tools[next(iter(self._tools))]
         return counts
