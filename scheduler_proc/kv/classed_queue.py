@@ -35,14 +35,22 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         if n > self.num_free_blocks:
             raise IndexError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
+        self.num_free_blocks -= n
         taken = self._uncached.popleft_n(min(n, self._uncached.num_free_blocks))
+        missing = n - len(taken)
+        if not missing:
+            return taken
+        num_pinned = 0
         while len(taken) < n:
             freed = self._next()
             count = min(n - len(taken), freed.blocks.num_free_blocks)
             taken += freed.blocks.popleft_n(count)
-            self._releases.num_evicted["pinned" if freed.pin else self._releases.ranking.policy] += count
-            self._note_empty(freed)
-        self.num_free_blocks -= n
+            if freed.pin:
+                num_pinned += count
+                self._note_empty(freed)
+        self._releases.num_evicted[self._releases.ranking.policy] += missing - num_pinned
+        if num_pinned:
+            self._releases.num_evicted["pinned"] += num_pinned
         return taken
 
     def _next(self) -> Freed:

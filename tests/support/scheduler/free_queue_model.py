@@ -14,7 +14,7 @@ NUM_CLASSES = 3
 class ByClass:
     """Ranks that change with each version: one class after the other, and the oldest content first within a class."""
 
-    num_classes = NUM_CLASSES
+    policy, num_classes = "by class", NUM_CLASSES
 
     def __init__(self) -> None:
         self.now, self.version = 0.0, 0
