@@ -14,7 +14,7 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
     Contents are in one line per class. Within a line the order is that of their release, so that only the oldest of
     each line are compared: allocating costs O(1) per block, O(log classes) per release and O(classes) per new version
     of the ranking. A hit removes its blocks in O(1) each. Pins keep nothing from being allocated: a pinned content is
-    evicted as soon as no other free block is left, the one that was pinned first before others.
+    evicted as soon as no other free block is left, the oldest first.
 
     With one class and no pins it behaves like FreeKVCacheBlockQueue, except that blocks which lose their content while
     they are free are reused first.
