@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import groupby
 from typing import Any
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -108,14 +109,15 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         of_block = self._releases.of_block
-        for block in blocks:
-            freed = of_block[block.block_id]
+        # The blocks of a hit usually are of one release, which then removes them together.
+        for freed, run in groupby(blocks, lambda block: of_block[block.block_id]):
+            part = tuple(run)
             if freed is None:
-                self._uncached.remove_n((block,))
+                self._uncached.remove_n(part)
             else:
-                freed.blocks.remove_n((block,))
+                freed.blocks.remove_n(part)
                 self._note_empty(freed)
-            self.num_free_blocks -= 1
+            self.num_free_blocks -= len(part)
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add cached blocks to the current release, and reuse the others after those without content."""
