@@ -30,7 +30,8 @@ class Shadow:
         self.capacity = max(round(num_contents * share), 1)
         self.num_looked_up = self.num_lru_hits = self.num_value_hits = 0
         self._turns = turns
-        self._below = round(share * 2**16).to_bytes(3, "big")
+        self._end = round(share * 2**16).to_bytes(3, "big")[1:] if share < 1.0 else b"\xff" * 64
+        """Contents with a lower key are in the sample."""
         self._lru: OrderedDict[bytes, None] = OrderedDict()
         self._lines: list[OrderedDict[bytes, float]] = [OrderedDict() for _ in range(NUM_CLASSES)]
         """By class: contents and their last use, the oldest first."""
@@ -49,19 +50,18 @@ class Shadow:
         Returns:
             How many contents were looked up, and were found under LRU and under value; None if none is in the sample.
         """
-        below = self._below
-        sample = [key for key in hashes if b"\0" + key[:2] < below]
+        end = self._end
+        prompt = [key for key in hashes[:num_prompt_hashes] if key < end]
+        sample = prompt + [key for key in hashes[num_prompt_hashes:] if key < end]
         if not sample:
             return None
-        looked_up = sum(b"\0" + key[:2] < below for key in hashes[:num_prompt_hashes])
-        prompt = sample[:looked_up]
         lru = sum(1 for _ in takewhile(self._lru.__contains__, prompt))
         value = sum(1 for _ in takewhile(self._class_of.__contains__, prompt))
-        self.num_looked_up += looked_up
+        self.num_looked_up += len(prompt)
         self.num_lru_hits += lru
         self.num_value_hits += value
         self._use(sample, number, now)
-        return looked_up, lru, value
+        return len(prompt), lru, value
 
     def _use(self, sample: Sequence[bytes], number: int, now: float) -> None:
         line = self._lines[number]

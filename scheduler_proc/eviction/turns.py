@@ -28,7 +28,10 @@ _STAGES = 2 * MAX_DEPTH - 1
 NUM_CLASSES = _FIRST + 4 * _STAGES * (len(LENGTHS) + 1)
 
 WAIT_S = 600.0
-"""Seconds after its end after which a turn counts as not continued."""
+"""Seconds after its end after which a turn counts as not continued, at least."""
+MAX_WAIT_S = 7200.0
+WAIT_GAPS = 4.0
+"""The same in mean times until a turn is continued, up to MAX_WAIT_S: conversations may be slower."""
 MAX_OPEN = 8192
 """Ended turns that are remembered. Beyond, the oldest count as not continued."""
 SHRINKAGE = 3.0
@@ -123,17 +126,18 @@ class Turns:
 
     def learn(self, now: float) -> None:
         """Forget turns that ended too long ago, and compute what ``hazard`` returns."""
-        ended = self._open
+        ended, mean_gap = self._open, sum(self._gaps) / max(sum(self._continued), 1.0)
+        wait = min(max(WAIT_S, WAIT_GAPS * mean_gap), MAX_WAIT_S)
         while ended:
             oldest = next(iter(ended.values()))
-            if now - oldest.at < WAIT_S and len(ended) <= MAX_OPEN:
+            if now - oldest.at < wait and len(ended) <= MAX_OPEN:
                 break
             ended.popitem(last=False)
             self._num[oldest.turn_class] += not oldest.is_continued
         num_continued = sum(self._continued)
         p = SHRINKAGE * (num_continued + 1.0) / (sum(self._num) + 2.0)
         gap = RATE_SHRINKAGE * (sum(self._gaps) + MEAN_GAP_S) / (num_continued + 1.0)
-        # Below 1, so that no age makes the hazard of a class exactly that of another.
+        # Below 1: at 1 the hazard would not fall with the age.
         counts = zip(self._continued, self._num, strict=True)
         self._p = [min((continued + p) / (num + SHRINKAGE), 0.999) for continued, num in counts]
         times = zip(self._continued, self._gaps, strict=True)

@@ -16,7 +16,7 @@ LONG_LEAD = 0.001
 HALF_LIFE, LONG_HALF_LIFE = 8, 200
 """Shadow capacities of looked up contents after which a hit counts half, in the short and in the long time."""
 LEARN_S = 1.0
-"""Seconds between two updates of what was learned."""
+"""Seconds between two updates of the ranks, so that they cost little per eviction."""
 
 
 class _Lead:
@@ -82,14 +82,15 @@ class ValueEviction:
     def rank(self, freed: Freed) -> float:
         if not self.is_by_value:
             return freed.order
-        return self._turns.hazard(freed.turn_class, self.now - freed.at)
+        return self._turns.hazard(freed.turn_class, self._learned_at - freed.at)
 
     def clock(self, now: float) -> None:
-        """Set the time, and choose the policy until the next call."""
+        """Set the time. Every LEARN_S, update the ranks and choose the policy."""
         self.now = now
-        if now - self._learned_at >= LEARN_S:
-            self._learned_at = now
-            self._turns.learn(now)
+        if now - self._learned_at < LEARN_S:
+            return
+        self._learned_at = now
+        self._turns.learn(now)
         was = self.is_by_value
         self.is_by_value = self._lead.share > (0.0 if was else self._needed) and self._long_lead.share > LONG_LEAD
         if was or self.is_by_value:

@@ -29,7 +29,7 @@ class BlockPool:
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
         by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
-        releases: with classes and pins, what the free queue knows of the contents; otherwise None.
+        releases: with classes and pins, the releases in the free queue; otherwise None.
     """
 
     by_tenant: ClassVar[bool] = False

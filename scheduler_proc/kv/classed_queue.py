@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import groupby
 from typing import Any
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -37,14 +38,22 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         if n > self.num_free_blocks:
             raise IndexError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
+        self.num_free_blocks -= n
         taken = self._uncached.popleft_n(min(n, self._uncached.num_free_blocks))
+        missing = n - len(taken)
+        if not missing:
+            return taken
+        num_pinned = 0
         while len(taken) < n:
             freed = self._next()
             count = min(n - len(taken), freed.blocks.num_free_blocks)
             taken += freed.blocks.popleft_n(count)
-            self._releases.num_evicted["pinned" if freed.pin else self._releases.ranking.policy] += count
-            self._note_empty(freed)
-        self.num_free_blocks -= n
+            if freed.pin:
+                num_pinned += count
+                self._note_empty(freed)
+        self._releases.num_evicted[self._releases.ranking.policy] += missing - num_pinned
+        if num_pinned:
+            self._releases.num_evicted["pinned"] += num_pinned
         return taken
 
     def _next(self) -> Freed:
@@ -108,14 +117,15 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         of_block = self._releases.of_block
-        for block in blocks:
-            freed = of_block[block.block_id]
+        # The blocks of a hit usually are of one release, which then removes them together.
+        for freed, run in groupby(blocks, lambda block: of_block[block.block_id]):
+            part = tuple(run)
             if freed is None:
-                self._uncached.remove_n((block,))
+                self._uncached.remove_n(part)
             else:
-                freed.blocks.remove_n((block,))
+                freed.blocks.remove_n(part)
                 self._note_empty(freed)
-            self.num_free_blocks -= 1
+            self.num_free_blocks -= len(part)
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add cached blocks to the current release, and reuse the others after those without content."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from replay_runs import simulated_run
 
 from quire.launch.replay.report.figures import weighted_percentile
 from quire.launch.replay.report.summary import summary, tables
@@ -121,3 +122,12 @@ def test_whole_rank_is_not_rounded_up() -> None:
 def test_weights_equal_repetitions(q: float) -> None:
     repeated = [1.0, 1.0, 1.0, 2.5, 4.0, 4.0, 4.0, 4.0]
     assert weighted_percentile([(1.0, 3), (2.5, 1), (4.0, 4)], q) == percentile(repeated, q)
+
+
+def test_evictions_by_policy_and_the_shadow_of_the_guard() -> None:
+    found = summary(simulated_run(eviction_policy="value"))
+    assert sum(found["evicted_by_policy"].values()) == found["evicted_blocks"] > 0
+    assert found["eviction_shadow"]["num_looked_up"] > 0
+    labels = [label for label, _ in tables(found)[-1].rows]
+    assert {"blocks evicted, lru", "hits in the shadow, value", "changes of the eviction policy"} <= set(labels)
+    assert summary(simulated_run())["evicted_by_policy"] == {}

@@ -49,7 +49,7 @@ def test_turns_that_are_continued_have_a_higher_hazard() -> None:
     assert turns.hazard(NOT_ENDED, 0.0) > lost, "an unknown class has the mean"
 
 
-def test_prompts_that_several_requests_share_are_no_turns() -> None:
+def test_prompts_that_several_requests_share_do_not_count_as_turns() -> None:
     turns = Turns()
     system = chain("system")
     turn = Turn(1, 100, 100, 50)
@@ -122,7 +122,7 @@ def chats(rng: random.Random, count: int = 600) -> Workload:
 
 
 def unfavourable(rng: random.Random, count: int = 600) -> Workload:
-    """Classes exchange their behaviour again and again, so that what was learned is wrong."""
+    """Classes exchange their behaviour again and again, so that old estimates are wrong."""
     last: dict[int, list[int]] = {}
     for number in range(count):
         phase, kind = number // 150 % 2, number % 2

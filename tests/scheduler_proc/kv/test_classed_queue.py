@@ -115,13 +115,13 @@ def test_a_pin_ends_where_its_contents_would_be_without_it() -> None:
 
 
 def test_pins_never_delay_an_allocation() -> None:
-    """A request gets all blocks although all are pinned: the first pin first, and its last block first."""
+    """A request gets all blocks although all are pinned: the highest pin first, and its last block first."""
     kv = managed(8)
     served(kv, 1, 0, 16, pin=1)
     served(kv, 2, 100, 16, pin=2)
     assert kv.pool.num_free_blocks == 8
     served(kv, 3, 200, 12)
-    assert kv.pins == {1: 1, 2: 4} and found(kv, 0, 17) == 4
+    assert kv.pins == {1: 4, 2: 1} and found(kv, 100, 17) == 4
     served(kv, 4, 300, 32)
     assert kv.pins == {} and kv.pool.num_free_blocks == 8
 

@@ -1,6 +1,7 @@
 """Runs for the reports: one of the real Scheduler with preemptions, and made-up ones of any size."""
 
 from functools import cache
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 
 
 @cache
-def simulated_run(num_blocks: int = NUM_BLOCKS) -> RunRecord:
+def simulated_run(num_blocks: int = NUM_BLOCKS, eviction_policy: Literal["lru", "value"] = "lru") -> RunRecord:
     """Sixty calls of twelve conversations in a pool that is too small: some are preempted and one is rejected. Tests
     share it and must not change it."""
     rng = np.random.default_rng(7)
@@ -33,7 +34,13 @@ def simulated_run(num_blocks: int = NUM_BLOCKS) -> RunRecord:
         )
     calls.append(Call(60, "too long", 1.9, 5000, 10))
     model = msgspec.structs.replace(SHAPES["llama-3.1-8b"], max_position=8192)
-    options = EngineOptions(device="cuda", block_size=BLOCK_SIZE, max_model_len=8192, max_num_batched_tokens=BUDGET)
+    options = EngineOptions(
+        device="cuda",
+        block_size=BLOCK_SIZE,
+        max_model_len=8192,
+        max_num_batched_tokens=BUDGET,
+        eviction_policy=eviction_policy,
+    )
     record = RunRecord(
         title=f"Small pool of {num_blocks} blocks",
         source="made up",

@@ -241,7 +241,7 @@ class Load:
             return {}
         is_last_step = rng.random() < 0.1
         self.num_jobs += is_last_step
-        return {"job_id": f"job {self.num_jobs - rng.randrange(4)} {is_last_step}", "is_last_step": is_last_step}
+        return {"job_id": f"job {self.num_jobs - rng.randrange(4)}", "is_last_step": is_last_step}
 
     def pass_time(self) -> None:
         assert self.program_rng is not None
@@ -542,7 +542,8 @@ class Load:
         answer = driver.answers[request_id]
         if answer.rejected is not None:
             assert (
-                answer.rejected.code in ("kv_pool_too_small", "queue_full", "invalid_grammar", "invalid_value")
+                answer.rejected.code
+                in ("kv_pool_too_small", "queue_full", "invalid_grammar", "invalid_value", "job_ended")
                 or (asked.may_fail and answer.rejected.code == "adapter_not_loaded")
             ) and not answer.tokens
             return
