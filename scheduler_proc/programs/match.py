@@ -18,13 +18,13 @@ MAX_OWNERS = 16
 
 
 class _Anchor(NamedTuple):
-    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``count`` of them.
+    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``num_programs`` of them.
 
     ``programs``: which ones; empty once they were more than MAX_OWNERS.
     """
 
     depth: int
-    count: int
+    num_programs: int
     programs: tuple[Program, ...]
 
 
@@ -83,7 +83,7 @@ class Matcher:
         anchors = self._anchors
         left = next((depth for depth in self._grid(len(hashes)) if hashes[depth - 1] not in anchors), None)
         for name in filter(anchors.__contains__, reversed(hashes if left is None else hashes[: left - 1])):
-            depth, count, programs = anchors[name]
+            depth, number, programs = anchors[name]
             if not programs:
                 return None
             if contains_first:
@@ -91,7 +91,7 @@ class Matcher:
             fit = [
                 each
                 for each in programs
-                if each.tenant == tenant and self._continues(each, depth, num_tokens, is_only=count == 1)
+                if each.tenant == tenant and self._continues(each, depth, num_tokens, is_only=number == 1)
             ]
             if len(fit) > 1:  # of two with the same past, the one whose newest turn ends here
                 fit = [each for each in fit if depth in self._trails[each].newest]
@@ -189,17 +189,17 @@ class Matcher:
         if known is None:
             self._anchors[name] = _Anchor(depth, 1, (program,))
             return
-        programs = (*known.programs, program) if known.programs and known.count < MAX_OWNERS else ()
-        self._anchors[name] = _Anchor(depth, known.count + 1, programs)
+        programs = (*known.programs, program) if known.programs and known.num_programs < MAX_OWNERS else ()
+        self._anchors[name] = _Anchor(depth, known.num_programs + 1, programs)
 
     def _drop(self, names: list[bytes], program: Program) -> None:
         for name in names:
-            depth, count, programs = self._anchors[name]
-            if count == 1:
+            depth, number, programs = self._anchors[name]
+            if number == 1:
                 del self._anchors[name]
             else:
                 programs = tuple(each for each in programs if each is not program)
-                self._anchors[name] = _Anchor(depth, count - 1, programs)
+                self._anchors[name] = _Anchor(depth, number - 1, programs)
         names.clear()
 
     def check(self) -> None:
@@ -212,4 +212,6 @@ class Matcher:
                 counts[name] += 1
                 programs = self._anchors[name].programs
                 assert not programs or program in programs, f"an anchor has lost {program!r}"
-        assert counts == {name: anchor.count for name, anchor in self._anchors.items()}, "wrong counts of anchors"
+        assert counts == {name: anchor.num_programs for name, anchor in self._anchors.items()}, (
+            "wrong counts of anchors"
+        )

@@ -82,7 +82,7 @@ def test_refuses_seed_out_of_range(seed: int) -> None:
 
 
 RESERVED: list[dict[str, Any]] = [
-    *({"job_id": "j"}, {"is_last_step": False}, {"resumable": True}, {"mm_features": [b"x"]}),
+    *({"resumable": True}, {"mm_features": [b"x"]}),
     {"adapter": AdapterRef("a", bytes(32), "/a")},
     {"kv_transfer": b"x"},
 ]
@@ -91,6 +91,12 @@ RESERVED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("reserved", RESERVED, ids=str)
 def test_refuses_reserved_fields(reserved: dict[str, Any]) -> None:
     assert rejection(Driver(), [1], **reserved)[0] == "unsupported"
+
+
+@pytest.mark.parametrize("fields", [{"job_id": "j" * 257}, {"is_last_step": True}], ids=str)
+def test_refuses_impossible_jobs(fields: dict[str, Any]) -> None:
+    code, param, _ = rejection(Driver(), [1], **fields)
+    assert (code, param) == ("invalid_value", next(iter(fields)))
 
 
 def test_two_clients_can_use_the_same_request_id() -> None:
