@@ -18,9 +18,12 @@ MAX_OWNERS = 16
 
 
 class _Anchor(NamedTuple):
-    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``num_programs`` of them.
+    """A block that identifies programs.
 
-    ``programs``: which ones; empty once they were more than MAX_OWNERS.
+    Attributes:
+        depth: blocks of the prefix that ends with it.
+        num_programs: programs with this prefix.
+        programs: which ones; empty once they were more than MAX_OWNERS.
     """
 
     depth: int
