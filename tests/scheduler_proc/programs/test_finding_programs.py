@@ -135,7 +135,7 @@ def test_a_request_beside_a_running_one_joins_its_program_only_behind_the_first_
     agents.finish()
 
 
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("shared", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_compacted_history_belongs_to_the_only_program_with_its_beginning(shared: int) -> None:
     """Unless another program shares the beginning, which is then a system prompt."""
     agents = Agents(block_size=64, max_model_len=16384, max_num_batched_tokens=16384)
