@@ -87,8 +87,6 @@ class Matcher:
         left = next((depth for depth in self._grid(len(hashes)) if hashes[depth - 1] not in anchors), None)
         for name in filter(anchors.__contains__, reversed(hashes if left is None else hashes[: left - 1])):
             depth, number, programs = anchors[name]
-            if not programs:
-                return None
             if contains_first:
                 programs = tuple(each for each in programs if self._contains_first(each, depth, num_tokens))
             fit = [
