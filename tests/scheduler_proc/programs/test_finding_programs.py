@@ -247,7 +247,7 @@ def test_a_summary_is_recognized_by_its_beginning_and_its_length(prompt: str, is
     first.num_turns = 1
     assert turns.find(prompt) is None
     first.num_turns = 2
-    other = turns.begin("s" * MANY + "c" * 60, num_turns=2)
+    other = turns.begin("s" * MANY + "c" * 60)
     assert turns.find(prompt) is None, "the beginning is that of two programs"
     turns.matcher.forget(other)
     assert turns.find(prompt) is (first if is_found else None)
