@@ -100,6 +100,25 @@ def test_the_end_of_a_first_prompt_may_be_dropped_but_not_its_text() -> None:
     agents.finish()
 
 
+def test_the_last_message_may_be_edited() -> None:
+    agents = Agents()
+    first, context = agents.turn(SYSTEM + agents.words())
+    _, context = agents.turn(context + agents.words())
+    for _ in range(2):
+        again, _ = agents.turn(context + agents.words())
+        assert again is first
+    agents.finish()
+
+
+def test_a_warm_up_of_the_system_prompt_takes_one_conversation_at_most() -> None:
+    turns = Turns()
+    warm_up = turns.begin("s" * 30)
+    assert turns.find("s" * 30 + "a" * 9) is warm_up
+    turns.add(warm_up, "s" * 30 + "a" * 9)
+    assert turns.find("s" * 30 + "b" * 20) is None
+    assert turns.find("s" * 30 + "a" * 9 + "c" * 9) is warm_up
+
+
 def test_samples_of_one_prompt_are_separated_by_their_answers() -> None:
     agents = Agents()
     prompt = SYSTEM + agents.words()
@@ -268,6 +287,8 @@ def test_a_prefix_of_many_programs_identifies_none_even_when_most_are_forgotten(
     for program in programs[1:]:
         turns.matcher.forget(program)
     assert turns.find("s" * 30 + "a" * 9) is None
+    turns.begin("s" * 20)
+    assert turns.find("s" * 30 + "a" * 9) is None, "its first prompt is shorter than the common prefix"
     turns.add(programs[0], "s" * 30 + "a" * 9)
     assert turns.find("s" * 30 + "a" * 9 + "b") is programs[0]
 
