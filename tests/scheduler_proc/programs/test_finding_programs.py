@@ -178,8 +178,8 @@ def test_a_job_that_a_later_turn_names_keeps_its_program() -> None:
     again, _ = agents.turn(agents.words(), job_id="resp_1", hint="response")
     assert first is named is again
     assert agents.found() == {"new": 1, "response": 2}
-    nameless, _ = agents.turn(SYSTEM)
     assert agents.turn(context + agents.words())[0] is not first, "its later turns name it"
+    nameless, _ = agents.turn(SYSTEM)
     other, _ = agents.turn(SYSTEM, job_id="resp_2", hint="response")
     assert other is not nameless, "the same prompt is not its next turn"
     agents.finish()
@@ -279,6 +279,9 @@ def test_of_two_programs_with_the_same_past_the_one_that_ends_there_continues() 
     turns.add(one, "s" * 30 + "a" * 9)
     assert turns.find("s" * 30 + "b" * 9) is two
     assert turns.find("s" * 30 + "a" * 9 + "c" * 9) is one
+    turns.add(two, "s" * 30 + "a" * 9)
+    turns.add(one, "s" * 30 + "a" * 9 + "c" * 9)
+    assert turns.find("s" * 30 + "a" * 9 + "d") is two
 
 
 def test_a_prefix_of_many_programs_identifies_none_even_when_most_are_forgotten() -> None:
