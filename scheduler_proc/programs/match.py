@@ -134,7 +134,7 @@ class Matcher:
         common = [d for d, name in zip(depths, trail.moving, strict=True) if d <= num_blocks and hashes[d - 1] == name]
         self._drop(trail.moving, program)
         trail.newest = ()
-        # The last end before this turn stays: the turn may be sent again with another message, or beside this one.
+        # The last end before this turn stays: the client may change its last message, or send two turns at once.
         self._move(program, trail, hashes, {num_blocks, num_blocks - 4, max(common, default=0)})
 
     def ended(self, program: Program, hashes: Sequence[bytes]) -> None:
