@@ -18,13 +18,16 @@ MAX_OWNERS = 16
 
 
 class _Anchor(NamedTuple):
-    """A block that identifies programs: the prefix of ``depth`` blocks that ends with it is in ``num_owners`` of them.
+    """A block that identifies programs.
 
-    ``programs``: which ones; empty once they were more than MAX_OWNERS.
+    Attributes:
+        depth: blocks of the prefix that ends with it.
+        num_programs: programs with this prefix.
+        programs: which ones; empty once they were more than MAX_OWNERS.
     """
 
     depth: int
-    num_owners: int
+    num_programs: int
     programs: tuple[Program, ...]
 
 
@@ -82,23 +85,21 @@ class Matcher:
         """
         anchors = self._anchors
         left = next((depth for depth in self._grid(len(hashes)) if hashes[depth - 1] not in anchors), None)
-        for name in filter(anchors.__contains__, reversed(hashes if left is None else hashes[: left - 1])):
-            depth, count, programs = anchors[name]
-            if not programs:
-                return None
-            if contains_first:
-                programs = tuple(each for each in programs if self._contains_first(each, depth, num_tokens))
-            fit = [
-                each
-                for each in programs
-                if each.tenant == tenant and self._continues(each, depth, num_tokens, is_only=count == 1)
-            ]
-            if len(fit) > 1:  # of two with the same past, the one whose newest turn ends here
-                fit = [each for each in fit if depth in self._trails[each].newest]
-                return fit[0] if len(fit) == 1 else None
-            if fit:
-                return fit[0]
-        return None
+        within = reversed(hashes if left is None else hashes[: left - 1])
+        deepest = next(filter(anchors.__contains__, within), None)
+        if deepest is None:
+            return None
+        depth, number, programs = anchors[deepest]
+        fit = [
+            each
+            for each in programs
+            if each.tenant == tenant
+            and self._continues(each, depth, num_tokens, is_only=number == 1)
+            and (not contains_first or self._contains_first(each, depth, num_tokens))
+        ]
+        if len(fit) > 1:  # of several with the same past, the one whose newest turn ends here
+            fit = [each for each in fit if depth in self._trails[each].newest]
+        return fit[0] if len(fit) == 1 else None
 
     def _contains_first(self, program: Program, depth: int, num_tokens: int) -> bool:
         trail = self._trails[program]
@@ -110,12 +111,13 @@ class Matcher:
         if depth > trail.num_first_blocks:  # an answer, or what followed it
             return True
         growth = num_tokens - trail.num_first_tokens
-        if depth == trail.num_first_blocks:
-            return growth >= size or (growth == 0 and program.is_paused)
+        is_second = trail.num_first_blocks in trail.newest
+        if is_second and depth == trail.num_first_blocks and growth >= size:
+            return True
         if not program.is_paused:
             return False
-        if (trail.num_first_blocks - depth) * size <= NEAR_TOKENS:
-            return growth >= size
+        if is_second and (trail.num_first_blocks - depth) * size <= NEAR_TOKENS:
+            return growth >= size or (growth == 0 and depth == trail.num_first_blocks)
         is_long = depth * size >= COMPACTED_TOKENS and growth >= 2 * COMPACTED_TOKENS
         return is_only and is_long and program.num_turns > 1
 
@@ -128,9 +130,12 @@ class Matcher:
             ends = num_blocks, num_blocks - NEAR_TOKENS // self._block_size
             for depth in {*self._grid(num_blocks), *(end for end in ends if end > 0)}:
                 self._add(hashes[depth - 1], depth, program, trail.kept)
+        depths = [self._anchors[name].depth for name in trail.moving]
+        common = [d for d, name in zip(depths, trail.moving, strict=True) if d <= num_blocks and hashes[d - 1] == name]
         self._drop(trail.moving, program)
         trail.newest = ()
-        self._move(program, trail, hashes, {num_blocks, num_blocks - 4})
+        # The last end before this turn stays: the client may change its last message, or send two turns at once.
+        self._move(program, trail, hashes, {num_blocks, num_blocks - 4, max(common, default=0)})
 
     def ended(self, program: Program, hashes: Sequence[bytes]) -> None:
         """Note the context of a turn, prompt and output, at its end."""
@@ -189,17 +194,17 @@ class Matcher:
         if known is None:
             self._anchors[name] = _Anchor(depth, 1, (program,))
             return
-        programs = (*known.programs, program) if known.programs and known.num_owners < MAX_OWNERS else ()
-        self._anchors[name] = _Anchor(depth, known.num_owners + 1, programs)
+        programs = (*known.programs, program) if known.programs and known.num_programs < MAX_OWNERS else ()
+        self._anchors[name] = _Anchor(depth, known.num_programs + 1, programs)
 
     def _drop(self, names: list[bytes], program: Program) -> None:
         for name in names:
-            depth, count, programs = self._anchors[name]
-            if count == 1:
+            depth, number, programs = self._anchors[name]
+            if number == 1:
                 del self._anchors[name]
             else:
                 programs = tuple(each for each in programs if each is not program)
-                self._anchors[name] = _Anchor(depth, count - 1, programs)
+                self._anchors[name] = _Anchor(depth, number - 1, programs)
         names.clear()
 
     def check(self) -> None:
@@ -212,4 +217,6 @@ class Matcher:
                 counts[name] += 1
                 programs = self._anchors[name].programs
                 assert not programs or program in programs, f"an anchor has lost {program!r}"
-        assert counts == {name: anchor.num_owners for name, anchor in self._anchors.items()}, "wrong counts of anchors"
+        assert counts == {name: anchor.num_programs for name, anchor in self._anchors.items()}, (
+            "wrong counts of anchors"
+        )

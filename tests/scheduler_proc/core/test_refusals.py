@@ -93,6 +93,12 @@ def test_refuses_reserved_fields(reserved: dict[str, Any]) -> None:
     assert rejection(Driver(), [1], **reserved)[0] == "unsupported"
 
 
+@pytest.mark.parametrize("fields", [{"job_id": "j" * 257}, {"is_last_step": True}], ids=str)
+def test_refuses_impossible_jobs(fields: dict[str, Any]) -> None:
+    code, param, _ = rejection(Driver(), [1], **fields)
+    assert (code, param) == ("invalid_value", next(iter(fields)))
+
+
 def test_two_clients_can_use_the_same_request_id() -> None:
     driver = Driver()
     for client in (0, 1):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
 
-from quire.scheduler_proc.programs.match import Matcher
+from quire.scheduler_proc.programs.match import COMPACTED_TOKENS, MAX_OWNERS, NEAR_TOKENS, Matcher
 from quire.scheduler_proc.requests.request import Program
 
 BLOCK = 4
@@ -100,6 +100,25 @@ def test_the_end_of_a_first_prompt_may_be_dropped_but_not_its_text() -> None:
     agents.finish()
 
 
+def test_the_last_message_may_be_edited() -> None:
+    agents = Agents()
+    first, context = agents.turn(SYSTEM + agents.words())
+    _, context = agents.turn(context + agents.words())
+    for _ in range(2):
+        again, _ = agents.turn(context + agents.words())
+        assert again is first
+    agents.finish()
+
+
+def test_a_warm_up_of_the_system_prompt_takes_one_conversation_at_most() -> None:
+    turns = Turns()
+    warm_up = turns.begin("s" * 30)
+    assert turns.find("s" * 30 + "a" * 9) is warm_up
+    turns.add(warm_up, "s" * 30 + "a" * 9)
+    assert turns.find("s" * 30 + "b" * 20) is None
+    assert turns.find("s" * 30 + "a" * 9 + "c" * 9) is warm_up
+
+
 def test_samples_of_one_prompt_are_separated_by_their_answers() -> None:
     agents = Agents()
     prompt = SYSTEM + agents.words()
@@ -135,20 +154,6 @@ def test_a_request_beside_a_running_one_joins_its_program_only_behind_the_first_
     agents.finish()
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-def test_a_compacted_history_belongs_to_the_only_program_with_its_beginning(shared: int) -> None:
-    """Unless another program shares the beginning, which is then a system prompt."""
-    agents = Agents(block_size=64, max_model_len=16384, max_num_batched_tokens=16384)
-    system = agents.words(3000)
-    for _ in range(shared):
-        agents.turn(system + agents.words(200))
-    first, context = agents.turn(system + agents.words(200))
-    agents.turn(context + agents.words(300))
-    compacted, _ = agents.turn(system + agents.words(6000))
-    assert (compacted is first) == (not shared)
-    agents.finish()
-
-
 def test_without_prefix_caching_only_a_hint_makes_a_program() -> None:
     agents = Agents(enable_prefix_caching=False)
     none, context = agents.turn(SYSTEM + agents.words())
@@ -173,6 +178,7 @@ def test_a_job_that_a_later_turn_names_keeps_its_program() -> None:
     again, _ = agents.turn(agents.words(), job_id="resp_1", hint="response")
     assert first is named is again
     assert agents.found() == {"new": 1, "response": 2}
+    assert agents.turn(context + agents.words())[0] is not first, "its later turns name it"
     nameless, _ = agents.turn(SYSTEM)
     other, _ = agents.turn(SYSTEM, job_id="resp_2", hint="response")
     assert other is not nameless, "the same prompt is not its next turn"
@@ -200,6 +206,94 @@ def test_forks_belong_to_the_program_of_their_parent() -> None:
     assert fork is program is not None
     agents.end(name)
     agents.finish()
+
+
+class Turns:
+    """A Matcher, and prompts whose blocks are known by texts."""
+
+    def __init__(self) -> None:
+        self.matcher = Matcher(BLOCK)
+        self._numbers = count(1)
+
+    def find(self, path: str, **fields: bool) -> Program | None:
+        return self.matcher.find(0, _hashes(path), BLOCK * len(path), **fields)
+
+    def begin(self, path: str, num_turns: int = 1) -> Program:
+        """Return a new program with this prompt, which has ended."""
+        program = Program(next(self._numbers), 0, "", 0.0)
+        self.add(program, path)
+        program.num_turns = num_turns
+        return program
+
+    def add(self, program: Program, path: str) -> None:
+        self.matcher.arrived(program, _hashes(path), BLOCK * len(path))
+        self.matcher.ended(program, _hashes(path))
+        self.matcher.check()
+
+
+def _hashes(path: str) -> list[bytes]:
+    """Return the chained hashes of blocks, one per character."""
+    return [path[: at + 1].encode() for at in range(len(path))]
+
+
+NEAR = NEAR_TOKENS // BLOCK
+MANY = COMPACTED_TOKENS // BLOCK
+
+
+def test_prompts_that_differ_at_the_end_are_one_program_only_if_the_later_one_is_longer() -> None:
+    turns = Turns()
+    first = turns.begin("s" * 40 + "a" * NEAR)
+    assert turns.find("s" * 40 + "b" * NEAR) is None
+    assert turns.find("s" * 40 + "b" * (NEAR + 1)) is first
+    assert turns.find("s" * 39 + "b" * (NEAR + 9)) is None
+    first.live[1] = first  # type: ignore[assignment]
+    assert turns.find("s" * 40 + "b" * (NEAR + 1)) is None, "while a turn of it is running"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_found"),
+    [
+        ("s" * MANY + "b" * (60 + 2 * MANY), True),
+        ("s" * MANY + "b" * (59 + 2 * MANY), False),
+        ("s" * (MANY - 1) + "b" * (99 + 2 * MANY), False),
+    ],
+)
+def test_a_summary_is_recognized_by_its_beginning_and_its_length(prompt: str, is_found: bool) -> None:
+    turns = Turns()
+    first = turns.begin("s" * MANY + "a" * 60, num_turns=2)
+    assert turns.find(prompt) is (first if is_found else None)
+    assert turns.find(prompt, contains_first=True) is None
+    first.num_turns = 1
+    assert turns.find(prompt) is None
+    first.num_turns = 2
+    other = turns.begin("s" * MANY + "c" * 60)
+    assert turns.find(prompt) is None, "the beginning is that of two programs"
+    turns.matcher.forget(other)
+    assert turns.find(prompt) is (first if is_found else None)
+
+
+def test_of_two_programs_with_the_same_past_the_one_that_ends_there_continues() -> None:
+    turns = Turns()
+    one, two = turns.begin("s" * 30), turns.begin("s" * 30)
+    assert turns.find("s" * 30 + "a" * 9) is None
+    turns.add(one, "s" * 30 + "a" * 9)
+    assert turns.find("s" * 30 + "b" * 9) is two
+    assert turns.find("s" * 30 + "a" * 9 + "c" * 9) is one
+    turns.add(two, "s" * 30 + "a" * 9)
+    turns.add(one, "s" * 30 + "a" * 9 + "c" * 9)
+    assert turns.find("s" * 30 + "a" * 9 + "d") is two
+
+
+def test_a_prefix_of_many_programs_identifies_none_even_when_most_are_forgotten() -> None:
+    turns = Turns()
+    programs = [turns.begin("s" * 30) for _ in range(MAX_OWNERS + 1)]
+    for program in programs[1:]:
+        turns.matcher.forget(program)
+    assert turns.find("s" * 30 + "a" * 9) is None
+    turns.begin("s" * 20)
+    assert turns.find("s" * 30 + "a" * 9) is None, "its first prompt is shorter than the common prefix"
+    turns.add(programs[0], "s" * 30 + "a" * 9)
+    assert turns.find("s" * 30 + "a" * 9 + "b") is programs[0]
 
 
 @settings(max_examples=30, deadline=None)
