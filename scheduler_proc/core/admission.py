@@ -157,7 +157,7 @@ class Admission:
         if len(event.job_id) > MAX_JOB_ID:
             text = f"job_id must have at most {MAX_JOB_ID} characters (got {len(event.job_id)})"
             raise Refusal("invalid_value", "job_id", text)
-        reserved = ("resumable", "mm_features", "kv_transfer")
+        reserved = ("mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
             text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"

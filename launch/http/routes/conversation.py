@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from quire.launch.http.routes.tool_calls import RequiredCalls
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.server import Server
+from quire.launch.sessions.open_session import ANSWER, OpenSession
+from quire.launch.text.continuation import encode_continuation
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
 from quire.launch.text.parsing.templates import Format
 from quire.launch.text.prompts import Prompt, encode_messages
@@ -74,16 +76,24 @@ class FirstCall:
 
 
 async def encode_conversation(
-    server: Server, request: ChatRequest, size: int
+    server: Server, request: ChatRequest, size: int, session: OpenSession | None = None
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
     """Render and tokenize the messages. Return the prompt, and what makes the reader of each answer to it.
 
-    ``size``: bytes of the body.
+    Args:
+        size: bytes of the body.
+        session: what the messages continue, whose tokens the prompt is without.
     """
     messages, options = request.messages, request.options
-    prompt = await server.conversations.run(
-        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
-    )
+
+    def encode() -> Prompt:
+        if session is None or not session.tokens:
+            return encode_messages(messages, options, server.text_in, server.engine)
+        is_answered = session.end == ANSWER
+        role, answered_with = ("assistant", int(session.token_ids[-1])) if is_answered else (session.end, None)
+        return encode_continuation(messages, role, answered_with, options, server.text_in, server.engine)
+
+    prompt = await server.conversations.run(size, options, encode)
     use, thinking, answers = request.tool_use, server.settings.thinking, server.settings.answer_format
     if use is not None:
         end = thinking.end_before_answer(prompt.token_ids, request.params)

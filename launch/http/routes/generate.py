@@ -6,6 +6,7 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from quire.launch.http.serving.sse import (
     run_until_disconnect,
 )
 from quire.launch.http.serving.tracing import RequestSpan
+from quire.launch.sessions.open_session import Piece
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
@@ -62,8 +64,8 @@ class Generation:
 
     __slots__ = (
         "_adapter", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_prompts", "_request",
-        "_running", "_server", "_style", "_turn", "_waiting", "tenant",
+        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_piece", "_prompts",
+        "_request", "_running", "_server", "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +79,7 @@ class Generation:
         new_formatter: NewFormatter | None = None,
         fork: ForkPoint | None = None,
         adapter: AdapterRef | None = None,
+        piece: Piece | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +88,7 @@ class Generation:
                 has no forks.
             fork: where in another answer all of the sequences begin.
             adapter: the adapter of that answer; of others it is found by the name of the model.
+            piece: the piece of a session of which the one sequence is the answer.
         """
         self._server = server
         self._style = style
@@ -94,6 +98,7 @@ class Generation:
         self._new_formatter = new_formatter
         self._fork = fork
         self._adapter = adapter
+        self._piece = piece
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
@@ -284,7 +289,8 @@ class Generation:
         """
         self._consume = consume
         try:
-            with self._server.key_queues.enter(self.tenant, self._num_sequences) as self._waiting:
+            waiting = self._server.key_queues.enter(self.tenant, self._num_sequences)
+            with waiting as self._waiting, self._piece or nullcontext():
                 await self._start()
                 self._server.running[self._formatter.request_id] = self
                 try:
@@ -331,6 +337,8 @@ class Generation:
                 if not clock.num_tokens and delta.num_output_tokens > clock.num_shared:
                     self._waiting.remove(index)
                 clock.record(delta)
+                if self._piece is not None:
+                    self._piece.add(delta.token_ids, delta.finish_reason)
                 if delta.finish_reason is not None:
                     ended.add(index)
                     self._finish_reasons.add(delta.finish_reason)
