@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from quire.launch.http.routes.tool_calls import RequiredCalls
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.server import Server
-from quire.launch.sessions.open_session import ANSWER, OpenSession
-from quire.launch.text.continuation import encode_continuation
+from quire.launch.sessions.chat_piece import encode_chat_piece
+from quire.launch.sessions.open_session import OpenSession
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
 from quire.launch.text.parsing.templates import Format
-from quire.launch.text.prompts import Prompt, encode_messages
+from quire.launch.text.prompts import Prompt
 
 
 class AnswerReader(Protocol):
@@ -86,14 +86,10 @@ async def encode_conversation(
     """
     messages, options = request.messages, request.options
 
-    def encode() -> Prompt:
-        if session is None or not session.tokens:
-            return encode_messages(messages, options, server.text_in, server.engine)
-        is_answered = session.end == ANSWER
-        role, answered_with = ("assistant", int(session.token_ids[-1])) if is_answered else (session.end, None)
-        return encode_continuation(messages, role, answered_with, options, server.text_in, server.engine)
-
-    prompt = await server.conversations.run(size, options, encode)
+    so_far = OpenSession(0, 0.0) if session is None else session
+    prompt = await server.conversations.run(
+        size, options, lambda: encode_chat_piece(so_far, messages, options, server.text_in, server.engine)
+    )
     use, thinking, answers = request.tool_use, server.settings.thinking, server.settings.answer_format
     if use is not None:
         end = thinking.end_before_answer(prompt.token_ids, request.params)

@@ -16,10 +16,10 @@ from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.body import parse_body, read_body
 from quire.launch.http.serving.gate import REQUEST_ID, TENANT
 from quire.launch.http.serving.server import Server
+from quire.launch.sessions.chat_piece import check_kind
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece, check_number
 from quire.launch.sessions.session_store import front_end_of, not_found
 from quire.launch.text.prompts import Prompt
-from quire.protocol.errors import InvalidRequest
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -106,10 +106,7 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
     server.sessions.require_room()
     found = server.sessions.get(request.scope["state"][TENANT], given.id)
     check_number(given.id, found, given.piece)
-    if found.end and is_chat == (found.end == TEXT):
-        path, kind = ("/v1/completions", "text") if is_chat else ("/v1/chat/completions", "a chat")
-        text = f"session {given.id} continues {kind}: use {path}"
-        raise InvalidRequest(text, "session", "unsupported_value")
+    check_kind(given.id, found, is_chat=is_chat)
     return found
 
 
