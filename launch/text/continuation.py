@@ -1,7 +1,7 @@
-"""What a chat template writes after a conversation so far: the end of its last turn, and further messages.
+"""Conversations that continue tokens so far, in which answers are exactly as they were sampled.
 
-The text before is not needed. A session has it as tokens, with answers exactly as they were sampled; a template would
-write some of them otherwise, such as thoughts, which many leave out of earlier turns.
+A template would write some answers otherwise, such as thoughts, which many leave out of earlier turns, and a tokenizer
+may split a text otherwise than the model did.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from quire.launch.text.chat_template import Message, written_end
 from quire.launch.text.prompts import ModelLimits, Prompt, prompt_from_ids
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.wire.arrays import Int32
 
 LAST_TEXT = "quire-continues-here"
 """Content of the message that stands for the last turn. Templates that trim messages leave it as it is."""
@@ -25,7 +26,8 @@ def encode_continuation(
     text_in: TextIn,
     limits: ModelLimits,
 ) -> Prompt:
-    """Return the tokens that continue a conversation, without those of the conversation so far.
+    """Return the tokens that continue a conversation, without those of the conversation so far: what the chat template
+    writes after it. The earlier messages are not needed.
 
     Args:
         messages: the further messages, the result of ``check_messages``.
@@ -52,5 +54,19 @@ def encode_continuation(
     ids = text_in.encode_rendered(rest)
     if ids and ids[0] == answered_with and answered_with in text_in.special_tokens:
         del ids[0]
+    prompt = prompt_from_ids(ids, limits, "messages")
+    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
+
+
+def encode_extended(
+    messages: list[Message], so_far: Int32, options: ChatOptions, text_in: TextIn, limits: ModelLimits
+) -> Prompt:
+    """Encode a conversation as ``encode_messages`` does, but keep the tokens so far if it begins with their text."""
+    rendered = text_in.render_chat(messages, options, limits.max_model_len)
+    known = text_in.decode(so_far.tolist(), skip_special_tokens=False)
+    if known and rendered.startswith(known):
+        ids = [*so_far.tolist(), *text_in.encode_rendered(rendered[len(known) :])]
+    else:
+        ids = text_in.encode_rendered(rendered)
     prompt = prompt_from_ids(ids, limits, "messages")
     return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
