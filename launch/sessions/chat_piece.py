@@ -12,7 +12,9 @@ def check_kind(name: str, session: OpenSession, *, is_chat: bool) -> None:
     """Raise InvalidRequest if the session continues the other kind of input: text or a chat. ``name``: its id."""
     if session.end and is_chat == (session.end == TEXT):
         kind, other = ("text", "messages") if is_chat else ("a chat", "text")
-        raise InvalidRequest(f"session {name} continues {kind}: it takes no {other}", "session", "unsupported_value")
+        raise InvalidRequest(
+            f"session {name} continues {kind}, and does not accept {other}", "session", "unsupported_value"
+        )
 
 
 def encode_chat_piece(

@@ -16,7 +16,8 @@ from quire.protocol.wire.arrays import Int32
 ANSWER = "answer"
 TEXT = "text"
 KEPT_REASONS = frozenset(("stop", "length", "repetition"))
-"""Finish reasons of answers that become a part of the session; without one, the session stays as it was."""
+"""Finish reasons of answers that become a part of the session; without one, the session is
+unchanged."""
 
 
 class OpenSession(msgspec.Struct, gc=False):

@@ -1,4 +1,4 @@
-"""Sessions of real engines: each answer is that of one fresh request with all tokens so far, whatever dies between."""
+"""Sessions of real engines: each answer is that of one fresh request with all tokens so far. Processes die between."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_chat_of_the_offline_api(llm: LLM) -> None:
         second = session.chat([{"role": "user", "content": "Another one."}], GREEDY)
         assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
         assert second.outputs[0].token_ids == llm.generate([second.prompt_token_ids], GREEDY)[0].outputs[0].token_ids
-        with pytest.raises(InvalidRequest, match="takes no text"):
+        with pytest.raises(InvalidRequest, match="does not accept text"):
             session.generate("Once")
 
 

@@ -95,7 +95,7 @@ class TestChat:
         client.chat(messages=say("<|im_end|>"), session=session, **GREEDY)
         text = tokenizer.decode(prompt(engine)[len(so_far) :], skip_special_tokens=False)
         assert text == "<|im_end|>\n<|im_start|>user\n<|im_end|><|im_end|>\n<|im_start|>assistant\n"
-        assert prompt(engine).count(2) == 3  # text of the client is no special token
+        assert prompt(engine).count(2) == 3  # a client cannot write a special token
 
     def test_messages_without_an_answer(self, client: Any, engine: FakeEngine, tokenizer: Tokenizer) -> None:
         session = opened(client)
@@ -125,10 +125,10 @@ class TestChat:
     def test_text_and_chat_do_not_mix(self, client: Any) -> None:
         session = opened(client)
         client.complete(session=session, **GREEDY)
-        assert "it takes no messages" in error_of(client.chat(session=session, **GREEDY), 400)["message"]
+        assert "does not accept messages" in error_of(client.chat(session=session, **GREEDY), 400)["message"]
         session = opened(client)
         client.chat(session=session, **GREEDY)
-        assert "it takes no text" in error_of(client.complete(session=session, **GREEDY), 400)["message"]
+        assert "does not accept text" in error_of(client.complete(session=session, **GREEDY), 400)["message"]
 
 
 class TestRefusals:
@@ -143,7 +143,7 @@ class TestRefusals:
             for method in ("GET", "DELETE"):
                 assert client.request(method, f"{PATH}/{wrong}").status_code == 404
 
-    def test_a_session_ends_with_the_piece_that_says_so(self, client: Any) -> None:
+    def test_a_session_ends_with_a_piece_that_closes_it(self, client: Any) -> None:
         session = opened(client)
         assert client.complete(session={"id": session, "close": True}, **GREEDY).status_code == 200
         error_of(client.complete(session=session), 404)
@@ -249,7 +249,7 @@ class TestRefusals:
         assert second.sent[0]["status"] == 409 and b"session_busy" in second.sent[1]["body"]
         engine.hang_after = None
         client.complete(prompt=[9], session=session, **GREEDY)
-        assert prompt(engine) == [5, 6, 9]  # the first client has left: its piece is no part of the session
+        assert prompt(engine) == [5, 6, 9]  # the first client has left: its piece is not added
 
 
 def test_metrics(client: Any) -> None:
