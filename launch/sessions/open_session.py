@@ -16,8 +16,7 @@ from quire.protocol.wire.arrays import Int32
 ANSWER = "answer"
 TEXT = "text"
 KEPT_REASONS = frozenset(("stop", "length", "repetition"))
-"""Finish reasons of answers that become a part of the session; without one, the session is
-unchanged."""
+"""Finish reasons of answers that become a part of the session, which others leave unchanged."""
 
 
 class OpenSession(msgspec.Struct, gc=False):

@@ -63,7 +63,7 @@ class SessionStore:
         return session_id
 
     def get(self, tenant: int, session_id: str) -> OpenSession:
-        """Return the session, and count this as a use.
+        """Return the session.
 
         Raises:
             InvalidRequest: session_not_found; also for a session of another tenant.
@@ -72,6 +72,11 @@ class SessionStore:
         session = self._sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise not_found(session_id)
+        return session
+
+    def use(self, tenant: int, session_id: str) -> OpenSession:
+        """Return the session for a piece, as ``get``, and note the time."""
+        session = self.get(tenant, session_id)
         self._touch(session_id)
         return session
 

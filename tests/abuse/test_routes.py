@@ -35,6 +35,8 @@ EXPECTED = {
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
+    "/v1/sessions": ({"POST"}, 200),
+    "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
     "/tokenizer_info": ({"GET", "HEAD"}, 400),
@@ -82,7 +84,12 @@ def paths() -> list[str]:
 
 
 def concrete(path: str) -> str:
-    return path.replace("{name:path}", "endless").replace("{id:response}", "resp_1").replace("{id:path}", "cmpl-1")
+    return (
+        path.replace("{name:path}", "endless")
+        .replace("{id:response}", "resp_1")
+        .replace("{id:path}", "cmpl-1")
+        .replace("{id}", "sess_0_1")
+    )
 
 
 def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int, bytes]:

@@ -60,6 +60,12 @@ class Collected:
         return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
 
 
+def num_values(delta: OutputDelta) -> int:
+    """Return the number of log probabilities in the delta."""
+    of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
+    return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())
+
+
 class ResponseFormatter(Protocol):
     """Formats the responses of one endpoint as JSON."""
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, start_answers
-from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage
+from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage, num_values
 from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
 from quire.launch.http.schema.schema import CommonRequest, fork_request
@@ -213,7 +213,7 @@ class Generation:
         def collect(batch: Batch) -> None:
             nonlocal num_kept
             for index, delta in batch:
-                num_kept += _num_values(delta)
+                num_kept += num_values(delta)
                 collected[index].add(delta)
             self._check_num_values(num_kept)
 
@@ -391,9 +391,3 @@ class Generation:
         num_output_tokens = sum(clock.num_tokens for clock in self._clocks)
         cached = sum(clock.num_cached_tokens for clock in self._clocks[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
-
-
-def _num_values(delta: OutputDelta) -> int:
-    """Return the number of log probabilities in the delta."""
-    of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
-    return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())

@@ -104,7 +104,7 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
         InvalidRequest: there is none, another piece is due, or it continues the other kind of input.
     """
     server.sessions.require_room()
-    found = server.sessions.get(request.scope["state"][TENANT], given.id)
+    found = server.sessions.use(request.scope["state"][TENANT], given.id)
     check_number(given.id, found, given.piece)
     check_kind(given.id, found, is_chat=is_chat)
     return found

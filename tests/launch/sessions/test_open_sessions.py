@@ -72,13 +72,14 @@ def test_idle_sessions_end_in_time_and_busy_ones_do_not() -> None:
     busy, idle, used = (store.open(0) for _ in range(3))
     with Piece(busy, store.get(0, busy), [1], 10):
         now = 9.0
-        store.get(0, used)
+        store.use(0, used)
+        store.get(0, idle)
         now = 11.0
         store.expire()
         assert (store.num_open, store.num_idle) == (2, 1)
         with pytest.raises(InvalidRequest, match=f"session '{idle}' not found"):
             store.get(0, idle)
-    now = 19.5
+    now = 21.5
     store.expire()
     assert store.num_open == 0
 
