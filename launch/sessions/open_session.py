@@ -60,6 +60,7 @@ class Piece:
     added to its tokens.
 
     Attributes:
+        name: id of the session.
         token_ids: the request's prompt: all tokens so far, and those of the piece.
     """
 
@@ -94,7 +95,7 @@ class Piece:
             text += f"have from 1 to {max_model_len - 1} (got {total})"
             raise InvalidRequest(text, "session", "context_length_exceeded" if total else "invalid_value")
         self.token_ids = np.concatenate([session.token_ids, np.array(token_ids, np.int32)])
-        self._name, self._session, self._number = name, session, session.num_pieces
+        self.name, self._session, self._number = name, session, session.num_pieces
         self._end, self._on_end = end, on_end
         self._answer: list[int] = []
         self._num_bytes: int | None = None
@@ -103,7 +104,7 @@ class Piece:
         """Raise InvalidRequest (session_busy) if another piece is in flight, or was since this one was made."""
         session = self._session
         if session.is_busy or session.num_pieces != self._number:
-            text = f"session {self._name} is busy with piece {session.num_pieces}: wait for the end of its answer"
+            text = f"session {self.name} is busy with piece {session.num_pieces}: wait for the end of its answer"
             raise InvalidRequest(text, "session", "session_busy")
         session.is_busy = True
         return self

@@ -203,6 +203,16 @@ class TestRefusals:
     def test_bad_fields(self, client: Any, fields: Any, param: str) -> None:
         assert error_of(client.complete(**fields), 400)["param"] == param
 
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/responses", {"input": "hello"}),
+            ("/v1/messages", {"messages": say("hello"), "max_tokens": 5}),
+        ],
+    )
+    def test_other_apis_refuse_it(self, client: Any, path: str, body: Any) -> None:
+        assert "session is not supported: use" in client.post(path, {**body, "session": "x"}).json()["error"]["message"]
+
     def test_an_empty_piece_of_an_empty_session(self, client: Any) -> None:
         session = opened(client)
         empties: list[Any] = ["", []]
