@@ -116,6 +116,23 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 64 * 2**20
+    max_sessions: Annotated[
+        int,
+        Setting(
+            SERVER,
+            "maximum number of open sessions of each front end; further ones get 429: [sessions](sessions.md)",
+            range=(0, 10**6),
+        ),
+    ] = 10_000
+    session_timeout: Annotated[
+        float,
+        Setting(
+            SERVER,
+            "seconds without a piece after which a session ends: [sessions](sessions.md)",
+            range=(1, 10**7),
+            metavar="SECONDS",
+        ),
+    ] = 3600.0
     max_num_queued_reqs_per_key: Annotated[
         int,
         Setting(

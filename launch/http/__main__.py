@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
+from quire.launch.http.routes.session_peers import session_address, share_sessions
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
@@ -23,6 +25,7 @@ from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
 from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
 from quire.launch.http.stored.response_store import ResponseStore
+from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import choose_format
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
@@ -65,6 +68,8 @@ class FrontEnd:
             self._forks = await share_forks(self._fork, fork_address(self._directory, self._index))
         if self._others and self._response_store.is_enabled:
             self._sharing = await share_responses(self._response_store, peer_address(self._directory, self._index))
+        if self._others:
+            self._session_requests = await share_sessions(self._router, session_address(self._directory, self._index))
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
@@ -120,11 +125,15 @@ class FrontEnd:
                 adapters=self._adapters(),
                 notes_tools=config.uses_programs,
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
+                sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
+                session_peers={index: session_address(self._directory, index) for index in self._others},
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
         )
         self._response_store: ResponseStore = app.state.response_store
         self._fork: Fork = app.state.fork
+        self._note_sessions: Callable[[], None] = app.state.note_sessions
+        self._router = app.router
         return HttpServer(app, tls_context(settings))
 
     def _adapters(self) -> Adapters | None:
@@ -173,6 +182,7 @@ class FrontEnd:
         self._child.watch_progress(lambda: None)
         while True:
             self._child.progress()
+            self._note_sessions()
             await asyncio.sleep(TICK_S)
 
 

@@ -31,6 +31,7 @@ from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.fork import fork, fork_here
 from quire.launch.http.routes.models import list_models, show_model
+from quire.launch.http.routes.sessions import open_session, session
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
@@ -80,6 +81,7 @@ async def version(server: Server, request: Request) -> Response:
 
 
 async def metrics(server: Server, request: Request) -> Response:
+    server.note_sessions()
     body = await server.metrics.render(server.engine)
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -98,6 +100,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET DELETE", "/v1/responses/{id:response}", stored_response),
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
     ("POST", "/v1/requests/{id:path}/fork", fork),
+    ("POST", "/v1/sessions", open_session),
+    ("GET DELETE", "/v1/sessions/{id}", session),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/tokenizer_info", tokenizer_info),
@@ -134,6 +138,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     # For the other front ends.
     app.state.response_store = server.response_store
     app.state.fork = partial(fork_here, server)
+    app.state.note_sessions = server.note_sessions
     # A redirect would contain the client's Host header.
     app.router.redirect_slashes = False
     return app

@@ -24,6 +24,7 @@ from quire.launch.offline.jobs import JobIds, jobs_for
 from quire.launch.offline.lora_request import LoRARequest, adapters_for
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
 from quire.launch.offline.running import Reading, RunningRequest, begin, num_shared
+from quire.launch.offline.session import OfflineSession, PromptInput
 from quire.launch.supervision.supervisor import Supervisor
 from quire.launch.text.messages import check_messages
 from quire.launch.text.prompts import (
@@ -42,7 +43,6 @@ from quire.protocol.request import plugins
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
 from quire.protocol.wire.front_end_messages import Control, Statistics
 
-PromptInput = str | list[int] | Mapping[str, Any]
 LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
 OnText = Callable[[int, str], None]
 
@@ -86,7 +86,7 @@ class LLM:
         self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
         self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
         self._lock = threading.Lock()
-        self._num_requests = 0
+        self._num_requests = self._num_sessions = 0
         self._client: BlockingClient | None = None
         self._engine = EngineThread(
             lambda on_new_scheduler: Supervisor(config, quiet=quiet, on_new_scheduler=on_new_scheduler)
@@ -253,6 +253,20 @@ class LLM:
         order = request.sequence.stream.request.priority
         return [self._begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
 
+    def session(self) -> OfflineSession:
+        """Open a session: a prompt that is given in pieces, with answers in between."""
+        with self._lock:
+            self._num_sessions += 1
+            name = f"session-{self._num_sessions}"
+        job = Job(name, hint="session")
+        return OfflineSession(
+            name,
+            lambda prompt, special: self._encode(prompt, add_special_tokens=special),
+            lambda prompt, params: self._run([prompt], params, None, False, None, None, [job])[0],
+            self._text_in,
+            self,
+        )
+
     def default_sampling_params(self) -> SamplingParams:
         """Return the engine's sampling parameters with those that ``generation_config`` changes."""
         given: dict[str, Any] = dict(self.config.sampling_defaults)
@@ -278,7 +292,7 @@ class LLM:
 
     # ---- one call of generate
 
-    def _encode(self, prompt: PromptInput) -> Prompt:
+    def _encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
         if isinstance(prompt, Mapping):
             keys = set(prompt) & {"prompt", "prompt_token_ids"}
             if len(prompt) != 1 or not keys:
@@ -288,7 +302,7 @@ class LLM:
             prompt = prompt.tolist()
         if not isinstance(prompt, str | list):
             raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
-        return encode_prompt(prompt, self._text_in, self)
+        return encode_prompt(prompt, self._text_in, self, add_special_tokens=add_special_tokens)
 
     def _params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int

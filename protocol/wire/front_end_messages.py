@@ -53,10 +53,9 @@ class AddRequest(Message, frozen=True, tag=10):
     """Id of the agent or conversation of which this is a turn, or "" if the client has not said it."""
     is_last_step: bool = False
     """Whether it is the last turn of its job."""
-    resumable: bool = False  # Reserved: rejected unless left at the default.
     adapter: AdapterRef | None = None
     """The LoRA adapter that it uses; a forked request has that of its parent."""
-    mm_features: list[bytes] = []
+    mm_features: list[bytes] = []  # Reserved, as the next one: rejected unless left at the default.
     kv_transfer: bytes = b""
     tenant: int = 0
     """Tenant number from 1, or 0 for none; admission is fair among tenants."""

@@ -160,7 +160,7 @@ class Admission:
             raise Refusal("invalid_value", "job_id", text)
         if event.is_last_step and not event.job_id:
             raise Refusal("invalid_value", "is_last_step", "is_last_step needs a job_id, whose last step it is")
-        reserved = ("resumable", "mm_features", "kv_transfer")
+        reserved = ("mm_features", "kv_transfer")
         width = event.sampling.beam_width
         if width is not None and width > self.config.max_num_seqs:
             text = f"beam_width must be from 1 to {self.config.max_num_seqs}, the engine's max_num_seqs (got {width})"

@@ -35,6 +35,8 @@ EXPECTED = {
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
+    "/v1/sessions": ({"POST"}, 200),
+    "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
     "/tokenizer_info": ({"GET", "HEAD"}, 400),
@@ -82,7 +84,12 @@ def paths() -> list[str]:
 
 
 def concrete(path: str) -> str:
-    return path.replace("{name:path}", "endless").replace("{id:response}", "resp_1").replace("{id:path}", "cmpl-1")
+    return (
+        path.replace("{name:path}", "endless")
+        .replace("{id:response}", "resp_1")
+        .replace("{id:path}", "cmpl-1")
+        .replace("{id}", "sess_0_1")
+    )
 
 
 def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int, bytes]:
@@ -207,9 +214,9 @@ class TestPathVariants:
         for spelling in variants(path):
             status, answer = ask(locked, "OPTIONS", spelling, bearer("first-key"))
             # A model name or an id may contain any characters, and a fragment is not part of the path.
-            known = unquote(spelling).startswith(("/v1/models/", "/v1/responses/resp_1")) or spelling.split("?")[
-                0
-            ].split("#")[0] in (path, *OPEN)
+            known = unquote(spelling).startswith(
+                ("/v1/models/", "/v1/sessions/", "/v1/responses/resp_1")
+            ) or spelling.split("?")[0].split("#")[0] in (path, *OPEN)
             assert status in ({400, 404, 405} if known else {400, 404}), (spelling, answer)
             assert b"location:" not in answer.lower()
 

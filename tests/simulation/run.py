@@ -25,9 +25,10 @@ PIECE = 5
 class _Player:
     """A process that plays ranges of seeds, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sessions: bool) -> None:
+        kind = "--play-sessions" if sessions else "--play"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--play"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", __file__, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def play(self, seeds: range) -> "Total":  # type: ignore[name-defined]  # noqa: F821
@@ -43,20 +44,22 @@ class _Player:
         self._process.communicate()
 
 
-def _play() -> int:
+def _play(*, sessions: bool) -> int:
     """The other end of a _Player."""
-    from sim_run import play_seeds
+    from sim_run import play_seeds, sessions_of
+    from sim_scenario import scenario_of
 
     for line in sys.stdin:
         first, stop = line.split()
-        print(msgspec.json.encode(play_seeds(range(int(first), int(stop)))).decode(), flush=True)
+        total = play_seeds(range(int(first), int(stop)), draw=sessions_of if sessions else scenario_of)
+        print(msgspec.json.encode(total).decode(), flush=True)
     return 0
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--play"]:
-        return _play()
-    from sim_run import Total, shrink
+    if sys.argv[1:] in (["--play"], ["--play-sessions"]):
+        return _play(sessions=sys.argv[1] == "--play-sessions")
+    from sim_run import Total, sessions_of, shrink
     from sim_scenario import KINDS, scenario_of
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -66,6 +69,7 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), metavar="SECONDS", help="start no new seeds after this time"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument("--sessions", action="store_true", help="add sessions to each seed")
     parser.add_argument("--no-shrink", action="store_true", help="only print which seeds failed")
     args = parser.parse_args()
 
@@ -74,7 +78,7 @@ def main() -> int:
     done = args.first
     players: Queue[_Player] = Queue()
     for _ in range(args.jobs):
-        players.put(_Player())
+        players.put(_Player(sessions=args.sessions))
 
     def play(seeds: range) -> Total:
         player = players.get()
@@ -99,7 +103,7 @@ def main() -> int:
     for seed, failure in total.failures.items():
         print(f"seed {seed}: {failure}")
     if total.failures and not args.no_shrink:
-        print(shrink(scenario_of(min(total.failures))).paste())
+        print(shrink((sessions_of if args.sessions else scenario_of)(min(total.failures))).paste())
     print(
         json.dumps(
             {
@@ -111,6 +115,7 @@ def main() -> int:
                 "forks": total.num_forks,
                 "copies": total.num_copies,
                 "orphans": total.num_orphans,
+                "pieces": total.num_pieces,
                 "given_up": total.num_given_up,
                 "violations": len(total.failures),
                 "failed_seeds": sorted(total.failures),

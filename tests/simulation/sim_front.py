@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from sim_answers import most_output_tokens
 from sim_process import SimProcess
 from sim_scenario import SimRequest
+from sim_sessions import SimSessions
 from sim_wire import WireChannel
 
 from quire.launch.frontend.session import Session
@@ -76,6 +77,7 @@ class SimFront(SimProcess):
         self.index = index
         self.session = Session(self._post, self.pid, index, world.events)
         self.clients: list[SimClient] = []
+        self.sessions = SimSessions(world)
         self.submitted: Counter[str] = Counter()
         self.scheduler_deaths: list[float] = []
         self._forks: dict[str, tuple[Stream, list[int]]] = {}
@@ -193,8 +195,13 @@ class SimFront(SimProcess):
     # ---- clients
 
     def submit(self, request: SimRequest) -> None:
-        """A client submits a request."""
+        """A client submits a request. A piece of a session waits until the session is idle."""
         client: SimClient | None = None
+        if request.session:
+            piece = self.sessions.begin(request)
+            if piece is None:
+                return
+            request = self.world.requests[request.name] = piece
         if all(r.request.name != request.name or r.stream.over for r in self.clients):
             del self.submitted[request.name]
         parent = self._parent_of(request)
@@ -237,6 +244,13 @@ class SimFront(SimProcess):
         if self.alive and not client.is_over:
             client.left = True
             self.session.abort(client.stream)
+            self._end_piece(client)
+
+    def _end_piece(self, client: SimClient) -> None:
+        """End a piece of a session, and submit the next one if one waits for that."""
+        self.sessions.end(client)
+        while (piece := self.sessions.next_piece(client.request.session)) is not None:
+            self.submit(piece)
 
     def _take(self, client: SimClient) -> None:
         """Process an update of the stream, and the client's reaction to it."""
@@ -248,6 +262,7 @@ class SimFront(SimProcess):
         except QuireError as error:
             client.error = error
             self.world.check_ending(self, client)
+            self._end_piece(client)
             return
         if update is None:
             return
@@ -256,11 +271,13 @@ class SimFront(SimProcess):
         after += client.num_forked
         if client.ended is not None:
             self.world.check_ending(self, client)
+            self._end_piece(client)
         elif kind == "abort" and len(client.tokens) >= after:
             self._leave(client)
         elif kind == "stop" and len(client.tokens) > after:
             client.left, client.stopped_at = True, after
             self.session.stop_at(client.stream, after)
+            self._end_piece(client)
         for child in self.world.due_children(client):
             self.submit(child)
 

@@ -6,9 +6,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sim_scenario import Scenario, scenario_of, without
+from sim_sessions import with_sessions
 from sim_world import World
 
-COUNTS = ("num_requests", "num_tokens", "num_steps", "num_given_up", "num_forks", "num_copies", "num_orphans")
+COUNTS = (
+    "num_requests",
+    "num_tokens",
+    "num_steps",
+    "num_given_up",
+    "num_forks",
+    "num_copies",
+    "num_orphans",
+    "num_pieces",
+)
 
 
 @dataclass
@@ -21,6 +31,7 @@ class Outcome:
         num_forks: requests that got the blocks of their parent.
         num_copies: blocks that were copied for them.
         num_orphans: children whose parent had ended when they arrived.
+        num_pieces: pieces that became a part of their session, with the answers of fresh requests.
     """
 
     failure: str
@@ -32,6 +43,7 @@ class Outcome:
     num_forks: int
     num_copies: int
     num_orphans: int
+    num_pieces: int
 
 
 @dataclass
@@ -47,6 +59,7 @@ class Total:
     num_forks: int = 0
     num_copies: int = 0
     num_orphans: int = 0
+    num_pieces: int = 0
     failures: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -86,11 +99,20 @@ def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: No
     return Outcome(failure, world.faults.counts, num_given_up=given_up, **counts)
 
 
-def play_seeds(seeds: Iterable[int], prepare: Callable[[World], None] = lambda world: None) -> Total:
+def play_seeds(
+    seeds: Iterable[int],
+    prepare: Callable[[World], None] = lambda world: None,
+    draw: Callable[[int], Scenario] = scenario_of,
+) -> Total:
     total = Total()
     for seed in seeds:
-        total.add(seed, play(scenario_of(seed), prepare))
+        total.add(seed, play(draw(seed), prepare))
     return total
+
+
+def sessions_of(seed: int) -> Scenario:
+    """Return the scenario of a seed with sessions."""
+    return with_sessions(scenario_of(seed))
 
 
 def shrink(scenario: Scenario) -> Scenario:

@@ -74,6 +74,8 @@ class SimRequest:
             continues, or less if that is all; ("", 0) for none. It arrives when its parent has got this number of
             tokens, or at the end of its parent. The prompts are equal.
         adapter: number of its LoRA adapter; -1: none. Its content is that of the folder when the name is first used.
+        session: name of the session of which it is a piece, or "". It arrives when the piece before it is over.
+        so_far: the session's tokens when it arrives, which come before its own.
     """
 
     at: float
@@ -94,14 +96,20 @@ class SimRequest:
     tenant: int = 0
     fork: tuple[str, int] = ("", 0)
     adapter: int = -1
+    session: str = ""
+    so_far: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
+        return [*self.so_far, *self.own_tokens] or [1]
+
+    @property
+    def own_tokens(self) -> list[int]:
         shared = random.Random(f"prefix {self.prefix[0]}")
         rest = random.Random(f"own {self.own[0]}")
         tokens = [shared.randrange(VOCAB_SIZE) for _ in range(self.prefix[1])]
         tokens += [rest.randrange(VOCAB_SIZE) for _ in range(self.own[1])]
-        return tokens or [1]
+        return tokens
 
 
 @dataclass(frozen=True)

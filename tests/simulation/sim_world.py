@@ -104,7 +104,7 @@ class World:
         self._adapters: dict[str, AdapterRef | None] = {}
         self.even = frozenset(name for name, request in self.requests.items() if request.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
-        self.num_forks = self.num_copies = self.num_orphans = 0
+        self.num_forks = self.num_copies = self.num_orphans = self.num_pieces = 0
         self.num_submissions: Counter[str] = Counter()
         self.max_tokens: int | None = None
         self._last_progress = self.events.now

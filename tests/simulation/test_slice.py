@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from sim_run import Total, play, play_seeds
+from sim_run import Total, play, play_seeds, sessions_of
 from sim_scenario import KINDS, Scenario, scenario_of, shape_of, without
 from sim_world import World
+
+from quire.launch.sessions.open_session import Piece
 
 SLICE = range(42)
 AT_LEAST = 1000
@@ -42,6 +44,21 @@ def test_slice_has_many_faults(total: Total) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_slice_has_every_kind_of_fault(total: Total, kind: str) -> None:
     assert total.faults[kind] > 0
+
+
+@pytest.mark.parametrize("seeds", [range(1, 3), pytest.param(range(3, 40), marks=pytest.mark.full)], ids=str)
+def test_pieces_of_sessions_get_the_answers_of_fresh_requests(seeds: range) -> None:
+    played = play_seeds(seeds, seldom_real, sessions_of)
+    assert not played.failures and played.num_pieces > 3 * len(seeds)
+
+
+def test_the_slice_finds_sessions_that_lose_their_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(piece: Piece, token_ids: list[int], finish_reason: str | None) -> None:
+        whole_add(piece, token_ids[:-1], finish_reason)
+
+    whole_add = Piece.add
+    monkeypatch.setattr(Piece, "add", add)
+    assert play_seeds(range(1, 2), seldom_real, sessions_of).failures
 
 
 def test_some_seeds_have_the_real_runner() -> None:

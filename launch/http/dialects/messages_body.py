@@ -51,6 +51,7 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     # Refused:
     thread: Any = None
     compaction: Any = None
+    session: Any = None
     # Ignored:
     metadata: dict[str, Any] | None = None
     service_tier: str = ""
@@ -77,6 +78,8 @@ def parse_messages(parser: Parser, raw: Mapping[str, Any], *, count_only: bool =
         raise InvalidRequest("thread is not supported: send the whole conversation", "thread", THREAD_UNSUPPORTED)
     if body.compaction is not None:
         raise InvalidRequest("compaction is not supported: shorten the conversation", "compaction", "unsupported")
+    if body.session is not None:
+        raise InvalidRequest("session is not supported: use /v1/chat/completions", "session", "unsupported")
     if body.max_tokens is None and not count_only:
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     max_tokens = 0 if body.max_tokens is None else check_int("max_tokens", body.max_tokens, 1, MAX_TOKENS_LIMIT)

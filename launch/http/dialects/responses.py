@@ -19,6 +19,7 @@ from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.http.stored.response_peers import ResponsePeers
 from quire.launch.http.stored.response_store import ResponseStore, StoredResponse
+from quire.launch.sessions.open_session import OpenSession, Piece
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
@@ -47,12 +48,27 @@ async def create_response(server: Server, request: Request) -> ASGIApp:
 
 
 async def generation(
-    server: Server, parsed: ResponsesRequest, num_body_bytes: int, store: Store | None, transport: Transport = SSE
+    server: Server,
+    parsed: ResponsesRequest,
+    num_body_bytes: int,
+    store: Store | None,
+    transport: Transport = SSE,
+    so_far: OpenSession | None = None,
+    session: OpenSession | None = None,
 ) -> Generation:
-    """Return the ASGI application that answers a request. ``store``: stores the response, if that is wanted."""
-    prompt, new_reader = await encode_request(server, parsed, num_body_bytes)
+    """Return the ASGI application that answers a request.
+
+    Args:
+        store: stores the response, if that is wanted.
+        so_far: what the conversation may begin with, whose tokens the prompt then begins with.
+        session: gets the tokens of the prompt and the answer.
+    """
+    prompt, new_reader = await encode_request(server, parsed, num_body_bytes, so_far)
     formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), store, transport)
-    return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
+    piece = None
+    if session is not None:
+        piece = Piece("of this connection", session, prompt.token_ids.tolist(), server.engine.max_model_len)
+    return Generation(server, parsed.chat, [prompt], formatter, formatter.style, piece=piece)
 
 
 async def count_input_tokens(server: Server, request: Request) -> Response:
@@ -121,10 +137,11 @@ async def read_with_stored(
 
 
 async def encode_request(
-    server: Server, parsed: ResponsesRequest, num_body_bytes: int
+    server: Server, parsed: ResponsesRequest, num_body_bytes: int, so_far: OpenSession | None = None
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
+    size = num_body_bytes + sum(map(len, parsed.before))
     try:
-        return await encode_conversation(server, parsed.chat, num_body_bytes + sum(map(len, parsed.before)))
+        return await encode_conversation(server, parsed.chat, size, so_far=so_far)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
 

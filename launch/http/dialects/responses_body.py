@@ -23,6 +23,7 @@ UNSUPPORTED = {
     "background": "send the request with stream instead",
     "conversation": "use previous_response_id",
     "prompt": "send its text as instructions",
+    "session": "use previous_response_id",
 }
 UNSET_OF_FUNCTION = {"description": None, "parameters": None, "strict": None}
 """Fields that clients expect of each function that a response repeats."""
@@ -82,6 +83,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     prompt_cache_key: str | None = None
+    session: Any = None
     metadata: dict[str, Any] | None = None
     generate: bool = True
     # Ignored, and returned in the response:

@@ -18,6 +18,7 @@ from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.http.web_socket.connection import HANDSHAKE_HEADERS, WebSocket, check_handshake
 from quire.launch.http.web_socket.frames import CloseCode, Opcode, SocketClosed, frame
+from quire.launch.sessions.open_session import OpenSession
 from quire.protocol.errors import InvalidRequest
 
 CREATE = "response.create"
@@ -45,7 +46,9 @@ async def responses(server: Server, request: Request) -> ASGIApp:
 class _Conversation:
     """The responses of one connection.
 
-    The newest response that is not stored for other connections can be continued on this one.
+    The newest response that is not stored for other connections can be continued on this one. A request that continues
+    the newest response begins with the tokens of that one as they were sampled, if its conversation begins with their
+    text.
     """
 
     def __init__(self, server: Server, scope: Scope, socket: WebSocket) -> None:
@@ -57,6 +60,8 @@ class _Conversation:
         """Id of that response."""
         self._previous: str | None = None
         """Id of the response that the current message continues."""
+        self._newest: tuple[str, OpenSession] | None = None
+        """The newest response, its id and its tokens."""
 
     async def answer(self, message: bytes) -> None:
         if self.socket.is_too_old:
@@ -80,7 +85,10 @@ class _Conversation:
             self._server.require_serving()
             parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
             transport = Transport(lambda kind, data: frame(Opcode.TEXT, data), error=self._failed)
-            respond = await generation(self._server, parsed, len(message), self._store(parsed), transport)
+            newest, session = self._newest, OpenSession(self._tenant, 0.0)
+            so_far = newest[1] if newest is not None and newest[0] == self._previous else None
+            store = self._store(parsed, session)
+            respond = await generation(self._server, parsed, len(message), store, transport, so_far, session)
             await respond(scope, receive, watched_send)
         except ClientDisconnected:
             raise
@@ -111,15 +119,19 @@ class _Conversation:
         fields = {name: value for name, value in raw.items() if name not in ("type", *UNSUPPORTED)}
         return parse_responses(self._server.parser, {**fields, "stream": True}, lookup)
 
-    def _store(self, parsed: ResponsesRequest) -> Store | None:
+    def _store(self, parsed: ResponsesRequest, session: OpenSession) -> Store | None:
+        """Return what stores a response, which has its tokens in ``session``."""
         store = self._server.response_store
-        if parsed.store:
-            return partial(store_response, store, self._tenant, parsed) if store.is_enabled else None
+        if parsed.store and not store.is_enabled:
+            return None
 
         def keep(response_id: str, body: bytes, output: Sequence[dict[str, Any]]) -> None:
-            self.forget()
-            store_response(store, self._tenant, parsed, response_id, body, output, only_for=self)
-            self._own = response_id
+            only_for = None if parsed.store else self
+            if only_for is not None:
+                self.forget()
+                self._own = response_id
+            store_response(store, self._tenant, parsed, response_id, body, output, only_for=only_for)
+            self._newest = response_id, session
 
         return keep
 

@@ -13,10 +13,10 @@ from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, fo
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation, tool_of
 from quire.launch.http.routes.formatter import Collected, ReasoningTokens, ResponseFormatter, Usage, encode_choices
 from quire.launch.http.routes.generate import Generation, new_request_id
+from quire.launch.http.routes.sessions import as_piece, begin_piece, read_piece
 from quire.launch.http.routes.text_template import TextTemplate
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.schema.schema import ChatRequest, CommonRequest
-from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.offline.request_output import Logprob
 from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
@@ -124,8 +124,14 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
-    parsed, size = await read_json(request, server.texts, server.parser.chat)
-    prompt, new_reader = await encode_conversation(server, parsed, size)
+    parsed, size, elsewhere = await read_piece(server, request, server.parser.chat)
+    if elsewhere is not None:
+        return elsewhere
+    found = None if parsed.session is None else begin_piece(server, request, parsed.session, is_chat=True)
+    prompt, new_reader = await encode_conversation(server, parsed, size, found)
+    piece = None
+    if parsed.session is not None and found is not None:
+        piece, prompt = as_piece(server, found, parsed.session, prompt, parsed.messages[-1]["role"])
     request_id = new_request_id("chatcmpl", request)
 
     def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
@@ -133,7 +139,7 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
         return ChatFormatter(server, parsed, request_id, new_reader)
 
     formatter = new_formatter(parsed, [prompt], request_id)
-    return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter)
+    return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter, piece=piece)
 
 
 class ChatFormatter:

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.formatter import Collected, ResponseFormatter, Usage, encode_choices
 from quire.launch.http.routes.generate import Generation, new_request_id
+from quire.launch.http.routes.sessions import as_piece, begin_piece, read_piece
 from quire.launch.http.schema.schema import CommonRequest, CompletionRequest
-from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.offline.request_output import Logprob, logprob_by_id
 from quire.launch.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
@@ -57,18 +57,24 @@ class Completion(msgspec.Struct, frozen=True):
 
 async def completions(server: Server, request: Request) -> ASGIApp:
     server.require_serving()
-    parsed, size = await read_json(request, server.texts, server.parser.completion)
+    parsed, size, elsewhere = await read_piece(server, request, server.parser.completion)
+    if elsewhere is not None:
+        return elsewhere
     num_sequences = len(parsed.prompts) * parsed.params.num_outputs
     if num_sequences > MAX_PROMPTS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_PROMPTS} (got {num_sequences})", "n")
-    special = parsed.add_special_tokens
+    special, found = parsed.add_special_tokens, None
+    if parsed.session is not None:
+        found = begin_piece(server, request, parsed.session, is_chat=False)
+        special = special and not found.tokens
+    given = parsed.prompts if found is None else [prompt for prompt in parsed.prompts if prompt]
     prompts = await server.texts.run(
-        size,
-        lambda: [
-            encode_prompt(prompt, server.text_in, server.engine, add_special_tokens=special)
-            for prompt in parsed.prompts
-        ],
+        size, lambda: [encode_prompt(each, server.text_in, server.engine, add_special_tokens=special) for each in given]
     )
+    piece = None
+    if parsed.session is not None and found is not None:
+        piece, prompt = as_piece(server, found, parsed.session, next(iter(prompts), None))
+        prompts = [prompt]
     request_id = new_request_id("cmpl", request)
 
     def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
@@ -76,7 +82,7 @@ async def completions(server: Server, request: Request) -> ASGIApp:
         return CompletionFormatter(server, parsed, prompts, request_id)
 
     formatter = new_formatter(parsed, prompts, request_id)
-    return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter)
+    return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter, piece=piece)
 
 
 class CompletionFormatter:

@@ -7,9 +7,12 @@ from typing import Any, Protocol
 from quire.launch.http.routes.tool_calls import RequiredCalls
 from quire.launch.http.schema.schema import ChatRequest
 from quire.launch.http.serving.server import Server
+from quire.launch.sessions.chat_piece import encode_chat_piece
+from quire.launch.sessions.open_session import OpenSession
+from quire.launch.text.continuation import encode_extended
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
 from quire.launch.text.parsing.templates import Format
-from quire.launch.text.prompts import Prompt, encode_messages
+from quire.launch.text.prompts import Prompt
 
 
 class AnswerReader(Protocol):
@@ -101,23 +104,38 @@ def tool_of(reader: AnswerReader) -> str:
 
 
 async def encode_conversation(
-    server: Server, request: ChatRequest, size: int
+    server: Server,
+    request: ChatRequest,
+    size: int,
+    session: OpenSession | None = None,
+    so_far: OpenSession | None = None,
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
     """Render and tokenize the messages. Return the prompt, and what makes the reader of each answer to it.
 
-    Readers note calls if the scheduler wants to know them. ``size``: bytes of the body.
+    Readers note calls if the scheduler wants to know them.
+
+    Args:
+        size: bytes of the body.
+        session: what the messages continue, whose tokens the prompt is without.
+        so_far: what the messages may begin with, whose tokens the prompt then begins with.
     """
-    prompt, new_reader = await _encode(server, request, size)
+    prompt, new_reader = await _encode(server, request, size, session, so_far)
     if not server.settings.notes_tools or new_reader is PlainAnswer:
         return prompt, new_reader
     return prompt, lambda: NotedAnswer(new_reader())
 
 
-async def _encode(server: Server, request: ChatRequest, size: int) -> tuple[Prompt, Callable[[], AnswerReader]]:
+async def _encode(
+    server: Server, request: ChatRequest, size: int, session: OpenSession | None, so_far: OpenSession | None
+) -> tuple[Prompt, Callable[[], AnswerReader]]:
     messages, options = request.messages, request.options
-    prompt = await server.conversations.run(
-        size, options, lambda: encode_messages(messages, options, server.text_in, server.engine)
-    )
+
+    def encode() -> Prompt:
+        if so_far is not None and so_far.tokens:
+            return encode_extended(messages, so_far.token_ids, options, server.text_in, server.engine)
+        return encode_chat_piece(session or OpenSession(0, 0.0), messages, options, server.text_in, server.engine)
+
+    prompt = await server.conversations.run(size, options, encode)
     use, thinking, answers = request.tool_use, server.settings.thinking, server.settings.answer_format
     if use is not None:
         end = thinking.end_before_answer(prompt.token_ids, request.params)

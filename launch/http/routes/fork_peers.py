@@ -60,9 +60,33 @@ async def _answer(
 ) -> None:
     scope: Scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
     scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
+    try:
+        app = fork(scope, question.id, question.body)
+    except QuireError as error:
+        app = as_api_error(error).response(PATH)
+    write_frame(writer, app is not None)
+    if app is not None:
+        await answer_over(app, scope, reader, writer)
+
+
+async def answer_over(
+    app: ASGIApp,
+    scope: Scope,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    request: Message | None = None,
+) -> None:
+    """Send the messages of a response to the front end that passes it on. An error is a response, too.
+
+    ``request``: the message with the request's body, if it has one.
+    """
     started = False
 
     async def receive() -> Message:
+        nonlocal request
+        if request is not None:
+            message, request = request, None
+            return message
         await reader.read(1)  # nothing follows the question
         return {"type": "http.disconnect"}
 
@@ -73,19 +97,12 @@ async def _answer(
         await writer.drain()
 
     try:
-        app = fork(scope, question.id, question.body)
-    except QuireError as error:
-        app = as_api_error(error).response(PATH)
-    write_frame(writer, app is not None)
-    if app is None:
-        return
-    try:
         await app(scope, receive, send)
     except (ClientDisconnected, OSError):
         raise
     except Exception as error:
         if not started:  # otherwise the end of the connection shows that the response is incomplete
-            await as_api_error(error).response(PATH)(scope, receive, send)
+            await as_api_error(error).response(scope["path"])(scope, receive, send)
 
 
 async def ask_peers(addresses: Sequence[Path], question: ForkQuestion) -> ASGIApp | None:

@@ -8,6 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer
+from quire.launch.text.prompts import Prompt
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import LogprobArrays
 
 
@@ -58,6 +60,19 @@ class Collected:
         if self.beams is None:
             return [self]
         return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
+
+
+def num_prompt_values(params: SamplingParams, prompts: Sequence[Prompt]) -> int:
+    """Return the number of prompt log probabilities that a response to these prompts has."""
+    if params.prompt_logprobs is None:
+        return 0
+    return params.n * (params.prompt_logprobs + 1) * sum(len(prompt.token_ids) - 1 for prompt in prompts)
+
+
+def num_values(delta: OutputDelta) -> int:
+    """Return the number of log probabilities in the delta."""
+    of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
+    return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())
 
 
 class ResponseFormatter(Protocol):

@@ -6,6 +6,7 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, start_answers
-from quire.launch.http.routes.formatter import CachedTokens, Collected, ResponseFormatter, Usage, report_tools
+from quire.launch.http.routes.formatter import (
+    CachedTokens,
+    Collected,
+    ResponseFormatter,
+    Usage,
+    num_prompt_values,
+    num_values,
+    report_tools,
+)
 from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
 from quire.launch.http.schema.job_hints import with_session
@@ -33,6 +42,7 @@ from quire.launch.http.serving.sse import (
     run_until_disconnect,
 )
 from quire.launch.http.serving.tracing import RequestSpan
+from quire.launch.sessions.open_session import Piece
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
@@ -63,7 +73,7 @@ class Generation:
 
     __slots__ = (
         "_adapter", "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_job", "_new_formatter", "_num_sequences", "_prompts",
+        "_has_prompt_logprobs", "_has_running_usage", "_job", "_new_formatter", "_num_sequences", "_piece", "_prompts",
         "_request", "_running", "_server", "_style", "_turn", "_waiting", "tenant",
     )  # fmt: skip
 
@@ -78,6 +88,7 @@ class Generation:
         new_formatter: NewFormatter | None = None,
         fork: ForkPoint | None = None,
         adapter: AdapterRef | None = None,
+        piece: Piece | None = None,
     ) -> None:
         """
         Args:
@@ -86,6 +97,7 @@ class Generation:
                 has no forks.
             fork: where in another answer all of the sequences begin.
             adapter: the adapter of that answer; of others it is found by the name of the model.
+            piece: the piece of a session of which the one sequence is the answer.
         """
         self._server = server
         self._style = style
@@ -95,6 +107,7 @@ class Generation:
         self._new_formatter = new_formatter
         self._fork = fork
         self._adapter = adapter
+        self._piece = piece
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
@@ -109,12 +122,12 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.tenant = scope["state"][TENANT]
         scope["state"][IGNORED_FIELDS] = self._request.ignored
-        self._job = with_session(self._request.job, scope["headers"])
-        streamed = self._request.stream
+        session = "" if self._piece is None else self._piece.name
+        self._job = with_session(self._request.job, scope["headers"], session)
         self._begin()
         try:
             await run_until_disconnect(
-                receive, self._stream(scope, send) if streamed else self._respond(scope, receive, send)
+                receive, self._stream(scope, send) if self._request.stream else self._respond(scope, receive, send)
             )
         finally:
             self._record_span(scope)
@@ -205,12 +218,14 @@ class Generation:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected = [Collected() for _ in range(self._num_sequences)]
         num_kept = 0
-        self._check_num_values(self._num_prompt_values())  # known before the prompts are computed
+        self._check_num_values(
+            num_prompt_values(self._request.params, self._prompts)
+        )  # known before the prompts are computed
 
         def collect(batch: Batch) -> None:
             nonlocal num_kept
             for index, delta in batch:
-                num_kept += _num_values(delta)
+                num_kept += num_values(delta)
                 collected[index].add(delta)
             self._check_num_values(num_kept)
 
@@ -227,12 +242,6 @@ class Generation:
         while rest.nbytes:  # sending waits while a slow reader has not read the parts before
             part, rest = rest[:WRITE_BYTES], rest[WRITE_BYTES:]
             await send({"type": "http.response.body", "body": bytes(part), "more_body": bool(rest.nbytes)})
-
-    def _num_prompt_values(self) -> int:
-        params = self._request.params
-        if params.prompt_logprobs is None:
-            return 0
-        return params.n * (params.prompt_logprobs + 1) * sum(len(prompt.token_ids) - 1 for prompt in self._prompts)
 
     def _check_num_values(self, count: int) -> None:
         if count > MAX_COLLECTED_VALUES:
@@ -288,7 +297,8 @@ class Generation:
         """
         self._consume = consume
         try:
-            with self._server.key_queues.enter(self.tenant, self._num_sequences) as self._waiting:
+            waiting = self._server.key_queues.enter(self.tenant, self._num_sequences)
+            with waiting as self._waiting, self._piece or nullcontext():
                 await self._start()
                 self._server.running[self._formatter.request_id] = self
                 try:
@@ -335,6 +345,8 @@ class Generation:
                 if not clock.num_tokens and delta.num_output_tokens > clock.num_shared:
                     self._waiting.remove(index)
                 clock.record(delta)
+                if self._piece is not None:
+                    self._piece.add(delta.token_ids, delta.finish_reason)
                 if delta.finish_reason is not None:
                     ended.add(index)
                     self._finish_reasons.add(delta.finish_reason)
@@ -379,18 +391,9 @@ class Generation:
         self._running = [*zip(range(self._num_sequences), answers, self._clocks, strict=True)]
 
     def _usage(self) -> Usage:
-        """Return token counts. A prompt counts once for its n sequences; its cached tokens are the first sequence's.
-
-        What a fork begins with is a part of its prompt.
-        """
+        """Return token counts. A prompt, with what a fork begins with, counts once for its n sequences."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
         num_prompt_tokens += 0 if self._fork is None else self._fork.num_tokens
         num_output_tokens = sum(clock.num_tokens for clock in self._clocks)
         cached = sum(clock.num_cached_tokens for clock in self._clocks[:: self._request.params.n])
         return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
-
-
-def _num_values(delta: OutputDelta) -> int:
-    """Return the number of log probabilities in the delta."""
-    of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
-    return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())

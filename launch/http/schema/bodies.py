@@ -41,6 +41,19 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Ignored."""
 
 
+class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The open session that a request continues.
+
+    Attributes:
+        piece: number of the piece, from 0, to find out whether an earlier one has arrived. None: the next one.
+        close: end the session after this piece.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    piece: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    close: bool = False
+
+
 class PlainFormat(msgspec.Struct, frozen=True):
     """``response_format`` of type text or json_object."""
 
@@ -99,6 +112,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     nvext: dict[str, Any] | None = None
     kv_hints: dict[str, Any] | None = None
     prompt_cache_key: str = ""
+    session: str | dict[str, Any] | None = None
     # Ignored:
     user: str = ""
 

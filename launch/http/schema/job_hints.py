@@ -65,12 +65,13 @@ def job_of(body: GenerationBody, ignored: Ignored) -> Job:
     return Job(job.id, is_last, job.hint).or_by("agent_context", context.trajectory_id or context.session_id)
 
 
-def with_session(job: Job, headers: Iterable[tuple[bytes, bytes]]) -> Job:
-    """Return the job of a request with these headers.
+def with_session(job: Job, headers: Iterable[tuple[bytes, bytes]], session: str = "") -> Job:
+    """Return the job of a request with these headers. ``session``: id of the open session that it continues, or "".
 
     Raises:
         InvalidRequest: the header is malformed, or the request is the last step of no job.
     """
+    job = job.or_by("session", session)
     name = SESSION_HEADER.lower().encode()
     for given in [value for key, value in headers if key == name]:
         job = job.or_by("session", check_job_id(SESSION_HEADER, given.decode("latin-1")))

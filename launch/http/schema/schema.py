@@ -16,6 +16,7 @@ from quire.launch.http.schema.bodies import (
     CompletionBody,
     ForkBody,
     GenerationBody,
+    SessionBody,
     StreamOptions,
     TokenizeBody,
 )
@@ -48,6 +49,7 @@ class CommonRequest:
         num_returned: choices of each prompt; if ``params.n`` are more, the best of these.
         prompt_only: leave out the output, because the client asked for max_tokens 0.
         prompt_logprobs: the value of the field of this name.
+        session: the open session that it continues, or None.
         ignored: names of unknown fields that the client sent.
         job: the job that the body names.
     """
@@ -62,6 +64,7 @@ class CommonRequest:
     cache_salt: str
     prompt_logprobs: int | None
     prompt_only: bool = False
+    session: SessionBody | None = None
     ignored: Sequence[str] = ()
     job: Job = NO_JOB
 
@@ -127,7 +130,8 @@ class Parser:
         check_supported(raw)
         ignored = Ignored(self.unknown_fields)
         body = read(CompletionBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
-        max_tokens = self._max_tokens("max_tokens", body.max_tokens, minimum=0 if body.echo else 1)
+        least = 0 if body.echo or body.session is not None else 1
+        max_tokens = self._max_tokens("max_tokens", body.max_tokens, minimum=least)
         # The engine always generates a token; for max_tokens 0 the response leaves it out.
         num_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
         echo_logprobs = body.logprobs if body.echo else None
@@ -137,10 +141,9 @@ class Parser:
             params = ranked(params, body.best_of, stream=body.stream)
         return CompletionRequest(
             **self._common(body, params, max_tokens, raw, ignored, num_returned),
-            prompts=split_prompts(body.prompt),
+            prompts=split_prompts(body.prompt) if body.session is None else [_one_prompt(body.prompt)],
             echo=body.echo,
             add_special_tokens=body.add_special_tokens,
-            prompt_only=max_tokens == 0,
             hides_logprobs=hides_logprobs,
         )
 
@@ -148,15 +151,16 @@ class Parser:
         check_supported(raw)
         ignored = Ignored(self.unknown_fields)
         body = read(ChatBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
-        newer = self._max_tokens("max_completion_tokens", body.max_completion_tokens)
-        older = self._max_tokens("max_tokens", body.max_tokens)
+        least = 0 if body.session is not None else 1
+        newer = self._max_tokens("max_completion_tokens", body.max_completion_tokens, minimum=least)
+        older = self._max_tokens("max_tokens", body.max_tokens, minimum=least)
         max_tokens = older if newer is None else newer
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         parallel = body.parallel_tool_calls
         tools, tool_use = parse_tools(body.tools, body.tool_choice, parallel=parallel, ignored=ignored)
         logprobs = body.top_logprobs if body.logprobs else None
-        wanted = self.defaults.get("max_tokens") if max_tokens is None else max_tokens
+        wanted = self.defaults.get("max_tokens") if max_tokens is None else max(max_tokens, 1)
         params = self._params(body, raw, ignored, wanted, logprobs, tool_use=tool_use)
         is_raw = body.structured_outputs is not None or body.continue_final_message
         content = None if tool_use or is_raw else params.structured_outputs
@@ -164,6 +168,11 @@ class Parser:
         if form is not None:
             params = msgspec.structs.replace(params, structured_outputs=form)
         messages, options = self.conversation(body)
+        if body.session is not None:
+            if body.add_generation_prompt is not None or body.continue_final_message:
+                name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
+                raise InvalidRequest(f"{name} cannot be combined with session", name, "unsupported_value")
+            options = replace(options, add_generation_prompt=max_tokens != 0)
         return ChatRequest(
             **self._common(body, params, max_tokens, raw, ignored, params.num_outputs),
             messages=messages,
@@ -265,6 +274,7 @@ class Parser:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         options = read(StreamOptions, body.stream_options or {}, "stream_options", ignored=ignored)
+        session = None if body.session is None else _session(body.session, params, num_returned, ignored)
         return {
             "model": self.model(body.model),
             "params": params,
@@ -276,8 +286,30 @@ class Parser:
             "cache_salt": body.cache_salt,
             "prompt_logprobs": raw.get("prompt_logprobs"),
             "job": job_of(body, ignored),
+            "prompt_only": max_tokens == 0,
+            "session": session,
             "ignored": ignored.names,
         }
+
+
+def _one_prompt(value: Any) -> str | list[int]:
+    """Return the one prompt of a piece, which may be empty: the tokens of its session come before it."""
+    if value in ("", []):
+        return []
+    prompts = split_prompts(value)
+    if len(prompts) > 1:
+        raise InvalidRequest(f"prompt must be one prompt if session is given (got {len(prompts)})", "prompt")
+    return prompts[0]
+
+
+def _session(given: str | dict[str, Any], params: SamplingParams, num_returned: int, ignored: Ignored) -> SessionBody:
+    """Return the session of a request, which must have one answer."""
+    session = read(SessionBody, {"id": given} if isinstance(given, str) else given, "session", ignored=ignored)
+    if params.use_beam_search or params.n != 1 or num_returned != 1:
+        name = "use_beam_search" if params.use_beam_search else "n" if params.n == num_returned else "best_of"
+        text = f"{name} cannot be combined with session, to which one answer is added"
+        raise InvalidRequest(text, name, "unsupported_value")
+    return session
 
 
 def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
@@ -299,6 +331,7 @@ def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
         stream=body.stream,
         stream_options=options,
         prompt_logprobs=None,
+        session=None,
         ignored=(),
         job=request.job.continued(),
     )

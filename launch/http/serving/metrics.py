@@ -19,7 +19,7 @@ from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import STATUS_OF_CODE
 from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
-from quire.launch.http.serving.shared_values import SharedCounter, SharedHistogram, SharedValues
+from quire.launch.http.serving.shared_values import SharedCounter, SharedGauge, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
 from quire.protocol.process.restarts import read_pids, read_restarts
 from quire.protocol.request.sampling_params import SamplingParams
@@ -51,6 +51,12 @@ COUNTERS = (
         (*STATUS_OF_CODE, OTHER),
     ),
     ("slow_readers", "Number of streams aborted because the client read too slowly.", "", ("",)),
+)
+# Gauges of the front ends: name, HELP text.
+GAUGES = (
+    ("num_sessions", "Number of open sessions."),
+    ("num_sessions_idle", "Number of open sessions without a piece in flight."),
+    ("session_token_bytes", "Bytes of the tokens of all open sessions."),
 )
 # Histograms of the front ends: name, HELP text, bounds of the buckets.
 HISTOGRAMS = (
@@ -107,7 +113,7 @@ class Metrics:
         options = options or MetricsOptions()
         names = MetricNames(options.prefix, {"model_name": model_name})
         num_counters = sum(len(labels) for *_, labels in COUNTERS)
-        num_values = num_counters + sum(len(bounds) + 2 for *_, bounds in HISTOGRAMS)
+        num_values = num_counters + len(GAUGES) + sum(len(bounds) + 2 for *_, bounds in HISTOGRAMS)
         values = SharedValues(num_values, options.directory, options.index)
         slots = iter(range(num_counters))
         counters = {
@@ -115,7 +121,8 @@ class Metrics:
         }
         self._success, self._rejections = counters["request_success"], counters["admission_rejections"]
         self._slow_readers = counters["slow_readers"][""]
-        histograms, at = {}, num_counters
+        self._gauges = [SharedGauge(values, num_counters + i) for i in range(len(GAUGES))]
+        histograms, at = {}, num_counters + len(GAUGES)
         for name, _, bounds in HISTOGRAMS:
             histograms[name] = SharedHistogram(values, at, bounds)
             at += len(bounds) + 2
@@ -156,6 +163,11 @@ class Metrics:
 
     def cut_slow_reader(self) -> None:
         self._slow_readers.inc()
+
+    def set_sessions(self, num_open: int, num_idle: int, num_bytes: int) -> None:
+        """``num_bytes``: of the tokens of all open sessions."""
+        for gauge, value in zip(self._gauges, (num_open, num_idle, num_bytes), strict=True):
+            gauge.set(value)
 
     async def render(self, engine: EngineClient) -> bytes:
         """Return the text of a scrape, without the scheduler's metrics if it does not respond in time.
@@ -256,6 +268,8 @@ class _FrontEndCollector(Collector):
                 yield names.by_label(CounterMetricFamily, name, text, label, found)
             else:
                 yield names.counter(name, text, found[""])
+        for name, text in GAUGES:
+            yield names.gauge(name, text, next(totals))
         for name, text, bounds in HISTOGRAMS:
             counts = [int(next(totals)) for _ in range(len(bounds) + 1)]
             yield names.histogram(name, text, Histogram(list(bounds), counts, next(totals)))

@@ -21,6 +21,7 @@ from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import Tracer
 from quire.launch.http.stored.response_peers import ResponsePeers
 from quire.launch.http.stored.response_store import ResponseStore
+from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import AnswerFormat
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
@@ -56,6 +57,8 @@ class ServerSettings:
         adapters: the adapters that requests may name as their model; None: the engine has none.
         notes_tools: whether the scheduler wants to know which tools answers call.
         fork_peers: sockets of the other front ends, which may have a request to fork.
+        sessions: the open sessions of this front end.
+        session_peers: sockets of the other front ends, by their numbers, for requests that continue their sessions.
     """
 
     text_in: TextIn
@@ -81,6 +84,8 @@ class ServerSettings:
     adapters: Adapters | None = None
     notes_tools: bool = False
     fork_peers: tuple[Path, ...] = ()
+    sessions: SessionStore = field(default_factory=SessionStore)
+    session_peers: Mapping[int, Path] = field(default_factory=dict)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -131,6 +136,7 @@ class Server:
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
         self.response_peers = settings.response_peers
+        self.sessions = settings.sessions
         self.running: dict[str, Forkable] = {}
         """By id of the response."""
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
@@ -147,6 +153,11 @@ class Server:
     def is_stuck(self) -> bool:
         """Whether requests have got no token, or a recovery has lasted, for longer than ``health_timeout``."""
         return self.engine.seconds_without_progress > self.settings.health_timeout
+
+    def note_sessions(self) -> None:
+        """End the sessions that have been idle for too long, and set the metrics of the others."""
+        self.sessions.expire()
+        self.metrics.set_sessions(self.sessions.num_open, self.sessions.num_idle, self.sessions.num_bytes)
 
     async def find_adapter(self, model: str) -> AdapterRef | None:
         """Return the adapter that a request names as its model, or None for a name of the model itself.

@@ -61,6 +61,16 @@ class SharedCounter:
         self._values[self._at] += amount
 
 
+class SharedGauge:
+    """A gauge at index ``at``, of which each front end sets its own part."""
+
+    def __init__(self, values: SharedValues, at: int) -> None:
+        self._values, self._at = values.own, at
+
+    def set(self, value: float) -> None:
+        self._values[self._at] = value
+
+
 class SharedHistogram:
     """A histogram from index ``at`` on: a count per bucket, that above the last bound, and the sum of the values."""
 

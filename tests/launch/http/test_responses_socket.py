@@ -139,6 +139,28 @@ class TestTurns:
         assert text_of(again) == REPLY
         assert prompt(front_end, tokenizer).count("hello") == 1
 
+    def test_continuation_keeps_the_tokens_of_the_answer_as_they_were_sampled(
+        self, tokenizer: Tokenizer, text_in: TextIn, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The tokenizer would write the answer with fewer tokens than the model did."""
+        engine = _engine(tokenizer)
+        spelled = [tokenizer.token_to_id(tokenizer.encode(char).tokens[0]) for char in "seven"]
+        assert len(tokenizer.encode("seven").ids) < len(spelled)
+        monkeypatch.setattr(engine, "_tokens", lambda seed: [*spelled, 2])
+        front_end = FrontEnd(engine, settings={"text_in": text_in}, linger_s=0.1)
+        client = connect(to=front_end)
+        for store in (False, True):
+            first = client.turn(input="hello", store=store)[-1]["response"]
+            so_far = [*engine.added[-1].prompt, *spelled, 2]
+            second = client.turn(input="more", previous_response_id=first["id"], store=store)[-1]["response"]
+            asked = engine.added[-1].prompt
+            rest = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+            assert asked == so_far + tokenizer.encode(rest).ids
+            client.turn(input="x", previous_response_id=second["id"], instructions="Be brief.", store=store)
+            assert engine.added[-1].prompt[: len(so_far)] != so_far  # another conversation
+            assert "seven" in prompt(front_end, tokenizer)
+        front_end.close()
+
     def test_messages_wait_for_the_answer_before(self, connect: Connect) -> None:
         client = connect()
         for number in range(MAX_PENDING):

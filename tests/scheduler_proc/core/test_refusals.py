@@ -82,7 +82,7 @@ def test_refuses_seed_out_of_range(seed: int) -> None:
 
 
 RESERVED: list[dict[str, Any]] = [
-    *({"resumable": True}, {"mm_features": [b"x"]}),
+    {"mm_features": [b"x"]},
     {"adapter": AdapterRef("a", bytes(32), "/a")},
     {"kv_transfer": b"x"},
 ]

@@ -1,0 +1,75 @@
+"""Requests that continue a session of another front end, asked for over unix sockets in the server's private directory.
+
+A session is in the memory of the front end that has opened it, whose number its id has. Another one that the client
+reaches sends it the request as it is, and passes the response on, message by message.
+"""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from quire.launch.http.routes.fork_peers import RelayedResponse, answer_over
+from quire.launch.http.schema.errors import ApiError, ClientDisconnected
+from quire.launch.http.serving.body import MAX_BODY_BYTES
+from quire.launch.http.serving.gate import REQUEST_ID, TENANT
+from quire.launch.http.stored.peer_frames import FRONT_END_SILENT, TIMEOUT_S, listen, read_frame, write_frame
+
+MAX_QUESTION_BYTES = MAX_BODY_BYTES + 64 * 1024
+
+
+class SessionQuestion(msgspec.Struct, frozen=True):
+    """A request. ``tenant``, ``client_id``: of the client that asks."""
+
+    method: str
+    path: str
+    tenant: int
+    client_id: str
+    body: bytes
+
+
+def session_address(directory: Path, index: int) -> Path:
+    """Return the socket of front end ``index``."""
+    return directory / f"sessions-{index}"
+
+
+async def share_sessions(router: ASGIApp, address: Path) -> asyncio.Server:
+    """Answer the questions of other front ends by this one's routes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, EOFError, TimeoutError, msgspec.MsgspecError, ClientDisconnected):
+            async with asyncio.timeout(TIMEOUT_S):
+                question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=SessionQuestion)
+            scope: Scope = {"type": "http", "method": question.method, "path": question.path, "headers": []}
+            scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
+            scope["query_string"] = b""
+            body: Message | None = {"type": "http.request", "body": question.body}
+            write_frame(writer, True)  # the question has arrived
+            await answer_over(router, scope, reader, writer, body)
+        writer.close()
+
+    return await listen(address, answer)
+
+
+async def ask_front_end(address: Path, question: SessionQuestion) -> ASGIApp | None:
+    """Return the response of the front end at this address; None if it has died, with its sessions.
+
+    Raises:
+        ApiError: 503, it does not answer.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(str(address))
+            try:
+                write_frame(writer, question)
+                await read_frame(reader)
+            except BaseException:
+                writer.close()
+                raise
+            return RelayedResponse(reader, writer)
+    except TimeoutError:
+        raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
+    except (OSError, EOFError):
+        return None

@@ -1,0 +1,1 @@
+"""Open sessions: prompts that arrive in pieces, with answers in between."""

@@ -1,0 +1,32 @@
+"""Messages that continue the chat of a session, as tokens."""
+
+from quire.launch.sessions.open_session import ANSWER, TEXT, OpenSession
+from quire.launch.text.chat_template import Message
+from quire.launch.text.continuation import encode_continuation
+from quire.launch.text.prompts import ModelLimits, Prompt, encode_messages
+from quire.launch.text.text_in import ChatOptions, TextIn
+from quire.protocol.errors import InvalidRequest
+
+
+def check_kind(name: str, session: OpenSession, *, is_chat: bool) -> None:
+    """Raise InvalidRequest if the session continues the other kind of input: text or a chat. ``name``: its id."""
+    if session.end and is_chat == (session.end == TEXT):
+        kind, other = ("text", "messages") if is_chat else ("a chat", "text")
+        raise InvalidRequest(
+            f"session {name} continues {kind}, and does not accept {other}", "session", "unsupported_value"
+        )
+
+
+def encode_chat_piece(
+    session: OpenSession, messages: list[Message], options: ChatOptions, text_in: TextIn, limits: ModelLimits
+) -> Prompt:
+    """Return the tokens of messages, without those of the session, which they continue.
+
+    Raises:
+        InvalidRequest: as ``encode_messages`` and ``encode_continuation``.
+    """
+    if not session.tokens:
+        return encode_messages(messages, options, text_in, limits)
+    is_answered = session.end == ANSWER
+    role, answered_with = ("assistant", int(session.token_ids[-1])) if is_answered else (session.end, None)
+    return encode_continuation(messages, role, answered_with, options, text_in, limits)
