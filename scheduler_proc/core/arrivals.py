@@ -73,8 +73,6 @@ class Arrivals:
             self.replies.append((client, refusal.message(event.request_id)))
             return
         self._table.add(request)
-        job_id, hint, is_last = event.job_id, event.hint, event.is_last_step
-        self._programs.arrived(request, job_id=job_id, hint=hint, is_last_step=is_last)
         if self._hooks is not NO_HOOKS:
             request.tokens.follow(partial(self._hooks.block_filled, request.handle))
         self._results.outputs.set_owner(request.handle, client)
@@ -84,6 +82,8 @@ class Arrivals:
         elif request.repeats_itself:
             self._results.finish(request, EndReason.REPETITION)
         else:
+            job_id, hint, is_last = event.job_id, event.hint, event.is_last_step
+            self._programs.arrived(request, job_id=job_id, hint=hint, is_last_step=is_last)
             self._beams.begin(request)
             self._forks.hold(request)
             self._adapters.arrived(request)

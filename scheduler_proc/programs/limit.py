@@ -254,8 +254,11 @@ class ProgramLimit:
         self._note(Decision(self._clock.sent + 1, "program", program.last_request[1], reason, detail=detail))
 
     def _size(self, program: Program) -> int:
-        """Return the blocks of the contexts of a program; parallel turns have one each."""
-        tokens = max(sum(request.num_tokens for request in program.live.values()), program.num_tokens)
+        """Return the blocks of the contexts of a program; parallel turns have one each.
+
+        Outputs count from the end of their turn: which of them are known while a result is applied depends on details.
+        """
+        tokens = max(sum(request.num_prompt_tokens for request in program.live.values()), program.num_tokens)
         return max(self._cache.num_blocks_for(int(GROWTH * tokens)), self._cache.pins.get(program.number, 0))
 
     def _resize(self, program: Program) -> None:
