@@ -84,8 +84,8 @@ class RequestQueue:
 
     ``fcfs``: by arrival in this engine. ``priority``: lowest number first, then by ``arrival``, then as fcfs.
     ``continuum``: by the first arrival of their program. ``program``: overdue requests by arrival, then turns of
-    admitted programs, first turns, and other turns, each by the first arrival of their program. After a change of
-    program or request, call ``rerank``.
+    admitted programs and then first turns, both by the first arrival of their program, then other turns, the shortest
+    prompt first: it is computed again. After a change of program or request, call ``rerank``.
 
     Among the first requests of all tenants with equal priority (fcfs: all of them), the tenant that was served least is
     next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): fair
@@ -122,9 +122,11 @@ class RequestQueue:
             return (first, request.number)
         if request.is_overdue:
             return (_OVERDUE, request.number)
-        is_later = program is not None and program.num_turns > 0
-        is_admitted = program is not None and program.is_admitted
-        return (_ADMITTED if is_admitted else _OTHER if is_later else _NEW, first, request.number)
+        if program is not None and program.is_admitted:
+            return (_ADMITTED, first, request.number)
+        if program is None or not program.num_turns:
+            return (_NEW, first, request.number)
+        return (_OTHER, request.num_prompt_tokens, request.number)
 
     def heads(self) -> list[Request]:
         """Return the first request of each tenant, in the order of their turns. O(tenants)."""
