@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.protocol.process.restarts import Restarts
-from quire.protocol.wire.front_end_messages import Histogram, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, ProgramCounts, Statistics
 
 # Metrics of the scheduler: name, HELP text, field of Statistics.
 GAUGES = (
@@ -219,10 +219,7 @@ class EngineCollector(Collector):
         if current.adapters_by_place:
             yield from _adapter_metrics(names, current, self.max_loras)
         if current.programs is not None:
-            text = "Number of programs (agents and conversations) that are remembered."
-            yield names.gauge("num_programs", text, current.programs.num_known)
-            text = "Number of requests, by how their program was found."
-            yield names.by_label(CounterMetricFamily, "num_turns", text, "found_by", current.programs.turns)
+            yield from _program_metrics(names, current.programs)
         for name, text, field_name in HISTOGRAMS:
             values = getattr(current, field_name)
             if values is not None:
@@ -249,6 +246,23 @@ def _eviction_metrics(names: MetricNames, current: Statistics) -> Iterator[Metri
         "eviction_by_value", "Whether blocks are evicted by value now, not by last use.", shadow.is_by_value
     )
     yield names.counter("num_eviction_switches", "Number of changes of the eviction policy.", shadow.num_switches)
+
+
+def _program_metrics(names: MetricNames, programs: ProgramCounts) -> Iterator[Metric]:
+    text = "Number of programs (agents and conversations) that are remembered."
+    yield names.gauge("num_programs", text, programs.num_known)
+    text = "Number of requests, by how their program was found."
+    yield names.by_label(CounterMetricFamily, "num_turns", text, "found_by", programs.turns)
+    text = "Prompt tokens of turns that are not the first of their program."
+    yield names.counter("later_turn_prompt_tokens", text, programs.num_later_prompt_tokens)
+    text = "Prompt tokens of these turns that the prefix cache had."
+    yield names.counter("later_turn_hit_tokens", text, programs.num_later_hit_tokens)
+    if programs.num_released:
+        yield names.gauge("num_programs_admitted", "Number of programs that are admitted.", programs.num_admitted)
+        text = "Number of programs with requests that are not admitted."
+        yield names.gauge("num_programs_waiting", text, programs.num_waiting)
+        text = "Number of programs that are not admitted any more, by reason."
+        yield names.by_label(CounterMetricFamily, "num_programs_released", text, "reason", programs.num_released)
 
 
 def _pin_metrics(names: MetricNames, current: Statistics) -> Iterator[Metric]:

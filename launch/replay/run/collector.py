@@ -177,6 +177,8 @@ class RunCollector:
         record = self.record
         if (pins := self._scheduler.programs.pins).is_enabled:
             record.pins = {"ended": dict(pins.ended), "seconds": pins.seconds_by_tool, "failures": pins.num_failures}
+        if (limit := self._scheduler.programs.limit) is not None:
+            record.program_limit = {"admitted": limit.num_admitted, "released": dict(limit.num_released)}
         record.virtual_s = virtual_s
         record.itl = [(microseconds / 1e3, count) for microseconds, count in sorted(self._gaps.items())]
         record.preemptions_by_reason = {str(k): v for k, v in self._preemptions.items() if v}

@@ -90,6 +90,8 @@ class RunRecord:
         eviction_shadow: as in EvictionShadow; empty without eviction by value.
         pins: how blocks were kept while tools ran: ``ended`` (number by reason), ``seconds`` (the last choice by tool)
             and ``failures``; empty if the policy keeps none.
+        program_limit: programs that are ``admitted`` at the end, and the number ``released`` by reason; empty with
+            another policy.
         itl: (milliseconds, count) of the gaps between successive tokens of a request.
         extra: further figures for the JSON, by name.
     """
@@ -110,6 +112,7 @@ class RunRecord:
     evictions_by_policy: dict[str, int] = field(default_factory=dict)
     eviction_shadow: dict[str, int] = field(default_factory=dict)
     pins: dict[str, Any] = field(default_factory=dict)
+    program_limit: dict[str, Any] = field(default_factory=dict)
     virtual_s: float = 0.0
     wall_s: float = 0.0
     decisions_equal: bool | None = None

@@ -168,11 +168,15 @@ def test_vllm_prefix_and_names() -> None:
 def test_turns_are_counted_by_how_their_program_was_found() -> None:
     class WithPrograms(EndlessEngine):
         async def statistics(self) -> Statistics:
-            return Statistics(1, num_usable_blocks=1, programs=ProgramCounts(7, {"job_id": 5, "prefix": 3}))
+            counts = ProgramCounts(7, {"job_id": 5, "prefix": 3}, 80, 60, 2, 1, {"idle": 4})
+            return Statistics(1, num_usable_blocks=1, programs=counts)
 
     found = scrape(Metrics("tiny", MetricsOptions()), WithPrograms())
     assert found["quire:num_programs"] == 7
     assert [found[f'quire:num_turns_total{{found_by="{by}"}}'] for by in ("job_id", "prefix")] == [5, 3]
+    assert (found["quire:num_programs_admitted"], found["quire:num_programs_waiting"]) == (2, 1)
+    assert found['quire:num_programs_released_total{reason="idle"}'] == 4
+    assert found["quire:later_turn_hit_tokens_total"] == 60
     assert not [name for name in scrape(Metrics("tiny", MetricsOptions()), Engine()) if "num_programs" in name]
 
 
