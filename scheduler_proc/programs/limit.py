@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -124,6 +123,10 @@ class ProgramLimit:
     def num_admitted(self) -> int:
         return len(self._admitted)
 
+    def job_of(self, number: int) -> str:
+        """Return the job id of an admitted program, or ""."""
+        return self._admitted[number].job_id if number in self._admitted else ""
+
     @property
     def num_waiting(self) -> int:
         """Number of programs with requests that are not admitted."""
@@ -199,19 +202,11 @@ class ProgramLimit:
 
     def _overdue(self, now: float) -> Request | None:
         """Return a waiting request to schedule first, and forget its arrival; or None."""
-        for line, patience in ((self._first_turns, FIRST_PATIENCE_S), (self._turns, PATIENCE_S)):
-            for handle, (arrived, request) in list(islice(line.items(), MAX_CANDIDATES)):
-                if now - arrived < patience:
-                    break
-                if request not in self._waiting:  # held: it will be at its place when it is released
-                    continue
-                if line is self._turns and self._num_admissions < ADMISSIONS_BETWEEN:
-                    break
-                if line is self._turns:
-                    self._num_admissions = 0
-                del line[handle]
-                return request
-        return None
+        overdue = _pop_waiting(self._first_turns, now - FIRST_PATIENCE_S, self._waiting)
+        if overdue is None and self._num_admissions >= ADMISSIONS_BETWEEN:
+            overdue = _pop_waiting(self._turns, now - PATIENCE_S, self._waiting)
+            self._num_admissions = self._num_admissions if overdue is None else 0
+        return overdue
 
     # ---- admitted programs
 
@@ -306,3 +301,14 @@ class ProgramLimit:
             assert program.live and not program.is_admitted, f"{program!r} is no candidate"
         for request in (*self._first_turns.values(), *self._turns.values()):
             assert not request[1].status.is_finished, f"{request[1]!r} has ended and is still expected"
+
+
+def _pop_waiting(line: dict[int, tuple[float, Request]], until: float, waiting: Queue) -> Request | None:
+    """Remove and return the oldest request that has arrived by then and is not held; or None."""
+    for handle, (arrived, request) in line.items():
+        if arrived > until:
+            return None
+        if request in waiting:
+            del line[handle]
+            return request
+    return None

@@ -235,9 +235,9 @@ class Programs:
 
     def pinned(self) -> list[tuple[str, int]]:
         """Return (job id, number of blocks) of each program with pinned blocks, for traces."""
-        pins = self._cache.pins
-        jobs = {program.number: program.job_id for program in self.known.values()} if pins else {}
-        return [(jobs[number], num_blocks) for number, num_blocks in pins.items()]
+        if self.limit is None:
+            return self.pins.held()
+        return [(self.limit.job_of(number), num_blocks) for number, num_blocks in self._cache.pins.items()]
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
