@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler_load import EOS, MAX_MODEL_LEN, adapter_settings, random_settings
+from scheduler_load import EOS, MAX_MODEL_LEN, adapter_settings, program_settings, random_settings
 
 VOCAB_SIZE = 1000
 
@@ -43,6 +43,8 @@ DISK_SHARE = 0.5
 """Fraction of seeds with a disk, of those with a prefix cache."""
 ADAPTER_SEEDS = (5, 7)
 """Seeds modulo 9 with LoRA adapters; none of them is a seed of a mutation."""
+PROGRAM_SEEDS = (8, 11)
+"""Seeds modulo 13 with a policy that needs programs; none of them is a seed of a mutation."""
 NUM_ADAPTERS = 5
 PAGE_BYTES = 4096
 BEGIN_S = 2.5
@@ -176,6 +178,7 @@ def shape_of(seed: int, *, disk: bool = False, forks: bool = False, adapters: bo
             **(_disk_settings(seed, num_ranks) if disk else {}),
             **(_fork_settings(seed, settings) if forks else {}),
             **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
+            **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
         },
         real_runner=not adapters and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
