@@ -66,9 +66,9 @@ class Queue(Protocol):
 class ProgramLimit:
     """Admits programs in the order of their first arrival while their contexts fit into the pool together.
 
-    The contexts of admitted programs are pinned between turns, and their turns are scheduled before those of others.
-    One request of the other programs can always run, even if pinned contents are evicted for it; a second one only
-    beside the pins. So a program that is not admitted advances too, more slowly.
+    The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. One request
+    of the other programs can always run, even if pinned contents are evicted for it; a second one only beside the pins.
+    So a program that is not admitted advances too, more slowly.
 
     A program that has paused for longer than most pauses last makes room for others that wait. No turn waits for ever:
     a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S, but at most
@@ -298,7 +298,7 @@ class ProgramLimit:
         assert all(program.is_admitted for program in self._admitted.values()), "an admitted program does not know it"
         assert self._candidates == sorted(self._programs), "candidates are not in order of first arrival"
         for program in self._programs.values():
-            assert program.live and not program.is_admitted, f"{program!r} is no candidate"
+            assert program.live and not program.is_admitted, f"{program!r} is a candidate without requests, or admitted"
         for request in (*self._first_turns.values(), *self._turns.values()):
             assert not request[1].status.is_finished, f"{request[1]!r} has ended and is still expected"
 

@@ -262,9 +262,12 @@ class Programs:
             return statistics
         counts = ProgramCounts(len(self.known), dict(self.found), *self._later_tokens)
         if (limit := self.limit) is not None:
-            released = dict(limit.num_released)
-            changed = {"num_admitted": limit.num_admitted, "num_waiting": limit.num_waiting, "num_released": released}
-            counts = msgspec.structs.replace(counts, **changed)
+            counts = msgspec.structs.replace(
+                counts,
+                num_admitted=limit.num_admitted,
+                num_waiting=limit.num_waiting,
+                num_released=dict(limit.num_released),
+            )
         statistics = self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
         return statistics if self._value is None else self._value.add_to(statistics)
 

@@ -85,7 +85,7 @@ class RequestQueue:
     ``fcfs``: by arrival in this engine. ``priority``: lowest number first, then by ``arrival``, then as fcfs.
     ``continuum``: by the first arrival of their program. ``program``: overdue requests by arrival, then turns of
     admitted programs and then first turns, both by the first arrival of their program, then other turns, the shortest
-    prompt first: it is computed again. After a change of program or request, call ``rerank``.
+    prompt first, because the cache has lost it. After a change of program or request, call ``rerank``.
 
     Among the first requests of all tenants with equal priority (fcfs: all of them), the tenant that was served least is
     next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): fair

@@ -84,7 +84,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         releases: with pins, the releases of the last free blocks; see ``ClassedFreeQueue.left``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
-        programs: what is known of programs; None if no policy needs them.
+        programs: the known programs; None if no policy needs them.
         last_number: number of the newest request, if there are programs.
         pins: blocks kept while tools run, and what was learned for them; None if the policy keeps none.
     """

@@ -72,6 +72,18 @@ def kv_pressure() -> Driver:
     return driver
 
 
+def program_limit() -> Driver:
+    """The contexts of two admitted programs fill the pool, and one request of another program runs."""
+    driver = Driver(num_blocks=33, scheduling_policy="program", watermark=0.0)
+    for job in ("admitted", "also admitted"):
+        driver.add(job, [len(job)] * 36, job_id=job, max_tokens=2)
+        driver.run()
+    for job in ("first", "second"):
+        driver.add(job, [len(job)] * 36, job_id=job, max_tokens=20)
+    driver.step()
+    return driver
+
+
 def full_sequence() -> Driver:
     driver = pair(num_blocks=7, reserve_full_sequence=True)
     driver.schedule()
@@ -159,6 +171,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.WHOLE_PROMPT: whole_prompt,
     WaitReason.KV_BLOCKS: kv_blocks,
     WaitReason.KV_PRESSURE: kv_pressure,
+    WaitReason.PROGRAM_LIMIT: program_limit,
     WaitReason.FULL_SEQUENCE: full_sequence,
     WaitReason.PREEMPTING: preempting,
     WaitReason.RESULT_IN_FLIGHT: result_in_flight,
@@ -305,6 +318,7 @@ PREEMPTIONS: dict[PreemptReason, tuple[Callable[[], Driver], str, str]] = {
     PreemptReason.SUSPECT: (suspect_after_suspect, "first", "second"),
     PreemptReason.HELD: (held, "first", ""),
     PreemptReason.JOINS_LOAD: (joins_load, "again", ""),
+    PreemptReason.LAST_PROGRAM: (lambda: preempt("program"), "young", "old"),
     PreemptReason.OVER_SHARE: (over_share, "many2", "other"),
 }
 
