@@ -162,6 +162,8 @@ class Programs:
         """
         if self._value is not None:
             self._value.arrived(request.handle, request.block_hashes)
+        if self.limit is not None:
+            self.limit.waits(request, self.now)
         program = request.program
         if program is None:
             self.found["none"] += self.is_enabled
@@ -185,7 +187,7 @@ class Programs:
         program.has_ended |= is_last_step
         program.tool = ""
         if self.limit is not None:
-            self.limit.arrived(program, request, self.now, pause)
+            self.limit.arrived(program, pause)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -214,6 +216,8 @@ class Programs:
         """Note that a request has ended."""
         if self._value is not None:
             self._value.forget(request.handle)
+        if self.limit is not None:
+            self.limit.forget(request)
         program = request.program
         if program is None or program.live.pop(request.handle, None) is None:
             return
@@ -224,7 +228,7 @@ class Programs:
         program.last_seen = self.now
         self.pins.turn_ended(program)
         if self.limit is not None:
-            self.limit.ended(program, request)
+            self.limit.ended(program)
 
     def pin_of(self, request: Request, reason: EndReason) -> int:
         """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
@@ -235,9 +239,10 @@ class Programs:
 
     def pinned(self) -> list[tuple[str, int]]:
         """Return (job id, number of blocks) of each program with pinned blocks, for traces."""
-        pins = self._cache.pins
-        jobs = {program.number: program.job_id for program in self.known.values()} if pins else {}
-        return [(jobs[number], num_blocks) for number, num_blocks in pins.items()]
+        pins, limit = self._cache.pins, self.limit
+        if limit is not None:
+            return [(limit.job_id(number), num_blocks) for number, num_blocks in pins.items()]
+        return [(self.pins.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave to the contents of admitted programs."""

@@ -101,6 +101,28 @@ def test_a_first_turn_that_has_waited_for_long_comes_first() -> None:
     assert agents.order(running, admitted, new) == [running, new, admitted]
 
 
+def test_requests_of_no_program_and_preempted_ones_do_not_wait_for_ever_beside_an_admitted_program() -> None:
+    agents = Agents(max_num_seqs=1)
+    agents.turn("first", 8)
+    preempted = agents.turn("new", 60, run=False, max_tokens=8)
+    agents.step(2)
+    agents.hold(preempted)
+    agents.turn("first", 10, run=False)
+    agents.step(2)
+    agents.release(preempted)
+    agents.add("short", [1, 2], max_tokens=2)
+    assert agents.request("short").program is None
+    while agents.now < FIRST_PATIENCE_S + 160:
+        agents.at(agents.now + 60.0)
+        while len([name for _, name in agents.scheduler.table.requests if name.startswith("first")]) < 3:
+            agents.turn("first", 1, run=False)
+            del agents.contexts["first"][8:]
+        agents.step(5)
+    assert agents.answers["short"].reason is agents.answers[preempted].reason is EndReason.LENGTH
+    agents.run()
+    agents.scheduler.check()
+
+
 def test_later_turns_that_have_waited_for_long_come_first_once_in_a_while() -> None:
     agents = Agents(max_num_seqs=1)
     for job in ("first", "second", "third"):
