@@ -114,6 +114,8 @@ class Programs:
         self._later_tokens = 0, 0
         """Prompt tokens of all turns but first ones, and hits among them."""
         self.known: dict[tuple[int, str | int], Program] = {}
+        self._paused: dict[Program, None] = {}
+        """Programs without a request, the least recently seen first."""
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
         self._matcher = Matcher(config.block_size)
 
@@ -171,6 +173,7 @@ class Programs:
         named = hint if hint in HINTS else "job_id"
         self.found[named if job_id else "prefix" if program.number else "new"] += 1
         self.known.pop(_key(program), None)
+        self._paused.pop(program, None)
         self.pins.returned(program)
         program.number = program.number or request.number
         if job_id and not program.job_id:
@@ -191,11 +194,9 @@ class Programs:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self.known) > MAX_PROGRAMS:
-            oldest = next((key for key, program in self.known.items() if program.is_paused), None)
-            if oldest is None:
-                return
-            program = self.known.pop(oldest)
+        while len(self.known) > MAX_PROGRAMS and self._paused:
+            program = next(iter(self._paused))
+            del self._paused[program], self.known[_key(program)]
             self._matcher.forget(program)
             self.pins.forget(program)
             if self.limit is not None:
@@ -226,6 +227,9 @@ class Programs:
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
+        if program.is_paused:
+            self._paused[program] = None
+            self.known[_key(program)] = self.known.pop(_key(program))
         self.pins.turn_ended(program)
         if self.limit is not None:
             self.limit.ended(program)
@@ -319,6 +323,7 @@ class Programs:
             program.last_request, program.tool = record.last_request, record.tool
             program.has_ended = record.has_ended
             self.known[_key(program)] = program
+            self._paused[program] = None
             if record.trail is not None:
                 trails.append((program, record.trail))
         self._matcher.restore(trails)
@@ -330,6 +335,8 @@ class Programs:
         for key, program in self.known.items():
             assert _key(program) == key, f"{program!r} has another key"
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
+        paused = [program for program in self.known.values() if program.is_paused]
+        assert paused == list(self._paused), "programs without a request are not in the order in which they were seen"
         self._matcher.check()
         self.pins.check()
         if self.limit is not None:

@@ -214,3 +214,21 @@ def test_a_flood_of_new_programs_does_not_stop_an_old_one() -> None:
             agents.step(3)
     agents.finish()
     assert all(answer.reason is EndReason.LENGTH for answer in agents.answers.values())
+
+
+def test_the_least_recently_seen_program_without_a_request_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scheduler_proc.programs.programs.MAX_PROGRAMS", 2)
+    agents = Agents()
+    running = agents.turn("first", run=False, max_tokens=4)
+    agents.step()
+    agents.turn("second", 12, run=False)
+    agents.turn("third", 12, run=False)
+    assert (agents.counts.num_known, agents.counts.num_admitted) == (3, 3), "all of them have requests"
+    agents.run()
+    assert agents.answers[running].reason is EndReason.LENGTH
+    agents.turn("second", 16)
+    agents.turn("fourth", 12)
+    assert agents.counts.num_released["forgotten"] == agents.counts.num_known == 2
+    assert [job for _, job in agents.scheduler.programs.known] == ["second", "fourth"]
+    assert set(agents.scheduler.kv.pins) == {2, 5}, "the contents of forgotten programs are not pinned"
+    agents.scheduler.check()
