@@ -231,6 +231,7 @@ class Admission:
         limit = min(config.max_model_len, self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
+        program = self._program(event, tokens) if parent is None else parent.program  # may refuse: before the adapter
         request = Request(
             client=client,
             request_id=event.request_id,
@@ -245,8 +246,7 @@ class Admission:
             tenant=event.tenant if config.fair_admission else 0,
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
-        request.parent = parent
-        request.program = self._program(event, tokens) if parent is None else parent.program
+        request.parent, request.program = parent, program
         if parent is not None:
             request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits

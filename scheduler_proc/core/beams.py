@@ -132,6 +132,7 @@ class Beams:
         )
         beam.introduced, beam.num_cached_tokens, beam.turn = True, 0, leader.turn
         beam.leader, beam.parent, beam.diverges = leader, parent, True
+        beam.is_overdue = True  # as a part of a search that runs, which no program limit may stop
         self._table.add(beam, number=leader.number)
         if self._hooks is not NO_HOOKS:
             beam.tokens.follow(partial(self._hooks.block_filled, beam.handle))

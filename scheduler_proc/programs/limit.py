@@ -61,6 +61,7 @@ class Queue(Protocol):
 
     def rerank(self, request: Request) -> None: ...
     def __contains__(self, request: Request) -> bool: ...
+    def __len__(self) -> int: ...
 
 
 class ProgramLimit:
@@ -110,7 +111,8 @@ class ProgramLimit:
         """Candidates by number."""
         self._first_turns: dict[int, tuple[float, Request]] = {}
         self._turns: dict[int, tuple[float, Request]] = {}
-        """Requests that wait for their first admission, with their arrival, by handle, the oldest first."""
+        """Requests that are not overdue, with their arrival, by handle, the oldest first. Those of no program are first
+        turns. Running ones are among them, because they wait again after a preemption."""
         self._others: dict[int, Request] = {}
         """Running requests that may be of programs that are not admitted."""
         self._pauses = PauseCounts()
@@ -122,10 +124,6 @@ class ProgramLimit:
     @property
     def num_admitted(self) -> int:
         return len(self._admitted)
-
-    def job_of(self, number: int) -> str:
-        """Return the job id of an admitted program, or ""."""
-        return self._admitted[number].job_id if number in self._admitted else ""
 
     @property
     def num_waiting(self) -> int:
@@ -143,18 +141,27 @@ class ProgramLimit:
         program = request.program
         if request.is_overdue or (program is not None and program.is_admitted) or not self._admitted:
             return 0
-        for handle, other in list(self._others.items()):
+        while self._others:
+            handle, other = next(iter(self._others.items()))
             if other.status is RequestStatus.RUNNING and not (other.program is not None and other.program.is_admitted):
                 return sum(self._cache.pins.values())
             del self._others[handle]
         return 0
 
+    def job_id(self, number: int) -> str:
+        """Return the job id of an admitted program."""
+        return self._admitted[number].job_id
+
     # ---- what happens to requests
 
-    def arrived(self, program: Program, request: Request, now: float, pause: float) -> None:
-        """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
-        line = self._turns if program.num_turns else self._first_turns
+    def waits(self, request: Request, now: float) -> None:
+        """Note that a request was accepted."""
+        program = request.program
+        line = self._turns if program is not None and program.num_turns else self._first_turns
         line[request.handle] = now, request
+
+    def arrived(self, program: Program, pause: float) -> None:
+        """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
         if pause >= 0:
             self._pauses.add(pause, was_late=False)
         if program.is_admitted:
@@ -167,16 +174,17 @@ class ProgramLimit:
     def admitted(self, request: Request) -> None:
         """Note that a request runs now."""
         self._num_admissions += 1
-        self._first_turns.pop(request.handle, None)
-        self._turns.pop(request.handle, None)
-        if request.program is None or not request.program.is_admitted:
+        is_beam = request.leader is not None and request.leader is not request  # its ending is not reported
+        if not is_beam and (request.program is None or not request.program.is_admitted):
             self._others[request.handle] = request
 
-    def ended(self, program: Program, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        for known in (self._first_turns, self._turns, self._others):
+            known.pop(request.handle, None)
+
+    def ended(self, program: Program) -> None:
         """Note that a request has ended, which is not among the live ones of its program any more."""
-        self._first_turns.pop(request.handle, None)
-        self._turns.pop(request.handle, None)
-        self._others.pop(request.handle, None)
         self._rerank(program)  # what was its first turn is one of several now
         if program.is_paused:
             self._remove_candidate(program)
@@ -188,7 +196,7 @@ class ProgramLimit:
 
     def clock(self, now: float) -> None:
         """Find turns that have waited, and programs that have paused, for too long."""
-        while (overdue := self._overdue(now)) is not None:
+        while len(self._waiting) and (overdue := self._overdue(now)) is not None:
             overdue.is_overdue = True
             self._waiting.rerank(overdue)
         if self._candidates and now - self._idle_checked >= IDLE_CHECK_S:
@@ -254,10 +262,10 @@ class ProgramLimit:
         Outputs count from the end of their turn: which of them are known while a result is applied depends on details.
         """
         tokens = max(sum(request.num_prompt_tokens for request in program.live.values()), program.num_tokens)
-        return max(self._cache.num_blocks_for(int(GROWTH * tokens)), self._cache.pins.get(program.number, 0))
+        return self._cache.num_blocks_for(int(GROWTH * tokens))
 
     def _resize(self, program: Program) -> None:
-        size = self._size(program)
+        size = max(self._size(program), self._cache.pins.get(program.number, 0))
         self.size += size - self._sizes[program.number]
         self._sizes[program.number] = size
 
@@ -296,11 +304,13 @@ class ProgramLimit:
         """Raise AssertionError unless the invariants hold."""
         assert self._admitted.keys() == self._sizes.keys() and self.size == sum(self._sizes.values()), "wrong size"
         assert all(program.is_admitted for program in self._admitted.values()), "an admitted program does not know it"
+        assert self._cache.pins.keys() <= self._admitted.keys(), "contents of other programs are pinned"
         assert self._candidates == sorted(self._programs), "candidates are not in order of first arrival"
         for program in self._programs.values():
             assert program.live and not program.is_admitted, f"{program!r} is a candidate without requests, or admitted"
-        for request in (*self._first_turns.values(), *self._turns.values()):
-            assert not request[1].status.is_finished, f"{request[1]!r} has ended and is still expected"
+        expected = [request for _, request in (*self._first_turns.values(), *self._turns.values())]
+        for request in (*expected, *self._others.values()):
+            assert not request.status.is_finished, f"{request!r} has ended, and is not forgotten"
 
 
 def _pop_waiting(line: dict[int, tuple[float, Request]], until: float, waiting: Queue) -> Request | None:

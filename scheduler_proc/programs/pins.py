@@ -304,10 +304,6 @@ class Pins:
         self._demand.restore(state.demand, self._kv.pool.num_evicted_blocks)
         self._costs.restore(state.costs)
 
-    def held(self) -> list[tuple[str, int]]:
-        """Return (job id, number of blocks) of each program whose blocks are kept."""
-        return [(self.pauses[number].job_id, num_blocks) for number, num_blocks in self._kv.pins.items()]
-
     @property
     def seconds_by_tool(self) -> dict[str, float]:
         """The last choices by tool; ``none`` stands for answers that call no tool, or none that is known."""

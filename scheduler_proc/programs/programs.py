@@ -114,6 +114,8 @@ class Programs:
         self._later_tokens = 0, 0
         """Prompt tokens of all turns but first ones, and hits among them."""
         self.known: dict[tuple[int, str | int], Program] = {}
+        self._paused: dict[Program, None] = {}
+        """Programs without a request, the least recently seen first."""
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
         self._matcher = Matcher(config.block_size)
 
@@ -162,6 +164,8 @@ class Programs:
         """
         if self._value is not None:
             self._value.arrived(request.handle, request.block_hashes)
+        if self.limit is not None:
+            self.limit.waits(request, self.now)
         program = request.program
         if program is None:
             self.found["none"] += self.is_enabled
@@ -169,6 +173,7 @@ class Programs:
         named = hint if hint in HINTS else "job_id"
         self.found[named if job_id else "prefix" if program.number else "new"] += 1
         self.known.pop(_key(program), None)
+        self._paused.pop(program, None)
         self.pins.returned(program)
         program.number = program.number or request.number
         if job_id and not program.job_id:
@@ -185,15 +190,13 @@ class Programs:
         program.has_ended |= is_last_step
         program.tool = ""
         if self.limit is not None:
-            self.limit.arrived(program, request, self.now, pause)
+            self.limit.arrived(program, pause)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self.known) > MAX_PROGRAMS:
-            oldest = next((key for key, program in self.known.items() if program.is_paused), None)
-            if oldest is None:
-                return
-            program = self.known.pop(oldest)
+        while len(self.known) > MAX_PROGRAMS and self._paused:
+            program = next(iter(self._paused))
+            del self._paused[program], self.known[_key(program)]
             self._matcher.forget(program)
             self.pins.forget(program)
             if self.limit is not None:
@@ -214,6 +217,8 @@ class Programs:
         """Note that a request has ended."""
         if self._value is not None:
             self._value.forget(request.handle)
+        if self.limit is not None:
+            self.limit.forget(request)
         program = request.program
         if program is None or program.live.pop(request.handle, None) is None:
             return
@@ -222,9 +227,12 @@ class Programs:
         program.num_tokens = request.num_tokens
         program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
+        if program.is_paused:
+            self._paused[program] = None
+            self.known[_key(program)] = self.known.pop(_key(program))
         self.pins.turn_ended(program)
         if self.limit is not None:
-            self.limit.ended(program, request)
+            self.limit.ended(program)
 
     def pin_of(self, request: Request, reason: EndReason) -> int:
         """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
@@ -235,9 +243,10 @@ class Programs:
 
     def pinned(self) -> list[tuple[str, int]]:
         """Return (job id, number of blocks) of each program with pinned blocks, for traces."""
-        if self.limit is None:
-            return self.pins.held()
-        return [(self.limit.job_of(number), num_blocks) for number, num_blocks in self._cache.pins.items()]
+        pins, limit = self._cache.pins, self.limit
+        if limit is not None:
+            return [(limit.job_id(number), num_blocks) for number, num_blocks in pins.items()]
+        return [(self.pins.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
@@ -317,6 +326,7 @@ class Programs:
             program.last_request, program.tool = record.last_request, record.tool
             program.has_ended = record.has_ended
             self.known[_key(program)] = program
+            self._paused[program] = None
             if record.trail is not None:
                 trails.append((program, record.trail))
         self._matcher.restore(trails)
@@ -328,6 +338,8 @@ class Programs:
         for key, program in self.known.items():
             assert _key(program) == key, f"{program!r} has another key"
             assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
+        paused = [program for program in self.known.values() if program.is_paused]
+        assert paused == list(self._paused), "programs without a request are not in the order in which they were seen"
         self._matcher.check()
         self.pins.check()
         if self.limit is not None:

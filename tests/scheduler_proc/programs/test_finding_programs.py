@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
+from fake_adapters import adapter_ref
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
@@ -183,6 +184,14 @@ def test_a_job_that_a_later_turn_names_keeps_its_program() -> None:
     other, _ = agents.turn(SYSTEM, job_id="resp_2", hint="response")
     assert other is not nameless, "the same prompt is not its next turn"
     agents.finish()
+
+
+def test_a_refused_turn_of_a_job_that_has_ended_leaves_no_adapter() -> None:
+    agents = Agents(enable_lora=True, max_loras=1, max_cpu_loras=2)
+    agents.turn(SYSTEM, job_id="mine", is_last_step=True)
+    agents.driver.add("late", SYSTEM, job_id="mine", adapter=adapter_ref("unused"))
+    assert agents.driver.answers["late"].rejected is not None
+    agents.driver.scheduler.check()
 
 
 def test_no_request_follows_the_last_step_but_one_that_was_accepted_before() -> None:

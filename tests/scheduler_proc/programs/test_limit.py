@@ -101,6 +101,28 @@ def test_a_first_turn_that_has_waited_for_long_comes_first() -> None:
     assert agents.order(running, admitted, new) == [running, new, admitted]
 
 
+def test_requests_of_no_program_and_preempted_ones_do_not_wait_for_ever_beside_an_admitted_program() -> None:
+    agents = Agents(max_num_seqs=1)
+    agents.turn("first", 8)
+    preempted = agents.turn("new", 60, run=False, max_tokens=8)
+    agents.step(2)
+    agents.hold(preempted)
+    agents.turn("first", 10, run=False)
+    agents.step(2)
+    agents.release(preempted)
+    agents.add("short", [1, 2], max_tokens=2)
+    assert agents.request("short").program is None
+    while agents.now < FIRST_PATIENCE_S + 160:
+        agents.at(agents.now + 60.0)
+        while len([name for _, name in agents.scheduler.table.requests if name.startswith("first")]) < 3:
+            agents.turn("first", 1, run=False)
+            del agents.contexts["first"][8:]
+        agents.step(5)
+    assert agents.answers["short"].reason is agents.answers[preempted].reason is EndReason.LENGTH
+    agents.run()
+    agents.scheduler.check()
+
+
 def test_later_turns_that_have_waited_for_long_come_first_once_in_a_while() -> None:
     agents = Agents(max_num_seqs=1)
     for job in ("first", "second", "third"):
@@ -192,3 +214,21 @@ def test_a_flood_of_new_programs_does_not_stop_an_old_one() -> None:
             agents.step(3)
     agents.finish()
     assert all(answer.reason is EndReason.LENGTH for answer in agents.answers.values())
+
+
+def test_the_least_recently_seen_program_without_a_request_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scheduler_proc.programs.programs.MAX_PROGRAMS", 2)
+    agents = Agents()
+    running = agents.turn("first", run=False, max_tokens=4)
+    agents.step()
+    agents.turn("second", 12, run=False)
+    agents.turn("third", 12, run=False)
+    assert (agents.counts.num_known, agents.counts.num_admitted) == (3, 3), "all of them have requests"
+    agents.run()
+    assert agents.answers[running].reason is EndReason.LENGTH
+    agents.turn("second", 16)
+    agents.turn("fourth", 12)
+    assert agents.counts.num_released["forgotten"] == agents.counts.num_known == 2
+    assert [job for _, job in agents.scheduler.programs.known] == ["second", "fourth"]
+    assert set(agents.scheduler.kv.pins) == {2, 5}, "the contents of forgotten programs are not pinned"
+    agents.scheduler.check()
