@@ -64,7 +64,8 @@ def test_either_front_end_continues_a_session(run: Any, engine: Any, stream: boo
         session = await opened(second)
         for number, client in enumerate((first, second, first)):
             body = {"prompt": [7 + number], "session": {"id": session, "piece": number}, "stream": stream, **GREEDY}
-            response = await client.post("/v1/completions", json=body)
+            response = await client.post("/v1/completions", json={**body, "x": 1})
+            assert response.headers["x-quire-ignored-fields"] == "x"
             assert response.status_code == 200 and ("[DONE]" in response.text) == stream
         assert [token for token in engine.added[-1].prompt if token in (7, 8, 9)] == [7, 8, 9]
         assert (await first.get(f"/v1/sessions/{session}")).json()["pieces"] == 3

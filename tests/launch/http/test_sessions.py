@@ -269,4 +269,7 @@ def test_metrics(client: Any) -> None:
     for name, value in (("num_sessions", 2.0), ("num_sessions_idle", 2.0), ("session_token_bytes", 12.0)):
         assert f'quire:{name}{{model_name="tiny"}} {value}' in text
     client.request("DELETE", f"{PATH}/{session}")
-    assert 'quire:session_token_bytes{model_name="tiny"} 0.0' in client.get("/metrics").text
+    client.complete(session=session)
+    text = client.get("/metrics").text
+    assert 'quire:session_token_bytes{model_name="tiny"} 0.0' in text
+    assert 'quire:admission_rejections_total{model_name="tiny",reason="session_not_found"} 1.0' in text
