@@ -164,7 +164,7 @@ class Generation:
             text = f"max_tokens must be at least {num_tokens + 1}: the fork begins with {num_tokens} output tokens"
             raise InvalidRequest(f"{text} (got {body.max_tokens})", "max_tokens")
         prompts = [self._prompts[body.index // request.params.n]]
-        forked = fork_request(request, body)
+        forked = fork_request(request, body, self._job)
         formatter = self._new_formatter(forked, prompts, request_id)
         return Generation(
             self._server,
