@@ -9,6 +9,7 @@ from fake_engine import FakeEngine
 from tokenizers import Tokenizer
 
 from quire.launch.http.app import make_app
+from quire.launch.http.routes import generate
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.chat_template import ChatTemplate
@@ -183,6 +184,14 @@ class TestRefusals:
         engine.ending = EndReason.STOPPED
         client.complete(prompt=[7], session=session, **GREEDY)
         assert prompt(engine) == [5] * 20 + [7]
+
+    def test_an_answer_that_is_refused_at_its_end(
+        self, client: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine.per_update, session = 100, opened(client)
+        monkeypatch.setattr(generate, "MAX_COLLECTED_VALUES", 1)
+        error_of(client.complete(session=session, logprobs=2, **GREEDY), 400)
+        assert client.request("GET", f"{PATH}/{session}").json()["pieces"] == 0
 
     @pytest.mark.parametrize(
         ("fields", "param"),
