@@ -17,6 +17,7 @@ from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.body import parse_body, read_body
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.server import Server
+from quire.launch.http.serving.tracing import PARENT_HEADERS
 from quire.launch.sessions.chat_piece import check_kind
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece, check_number
 from quire.launch.sessions.session_store import front_end_of, not_found
@@ -94,7 +95,8 @@ async def find_elsewhere(server: Server, request: Request, session_id: str, body
     if address is None:
         return None  # of this front end, or not found
     state = request.scope["state"]
-    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body)
+    headers = [each for each in request.scope["headers"] if each[0] in PARENT_HEADERS]
+    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body, headers)
     found = await ask_front_end(address, question)
     if found is None:
         raise not_found(session_id)
