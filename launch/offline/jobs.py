@@ -18,6 +18,8 @@ def jobs_for(given: JobIds, num_prompts: int, *, is_last_step: bool) -> list[Job
     Raises:
         InvalidRequest: the numbers differ, an id is none, or a last step has no job.
     """
+    if given is not None and not isinstance(given, str | list | tuple):
+        raise InvalidRequest(f"job_id must be a string, or a list of one per prompt (got {printable(given)})", "job_id")
     ids = [given] * num_prompts if given is None or isinstance(given, str) else list(given)
     if len(ids) != num_prompts:
         raise InvalidRequest(f"{len(ids)} job_ids for {num_prompts} prompts", "job_id")

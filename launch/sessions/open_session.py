@@ -60,7 +60,7 @@ class Piece:
     added to its tokens.
 
     Attributes:
-        name: id of the session.
+        name: id of the session, which is also its job; "" for tokens that are kept without one.
         token_ids: the request's prompt: all tokens so far, and those of the piece.
     """
 
@@ -77,7 +77,7 @@ class Piece:
     ) -> None:
         """
         Args:
-            name: id of the session, for errors.
+            name: see above; also for errors.
             token_ids: those of the piece alone.
             max_model_len: most tokens of prompt and answer together.
             end: what the session ends with if there is no answer; see ``OpenSession.end``.

@@ -164,7 +164,7 @@ class Generation:
             text = f"max_tokens must be at least {num_tokens + 1}: the fork begins with {num_tokens} output tokens"
             raise InvalidRequest(f"{text} (got {body.max_tokens})", "max_tokens")
         prompts = [self._prompts[body.index // request.params.n]]
-        forked = fork_request(request, body)
+        forked = fork_request(request, body, self._job)
         formatter = self._new_formatter(forked, prompts, request_id)
         return Generation(
             self._server,
@@ -327,6 +327,9 @@ class Generation:
         try:
             batch = self._take()
             work = self._consume(batch) if batch else None
+            if self._piece is not None:
+                for _, delta in batch:
+                    self._piece.add(delta.token_ids, delta.finish_reason)
         except Exception as error:
             self._turn.set_exception(error)
             return
@@ -345,8 +348,6 @@ class Generation:
                 if not clock.num_tokens and delta.num_output_tokens > clock.num_shared:
                     self._waiting.remove(index)
                 clock.record(delta)
-                if self._piece is not None:
-                    self._piece.add(delta.token_ids, delta.finish_reason)
                 if delta.finish_reason is not None:
                     ended.add(index)
                     self._finish_reasons.add(delta.finish_reason)

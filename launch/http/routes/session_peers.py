@@ -21,13 +21,14 @@ MAX_QUESTION_BYTES = MAX_BODY_BYTES + 64 * 1024
 
 
 class SessionQuestion(msgspec.Struct, frozen=True):
-    """A request. ``tenant``, ``client_id``: of the client that asks."""
+    """A request. ``tenant``, ``client_id``: of the client that asks; ``headers``: those of its trace."""
 
     method: str
     path: str
     tenant: int
     client_id: str
     body: bytes
+    headers: list[tuple[bytes, bytes]]
 
 
 def session_address(directory: Path, index: int) -> Path:
@@ -42,9 +43,9 @@ async def share_sessions(router: ASGIApp, address: Path) -> asyncio.Server:
         with contextlib.suppress(OSError, EOFError, TimeoutError, msgspec.MsgspecError, ClientDisconnected):
             async with asyncio.timeout(TIMEOUT_S):
                 question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=SessionQuestion)
-            scope: Scope = {"type": "http", "method": question.method, "path": question.path, "headers": []}
+            scope: Scope = {"type": "http", "method": question.method, "path": question.path}
             scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
-            scope["query_string"] = b""
+            scope["headers"], scope["query_string"] = question.headers, b""
             body: Message | None = {"type": "http.request", "body": question.body}
             write_frame(writer, True)  # the question has arrived
             await answer_over(router, scope, reader, writer, body)

@@ -1,6 +1,7 @@
 """Open sessions: /v1/sessions, and the requests of completions and chat that continue one."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,12 +15,14 @@ from quire.launch.http.routes.session_peers import SessionQuestion, ask_front_en
 from quire.launch.http.schema.bodies import SessionBody
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.body import parse_body, read_body
-from quire.launch.http.serving.gate import REQUEST_ID, TENANT
+from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.server import Server
+from quire.launch.http.serving.tracing import PARENT_HEADERS
 from quire.launch.sessions.chat_piece import check_kind
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece, check_number
 from quire.launch.sessions.session_store import front_end_of, not_found
 from quire.launch.text.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -40,7 +43,8 @@ async def open_session(server: Server, request: Request) -> Response:
     """Open a session, which begins without tokens."""
     server.require_serving()
     tenant = request.scope["state"][TENANT]
-    session_id = server.sessions.open(tenant)
+    with _counted(server):
+        session_id = server.sessions.open(tenant)
     return _object(server, session_id, server.sessions.get(tenant, session_id))
 
 
@@ -73,6 +77,7 @@ async def read_piece(
     request continues a session of that one."""
     body = await read_body(request)
     parsed = await server.texts.run(len(body), lambda: parse_body(body, parse))
+    request.scope["state"][IGNORED_FIELDS] = parsed.ignored  # also of what another front end answers
     if parsed.session is None:
         return parsed, len(body), None
     return parsed, len(body), await find_elsewhere(server, request, parsed.session.id, body)
@@ -90,7 +95,8 @@ async def find_elsewhere(server: Server, request: Request, session_id: str, body
     if address is None:
         return None  # of this front end, or not found
     state = request.scope["state"]
-    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body)
+    headers = [each for each in request.scope["headers"] if each[0] in PARENT_HEADERS]
+    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body, headers)
     found = await ask_front_end(address, question)
     if found is None:
         raise not_found(session_id)
@@ -103,11 +109,22 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
     Raises:
         InvalidRequest: there is none, another piece is due, or it continues the other kind of input.
     """
-    server.sessions.require_room()
-    found = server.sessions.use(request.scope["state"][TENANT], given.id)
-    check_number(given.id, found, given.piece)
-    check_kind(given.id, found, is_chat=is_chat)
-    return found
+    with _counted(server):
+        server.sessions.require_room()
+        found = server.sessions.use(request.scope["state"][TENANT], given.id)
+        check_number(given.id, found, given.piece)
+        check_kind(given.id, found, is_chat=is_chat)
+        return found
+
+
+@contextlib.contextmanager
+def _counted(server: Server) -> Iterator[None]:
+    """Count a refusal in the metrics."""
+    try:
+        yield
+    except InvalidRequest as refused:
+        server.metrics.rejected(refused.code)
+        raise
 
 
 def as_piece(

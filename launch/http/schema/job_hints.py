@@ -9,7 +9,7 @@ from quire.launch.frontend.job import Job, check_job_id
 from quire.launch.http.schema.bodies import GenerationBody, JobId
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import InvalidRequest, printable
 
 SESSION_HEADER = "X-Session-ID"
 
@@ -59,7 +59,7 @@ def job_of(body: GenerationBody, ignored: Ignored) -> Job:
     if given is None:
         return job
     if not isinstance(given, dict):
-        raise InvalidRequest(f"{where} must be an object", where)
+        raise InvalidRequest(f"{where} must be an object (got {printable(given)})", where)
     context = read(AgentContext, given, where, ignored=ignored)
     is_last = job.is_last_step or context.session_final
     return Job(job.id, is_last, job.hint).or_by("agent_context", context.trajectory_id or context.session_id)

@@ -312,8 +312,8 @@ def _session(given: str | dict[str, Any], params: SamplingParams, num_returned: 
     return session
 
 
-def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
-    """Return the request of a fork: that of its parent, with the fields of ``body``."""
+def fork_request(request: CommonRequest, body: ForkBody, job: Job) -> CommonRequest:
+    """Return the request of a fork: that of its parent, whose job is ``job``, with the fields of ``body``."""
     params = msgspec.structs.replace(
         request.params,
         n=body.n,
@@ -333,7 +333,7 @@ def fork_request(request: CommonRequest, body: ForkBody) -> CommonRequest:
         prompt_logprobs=None,
         session=None,
         ignored=(),
-        job=request.job.continued(),
+        job=NO_JOB if job.is_last_step else job,  # a job whose last step has arrived gets no further request
     )
 
 

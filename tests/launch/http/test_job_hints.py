@@ -1,9 +1,11 @@
 """The job of a request: which of its hints counts, in each API, and which are refused."""
 
+import asyncio
 import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.launch.frontend.job import Job
@@ -66,6 +68,26 @@ def test_only_the_last_sequence_of_a_request_ends_its_job(client: Any, engine: A
     assert {job.id for job in engine.jobs} == {"mine"}
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_fork_is_of_the_job_of_its_parent_unless_that_has_ended(client: Any, engine: Any, is_last: bool) -> None:
+    engine.hang_after = 1
+
+    async def work() -> None:
+        transport = httpx.ASGITransport(client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            body = {"prompt": "hello", "is_last_step": is_last}
+            running = asyncio.create_task(http.post("/v1/completions", json=body, headers=SESSION))
+            while not (engine.added and engine.added[0].waiting.is_set()):
+                await asyncio.sleep(0)
+            engine.hang_after = None
+            name = engine.added[0].request_id.rpartition("-")[0]
+            assert (await http.post(f"/v1/requests/{name}/fork", json={})).status_code == 200
+            running.cancel()
+
+    asyncio.run(work())
+    assert engine.jobs == [Job("of header", is_last, "session"), Job() if is_last else Job("of header", hint="session")]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -76,7 +98,7 @@ def test_only_the_last_sequence_of_a_request_ends_its_job(client: Any, engine: A
         ({"is_last_step": True}, "is_last_step", "send job_id or the header X-Session-ID"),
         ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "1 to 256 characters"),
         ({"nvext": []}, "nvext", "object"),
-        ({"nvext": {"agent_context": "x"}}, "nvext.agent_context", "object"),
+        ({"nvext": {"agent_context": "x"}}, "nvext.agent_context", r"object \(got 'x'\)"),
         ({"nvext": {"agent_context": {}}}, "nvext.agent_context.session_id", "is required"),
         ({"nvext": {"agent_context": {"session_id": ""}}}, "nvext.agent_context.session_id", "1 to 256"),
         ({"kv_hints": {"actions": []}}, "kv_hints.protocol_version", "is required"),

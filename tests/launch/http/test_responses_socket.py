@@ -13,6 +13,7 @@ from front_end import FrontEnd, read_all, status_of
 from tokenizers import Tokenizer
 from web_sockets import CLOSE, PATH, PING, PONG, TEXT, SocketClient, client_frame, handshake
 
+from quire.launch.frontend.job import Job
 from quire.launch.http.web_socket.connection import MAX_PENDING
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
@@ -98,6 +99,7 @@ class TestTurns:
         second = client.turn(input="more", previous_response_id=first["id"], store=False)
         assert second[-1]["response"]["previous_response_id"] == first["id"]
         assert REPLY in (text := prompt(front_end, tokenizer)) and "hello" in text and "more" in text
+        assert front_end.engine.jobs[-2:] == [Job(), Job(first["id"], hint="response")]
         # Only the newest one is kept.
         assert code_of(client.turn(input="again", previous_response_id=first["id"])) == "previous_response_not_found"
 

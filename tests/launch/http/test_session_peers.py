@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -18,6 +18,18 @@ from quire.launch.sessions.session_store import SessionStore
 GREEDY = {"temperature": 0, "max_tokens": 100}
 
 
+class Parents:
+    """Notes the parents of spans."""
+
+    seen: ClassVar[list[bytes]] = []
+
+    def record(self, headers: Any, span: Any) -> None:
+        self.seen.append(dict(headers).get(b"traceparent", b""))
+
+    def close(self) -> None:
+        pass
+
+
 @contextlib.asynccontextmanager
 async def front_ends(engine: Any, text_in: Any, directory: Path, count: int = 2) -> AsyncIterator[list[Any]]:
     """Yield a client for each of several applications that share their sessions, as front ends do."""
@@ -29,6 +41,7 @@ async def front_ends(engine: Any, text_in: Any, directory: Path, count: int = 2)
                 served_model_names=("tiny",),
                 api_keys=("mine", "theirs"),
                 sessions=SessionStore(index=index),
+                tracer=Parents(),
                 session_peers={other: session_address(directory, other) for other in range(count) if other != index},
             )
             app = make_app(engine, settings)
@@ -64,7 +77,10 @@ def test_either_front_end_continues_a_session(run: Any, engine: Any, stream: boo
         session = await opened(second)
         for number, client in enumerate((first, second, first)):
             body = {"prompt": [7 + number], "session": {"id": session, "piece": number}, "stream": stream, **GREEDY}
-            response = await client.post("/v1/completions", json=body)
+            parent = f"parent {number}"
+            response = await client.post("/v1/completions", json={**body, "x": 1}, headers={"traceparent": parent})
+            assert Parents.seen[-1] == parent.encode()
+            assert response.headers["x-quire-ignored-fields"] == "x"
             assert response.status_code == 200 and ("[DONE]" in response.text) == stream
         assert [token for token in engine.added[-1].prompt if token in (7, 8, 9)] == [7, 8, 9]
         assert (await first.get(f"/v1/sessions/{session}")).json()["pieces"] == 3

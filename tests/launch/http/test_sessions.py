@@ -9,6 +9,7 @@ from fake_engine import FakeEngine
 from tokenizers import Tokenizer
 
 from quire.launch.http.app import make_app
+from quire.launch.http.routes import generate
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.chat_template import ChatTemplate
@@ -184,6 +185,14 @@ class TestRefusals:
         client.complete(prompt=[7], session=session, **GREEDY)
         assert prompt(engine) == [5] * 20 + [7]
 
+    def test_an_answer_that_is_refused_at_its_end(
+        self, client: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine.per_update, session = 100, opened(client)
+        monkeypatch.setattr(generate, "MAX_COLLECTED_VALUES", 1)
+        error_of(client.complete(session=session, logprobs=2, **GREEDY), 400)
+        assert client.request("GET", f"{PATH}/{session}").json()["pieces"] == 0
+
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
@@ -269,4 +278,7 @@ def test_metrics(client: Any) -> None:
     for name, value in (("num_sessions", 2.0), ("num_sessions_idle", 2.0), ("session_token_bytes", 12.0)):
         assert f'quire:{name}{{model_name="tiny"}} {value}' in text
     client.request("DELETE", f"{PATH}/{session}")
-    assert 'quire:session_token_bytes{model_name="tiny"} 0.0' in client.get("/metrics").text
+    client.complete(session=session)
+    text = client.get("/metrics").text
+    assert 'quire:session_token_bytes{model_name="tiny"} 0.0' in text
+    assert 'quire:admission_rejections_total{model_name="tiny",reason="session_not_found"} 1.0' in text

@@ -81,6 +81,7 @@ def test_invalid_priorities_are_refused_before_any_request_runs(llm: LLM, priori
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
+        ({"job_id": 5}, r"job_id must be a string, or a list of one per prompt \(got 5\)"),
         ({"job_id": ["a"]}, "1 job_ids for 2 prompts"),
         ({"job_id": ["a", 5]}, "job_id must be a string of 1 to 256 characters"),
         ({"job_id": ""}, r"job_id must have 1 to 256 characters, .* \(got 0 characters\)"),
