@@ -338,7 +338,7 @@ class Planner:
             num_tokens = min(num_tokens, choice.front - num_hit_tokens)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
-            if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request)):
+            if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request, reason)):
                 self._transfers.yields(others_run=bool(self.table.running))
                 return reason
         self.note_evictions(plan, evicted, request)

@@ -7,7 +7,7 @@ from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.core.tenants import TenantShares
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -149,11 +149,11 @@ class Preemption:
             plan, request, self._tenants.can_claim_row(request, plan.config)
         )
 
-    def for_blocks(self, plan: StepPlan, request: Request) -> bool:
-        """Preempt for blocks: by priority, or from a tenant with more blocks than its share."""
+    def for_blocks(self, plan: StepPlan, request: Request, reason: WaitReason) -> bool:
+        """Preempt for blocks: by priority, or from a tenant with more blocks than its share; not for pins."""
         if self.by_priority(plan, request):
             return True
-        if self._table.num_tenants < 2:
+        if self._table.num_tenants < 2 or reason is WaitReason.PROGRAM_LIMIT:
             return False
         num_blocks = self._kv.num_blocks_for(request.num_tokens)
         return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))

@@ -68,8 +68,8 @@ class ProgramLimit:
     """Admits programs in the order of their first arrival while their contexts fit into the pool together.
 
     The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. One request
-    of the other programs can always run, even if pinned contents are evicted for it; a second one only beside the pins.
-    So a program that is not admitted advances too, more slowly.
+    of the other programs of each tenant can always run, even if pinned contents are evicted for it; a second one only
+    beside the pins, for which no running request is preempted. So a program that is not admitted advances too.
 
     A program that has paused for longer than most pauses last makes room for others that wait. No turn waits for ever:
     a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S, but at most
@@ -141,11 +141,11 @@ class ProgramLimit:
         program = request.program
         if request.is_overdue or (program is not None and program.is_admitted) or not self._admitted:
             return 0
-        while self._others:
-            handle, other = next(iter(self._others.items()))
-            if other.status is RequestStatus.RUNNING and not (other.program is not None and other.program.is_admitted):
+        for handle, other in list(self._others.items()):
+            if other.status is not RequestStatus.RUNNING or (other.program is not None and other.program.is_admitted):
+                del self._others[handle]
+            elif other.tenant == request.tenant:
                 return sum(self._cache.pins.values())
-            del self._others[handle]
         return 0
 
     def job_id(self, number: int) -> str:

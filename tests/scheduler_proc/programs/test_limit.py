@@ -190,6 +190,21 @@ def test_one_request_of_other_programs_runs_at_a_time_beside_contexts_that_fill_
     assert all(agents.answers[name].reason is EndReason.LENGTH for name in names)
 
 
+def test_no_running_request_is_preempted_for_another_tenant_while_pinned_blocks_suffice() -> None:
+    agents = Agents(num_tenants=2, fair_admission=True)
+    for job in ("first", "second"):
+        agents.turn(job)
+    running = [agents.turn("first", 40, run=False, max_tokens=40)]
+    agents.step(2)
+    running.append(agents.turn("third", 30, run=False, max_tokens=40))
+    agents.step(3)
+    agents.add("other tenant", [7] * 34, max_tokens=2, tenant=1)
+    agents.step()
+    states = {agents.request(name).status.name for name in (*running, "other tenant")}
+    assert states == {"RUNNING"}
+    agents.finish()
+
+
 def test_running_requests_of_other_programs_are_preempted_first() -> None:
     agents = Agents()
     agents.turn("first")
