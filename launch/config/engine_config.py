@@ -195,6 +195,11 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     for flag, wanted in _tiers(options):
         if wanted and not options.enable_prefix_caching:
             raise ConfigError(f"{flag} needs --enable-prefix-caching: only cached blocks are kept")
+    if options.max_programs and options.scheduling_policy != "program":
+        raise ConfigError(
+            f"--max-programs {options.max_programs} needs --scheduling-policy program: fcfs, priority and continuum "
+            "admit no programs"
+        )
     if options.scheduling_policy == "continuum" and not options.enable_prefix_caching:
         raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
     check_processor_names(options.logits_processors or [])

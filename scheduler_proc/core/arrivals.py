@@ -153,7 +153,7 @@ class Arrivals:
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)
-        self._programs.ended(request)
+        self._programs.refused(request)
         self._table.end(request, RequestStatus.FINISHED_ERROR)
         self._adapters.ended(request)
         self._stats.num_requests_refused += 1

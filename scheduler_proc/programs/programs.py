@@ -213,6 +213,13 @@ class Programs:
             program.num_served_tokens += request.num_tokens - num_hit_tokens
             self.pins.admitted(program)
 
+    def refused(self, request: Request) -> None:
+        """Note that an accepted request is rejected after all. Its job goes on: the client may send it again."""
+        program = request.program
+        if program is not None and program.last_request == (request.client, request.request_id):
+            program.has_ended = False
+        self.ended(request)
+
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
         if self._value is not None:

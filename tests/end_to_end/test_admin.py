@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from chaos import HUNG_S, request_of, until
 from fault_server import FaultServer
 from live_streams import Answer, stream
@@ -85,6 +86,7 @@ async def was_reset(port: int) -> bool:
     return (await order(port, "reset_prefix_cache"))["status"] == 200
 
 
+@pytest.mark.full
 def test_a_pause_survives_the_scheduler_and_replays(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     with FaultServer([*FLAGS, "--admin-api-key", "admin", "--trace", str(trace)]) as server:

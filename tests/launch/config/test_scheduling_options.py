@@ -58,6 +58,12 @@ def test_unknown_names_are_refused_with_the_nearest(
     assert ended.value.code == 2 and words[0] in error and message in error, error
 
 
+def test_a_number_of_programs_needs_the_policy_for_programs() -> None:
+    assert config_of(scheduling_policy="program", max_programs=3).max_programs == 3
+    with pytest.raises(ConfigError, match="--max-programs 3 needs --scheduling-policy program"):
+        config_of(max_programs=3)
+
+
 def test_an_unknown_policy_is_refused_as_a_keyword() -> None:
     with pytest.raises(
         ConfigError, match=r"scheduling_policy must be one of fcfs, priority, program, continuum \(got 'lpm'\)"

@@ -315,7 +315,8 @@ def test_waiting_request_is_not_checked_in_each_step() -> None:
     assert 2 <= len(calls) < 20
 
 
-@pytest.mark.parametrize("seed", thinned(and_slow(range(200, 204), range(204, 220)), keep=1))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", and_slow(range(200, 204), range(204, 220)))
 def test_event_log_with_steady_decode_replays_with_and_without_tokens(seed: int) -> None:
     rng = random.Random(seed)
     driver = Driver(**random_settings(rng, drafts=seed % 2 == 0))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
 
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.programs.match import COMPACTED_TOKENS, MAX_OWNERS, NEAR_TOKENS, Matcher
 from quire.scheduler_proc.requests.request import Program
 
@@ -57,6 +58,17 @@ class Agents:
     def finish(self) -> None:
         self.driver.finish()
         assert self.driver.replay_lines() is None
+
+
+def test_a_last_step_that_is_refused_does_not_end_its_job() -> None:
+    driver = Driver(scheduling_policy="program")
+    driver.add("last", [1, 2, 3, 4, 5], job_id="run", is_last_step=True)
+    driver.hold("last")
+    driver.refuse("last")
+    driver.add("again", [1, 2, 3, 4, 5], job_id="run", is_last_step=True, max_tokens=2)
+    driver.finish()
+    assert driver.answers["last"].rejected is not None
+    assert driver.answers["again"].reason is EndReason.LENGTH
 
 
 def test_a_turn_that_continues_the_context_belongs_to_its_program() -> None:

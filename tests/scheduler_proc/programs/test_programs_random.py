@@ -40,7 +40,7 @@ def test_steady_decode_changes_nothing(seed: int) -> None:
     assert load.drivers[0].scheduler.statistics() == load.drivers[1].scheduler.statistics()
 
 
-@pytest.mark.parametrize("num_tenants", [1, 2])
+@pytest.mark.parametrize("num_tenants", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
 def test_replay_repeats_all_decisions(seed: int, num_tenants: int) -> None:
     rng = random.Random(seed)

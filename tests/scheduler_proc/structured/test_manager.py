@@ -139,6 +139,7 @@ class TestCompiling:
             outcomes += case.outcomes()
         assert outcomes == [(0, Release("1"))]
 
+    @pytest.mark.full
     def test_many_grammars_do_not_exceed_the_cache(self, make_case: Callable[..., Case]) -> None:
         """Far fewer than an attacker would send: the cache has the same size."""
         case = make_case()
