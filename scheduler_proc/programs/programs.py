@@ -214,7 +214,7 @@ class Programs:
             self.pins.admitted(program)
 
     def refused(self, request: Request) -> None:
-        """Note that an accepted request is rejected after all. Its job goes on: the client may send it again."""
+        """Note that an accepted request is rejected after all. Its job continues: the client may send it again."""
         program = request.program
         if program is not None and program.last_request == (request.client, request.request_id):
             program.has_ended = False
