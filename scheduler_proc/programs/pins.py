@@ -173,6 +173,7 @@ class Pins:
         if pause.is_back and not program.live:
             self._unpin(pause, "dropped")
         elif pause.number not in self._kv.pins:  # it had no block of its own
+            self._kv.unpin(pause.number)  # copies may hold some of them
             pause.is_pinned = False
             self._num_pinned -= 1
             if pause.is_back:
