@@ -71,17 +71,18 @@ class Preemption:
         """Return the running request to preempt when too few blocks are free.
 
         If several tenants have running requests, and some of them more than one: a request of the tenant with the most
-        blocks. Its oldest request is spared too. Before these rules, requests of programs without a pin.
+        blocks. Its oldest request is spared too. Before these rules: with programs that are
+        admitted, ``_of_last_programs``; with pins, requests of programs without one.
         """
         equals = self._of_lowest_priority(self._table.running.values())
         oldest = min(equals, key=self._table.waiting.key)
         candidates = [request for request in equals if request is not oldest] or equals
-        if pins := self._kv.pins:
+        if by_program := self._table.waiting.policy == "program":
+            candidates = self._of_last_programs(candidates)
+        elif pins := self._kv.pins:
             candidates = [each for each in candidates if each.program is None or each.program.number not in pins] or (
                 candidates
             )
-        if by_program := self._table.waiting.policy == "program":
-            candidates = self._of_last_programs(candidates)
         victim = self.choose(candidates)
         if len(self._table.rows) > 1:
             heaviest = self._tenants.heaviest(candidates)

@@ -48,21 +48,21 @@ class Turn(NamedTuple):
     Attributes:
         number: its number in the conversation, from 1.
         num_new_tokens: prompt tokens that the turn before did not have.
-        calls_tools: whether its program has called a tool.
+        follows_tool: whether the answer before it called a tool.
     """
 
     number: int
     num_prompt_tokens: int
     num_new_tokens: int
     num_output_tokens: int
-    calls_tools: bool = False
+    follows_tool: bool = False
 
     @property
     def turn_class(self) -> int:
         length = sum(self.num_prompt_tokens > most for most in LENGTHS)
         stage = 2 * (min(self.number, MAX_DEPTH) - 1)
         stage -= self.number > 1 and self.num_new_tokens <= MUCH_NEW
-        group = 2 * self.calls_tools + (self.num_output_tokens <= SHORT_OUTPUT)
+        group = 2 * self.follows_tool + (self.num_output_tokens <= SHORT_OUTPUT)
         return _FIRST + (group * _STAGES + stage) * (len(LENGTHS) + 1) + length
 
 

@@ -67,8 +67,8 @@ class ValueEviction:
         self._unit = unit
         self._turns = Turns()
         self.shadow = Shadow(num_contents, self._turns)
-        self._before: dict[int, tuple[int, int]] = {}
-        """By handle: number of the turn in its conversation, and prompt tokens of the turn before."""
+        self._before: dict[int, tuple[int, int, bool]] = {}
+        """By handle: number of the turn, prompt tokens of the turn before, and whether that called a tool."""
         self._lead = _Lead(HALF_LIFE * self.shadow.capacity)
         self._long_lead = _Lead(LONG_HALF_LIFE * self.shadow.capacity)
         self._needed = FIRST_LEAD
@@ -99,9 +99,9 @@ class ValueEviction:
             self.num_switches += 1
             self._needed *= 2.0 if was else 1.0
 
-    def arrived(self, handle: int, hashes: Sequence[bytes]) -> None:
-        """Learn from a new request, by the hashes of its prompt."""
-        self._before[handle] = self._turns.arrived(hashes, self.now)
+    def arrived(self, handle: int, hashes: Sequence[bytes], *, called_tool: bool = False) -> None:
+        """Learn from a new request, by the hashes of its prompt. ``called_tool``: by the answer before it."""
+        self._before[handle] = (*self._turns.arrived(hashes, self.now), called_tool)
 
     def forget(self, handle: int) -> None:
         """Forget a request that has ended."""
@@ -112,15 +112,17 @@ class ValueEviction:
 
         Args:
             hashes: of its prompt and output.
-            turn: its ``number`` is 0 if it is unknown, and then found by the prompt. ``num_new_tokens`` is ignored.
+            turn: its ``number`` is 0 if it is unknown, and then found by the prompt. ``num_new_tokens`` and
+                ``follows_tool`` are ignored, because ``arrived`` has found them.
             turn_class: its class, if it does not depend on the turn.
         """
         num_prompt_hashes = (turn.num_prompt_tokens - 1) // self._unit
         prompt = hashes[:num_prompt_hashes]
         if not prompt:
             return NOT_ENDED
-        number, num_known = self._before.get(handle, (1, 0))
-        turn = turn._replace(number=turn.number or number, num_new_tokens=turn.num_prompt_tokens - num_known)
+        number, num_known, follows_tool = self._before.get(handle, (1, 0, False))
+        num_new = turn.num_prompt_tokens - num_known
+        turn = turn._replace(number=turn.number or number, num_new_tokens=num_new, follows_tool=follows_tool)
         number = self._turns.ended(prompt[-1], turn, turn_class or turn.turn_class, self.now)
         if (seen := self.shadow.ended(hashes, num_prompt_hashes, number, self.now)) is not None:
             looked_up, lru, value = seen

@@ -80,7 +80,6 @@ class ProgramLimit:
 
     Attributes:
         size: blocks for which the admitted programs count.
-        num_changes: grows when a program is admitted or released.
         num_released: number of released programs by reason.
     """
 
@@ -118,7 +117,7 @@ class ProgramLimit:
         self._pauses = PauseCounts()
         self._num_admissions = 0
         self._idle_checked = 0.0
-        self.size = self.num_changes = 0
+        self.size = 0
         self.num_released = dict.fromkeys(("idle", "grown", "ended", "forgotten"), 0)
 
     @property
@@ -224,7 +223,6 @@ class ProgramLimit:
             return
         self.size -= self._sizes.pop(program.number)
         program.is_admitted = False
-        self.num_changes += 1
         self.num_released[reason] += 1
         self._cache.unpin(program.number)
         self._others.update((r.handle, r) for r in program.live.values() if r.status is RequestStatus.RUNNING)
@@ -248,7 +246,6 @@ class ProgramLimit:
                 self._sizes[number] = size
                 self.size += size
                 program.is_admitted = True
-                self.num_changes += 1
                 self._rerank(program)
                 self._decided(program, "admitted")
 

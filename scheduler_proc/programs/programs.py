@@ -31,8 +31,6 @@ class ProgramRecord(msgspec.Struct, array_like=True, frozen=True):
     job_id: str
     num_turns: int
     num_tokens: int
-    num_served_tokens: int
-    first_seen: float
     last_seen: float
     last_request: tuple[int, str]
     tool: str
@@ -162,11 +160,12 @@ class Programs:
             job_id: the job that it names; that of a program found by its prefix becomes this one.
             hint: how its client named the job, one of HINTS.
         """
+        program = request.program
         if self._value is not None:
-            self._value.arrived(request.handle, request.block_hashes)
+            called_tool = program is not None and program.tool != ""
+            self._value.arrived(request.handle, request.block_hashes, called_tool=called_tool)
         if self.limit is not None:
             self.limit.waits(request, self.now)
-        program = request.program
         if program is None:
             self.found["none"] += self.is_enabled
             return
@@ -210,7 +209,6 @@ class Programs:
             if program.num_turns and request.num_cached_tokens < 0:  # otherwise it was preempted
                 prompt, hits = self._later_tokens
                 self._later_tokens = prompt + request.num_tokens, hits + num_hit_tokens
-            program.num_served_tokens += request.num_tokens - num_hit_tokens
             self.pins.admitted(program)
 
     def refused(self, request: Request) -> None:
@@ -232,7 +230,6 @@ class Programs:
         program.num_turns += 1
         self._matcher.ended(program, request.block_hashes)
         program.num_tokens = request.num_tokens
-        program.num_served_tokens += request.num_output_tokens
         program.last_seen = self.now
         if program.is_paused:
             self._paused[program] = None
@@ -268,8 +265,8 @@ class Programs:
             fixed = CUT
         elif program is not None and program.has_ended:
             fixed = LAST
-        number, calls_tools = (0, False) if program is None else (program.num_turns + 1, program.tool != "")
-        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens, calls_tools)
+        number = 0 if program is None else program.num_turns + 1
+        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens)
         return self._value.ended(request.handle, request.block_hashes, turn, fixed)
 
     def add_to(self, statistics: Statistics) -> Statistics:
@@ -307,8 +304,6 @@ class Programs:
                     each.job_id,
                     each.num_turns,
                     each.num_tokens,
-                    each.num_served_tokens,
-                    each.first_seen,
                     each.last_seen,
                     each.last_request,
                     each.tool,
@@ -327,9 +322,8 @@ class Programs:
         self.now = state.now
         trails = []
         for record in state.known:
-            program: Program = ProgramState(record.number, record.tenant, record.job_id, record.first_seen)
+            program: Program = ProgramState(record.number, record.tenant, record.job_id, record.last_seen)
             program.num_turns, program.num_tokens = record.num_turns, record.num_tokens
-            program.num_served_tokens, program.last_seen = record.num_served_tokens, record.last_seen
             program.last_request, program.tool = record.last_request, record.tool
             program.has_ended = record.has_ended
             self.known[_key(program)] = program

@@ -18,8 +18,7 @@ class ProgramState(Generic[R]):
         live: by handle, its requests that have not ended.
         num_turns: requests that have ended.
         num_tokens: tokens of its newest context, prompt and output.
-        num_served_tokens: tokens that were computed for it: prompts without cache hits, and outputs.
-        first_seen, last_seen: time of its first arrival, and of its last arrival or ending.
+        last_seen: time of its last arrival or ending.
         last_request: (client, request id) of its newest turn.
         tool: name of the tool that its last answer calls, or "".
         is_admitted: its turns are scheduled before those of programs that are not admitted.
@@ -27,14 +26,12 @@ class ProgramState(Generic[R]):
     """
 
     __slots__ = (
-        "first_seen",
         "has_ended",
         "is_admitted",
         "job_id",
         "last_request",
         "last_seen",
         "live",
-        "num_served_tokens",
         "num_tokens",
         "num_turns",
         "number",
@@ -45,8 +42,8 @@ class ProgramState(Generic[R]):
     def __init__(self, number: int, tenant: int, job_id: str, now: float) -> None:
         self.number, self.tenant, self.job_id = number, tenant, job_id
         self.live: dict[int, R] = {}
-        self.num_turns = self.num_tokens = self.num_served_tokens = 0
-        self.first_seen = self.last_seen = now
+        self.num_turns = self.num_tokens = 0
+        self.last_seen = now
         self.last_request = (-1, "")
         self.tool = ""
         self.is_admitted = self.has_ended = False

@@ -112,23 +112,32 @@ async def ask_peers(addresses: Sequence[Path], question: ForkQuestion) -> ASGIAp
         ApiError: 503, one of them does not answer.
     """
     for address in addresses:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                reader, writer = await asyncio.open_unix_connection(str(address))
-                found = False
-                try:
-                    write_frame(writer, question)
-                    found = msgspec.msgpack.decode(await read_frame(reader), type=bool)
-                finally:
-                    if not found:
-                        writer.close()
-                if found:
-                    return RelayedResponse(reader, writer)
-        except TimeoutError:
-            raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
-        except (OSError, EOFError):  # it has died, with its requests
-            continue
+        if (response := await ask_peer(address, question)) is not None:
+            return response
     return None
+
+
+async def ask_peer(address: Path, question: msgspec.Struct) -> ASGIApp | None:
+    """Return the response of the front end at this address; None if it has none, or has died.
+
+    Raises:
+        ApiError: 503, it does not answer.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(str(address))
+            found = False
+            try:
+                write_frame(writer, question)
+                found = msgspec.msgpack.decode(await read_frame(reader), type=bool)
+            finally:
+                if not found:
+                    writer.close()
+            return RelayedResponse(reader, writer) if found else None
+    except TimeoutError:
+        raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
+    except (OSError, EOFError):
+        return None
 
 
 class RelayedResponse:

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from quire.launch.http.routes.fork_peers import RelayedResponse, answer_over
-from quire.launch.http.schema.errors import ApiError, ClientDisconnected
+from quire.launch.http.routes.fork_peers import answer_over
+from quire.launch.http.schema.errors import ClientDisconnected
 from quire.launch.http.serving.body import MAX_BODY_BYTES
 from quire.launch.http.serving.gate import REQUEST_ID, TENANT
-from quire.launch.http.stored.peer_frames import FRONT_END_SILENT, TIMEOUT_S, listen, read_frame, write_frame
+from quire.launch.http.stored.peer_frames import TIMEOUT_S, listen, read_frame, write_frame
 
 MAX_QUESTION_BYTES = MAX_BODY_BYTES + 64 * 1024
 
@@ -52,25 +52,3 @@ async def share_sessions(router: ASGIApp, address: Path) -> asyncio.Server:
         writer.close()
 
     return await listen(address, answer)
-
-
-async def ask_front_end(address: Path, question: SessionQuestion) -> ASGIApp | None:
-    """Return the response of the front end at this address; None if it has died, with its sessions.
-
-    Raises:
-        ApiError: 503, it does not answer.
-    """
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(str(address))
-            try:
-                write_frame(writer, question)
-                await read_frame(reader)
-            except BaseException:
-                writer.close()
-                raise
-            return RelayedResponse(reader, writer)
-    except TimeoutError:
-        raise ApiError(503, FRONT_END_SILENT, None, "engine_unavailable") from None
-    except (OSError, EOFError):
-        return None

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from quire.launch.http.routes.session_peers import SessionQuestion, ask_front_end
+from quire.launch.http.routes.fork_peers import ask_peer
+from quire.launch.http.routes.session_peers import SessionQuestion
 from quire.launch.http.schema.bodies import SessionBody
 from quire.launch.http.schema.schema import CommonRequest
 from quire.launch.http.serving.body import parse_body, read_body
@@ -97,7 +98,7 @@ async def find_elsewhere(server: Server, request: Request, session_id: str, body
     state = request.scope["state"]
     headers = [each for each in request.scope["headers"] if each[0] in PARENT_HEADERS]
     question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body, headers)
-    found = await ask_front_end(address, question)
+    found = await ask_peer(address, question)
     if found is None:
         raise not_found(session_id)
     return found

@@ -8,9 +8,11 @@ from hashlib import sha256
 import pytest
 from kv_cases import full, layout_of
 from log_replay import replay
+from scheduler_driver import Driver
 from tiers import thinned
 from traced_runs import random_run
 
+from quire.protocol.wire.front_end_messages import CallsTool
 from quire.scheduler_proc.eviction.shadow import Shadow
 from quire.scheduler_proc.eviction.turns import MAX_OPEN, NOT_ENDED, NUM_CLASSES, WAIT_S, Turn, Turns
 from quire.scheduler_proc.eviction.value import ValueEviction
@@ -200,3 +202,23 @@ def test_a_run_with_eviction_by_value_replays_exactly(seed: int, monkeypatch: py
     assert idle_state(driver.scheduler) is None, "what was learned is in no keyframe"
     shadow = driver.scheduler.statistics().eviction_shadow
     assert shadow is not None and shadow.is_by_value and shadow.num_looked_up
+
+
+def test_a_turn_that_follows_a_tool_has_another_class() -> None:
+    """The tool is named after the end of the answer that calls it, so that it counts for the turn that follows."""
+    driver = Driver(eviction_policy="value")
+
+    def class_of_second_turn(job: str, tool: str) -> int:
+        prompt = [len(job)] * 9
+        driver.add(f"{job} 1", prompt, job_id=job, max_tokens=2)
+        driver.run()
+        driver.consume(CallsTool(f"{job} 1", tool))
+        driver.add(f"{job} 2", [*prompt, 1, 2, 3, 4, 5], job_id=job, max_tokens=2)
+        driver.run()
+        releases = driver.scheduler.kv.pool.releases
+        assert releases is not None
+        return max(
+            (freed for freed in releases.of_block if freed is not None), key=lambda freed: freed.order
+        ).turn_class
+
+    assert class_of_second_turn("plain", "") != class_of_second_turn("agentic", "grep")
