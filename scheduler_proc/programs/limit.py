@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.programs.tools import PauseCounts
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request, RequestStatus
@@ -29,6 +30,12 @@ MIN_IDLE_S, MAX_IDLE_S = 10.0, 600.0
 """Bounds of that pause, which is MAX_IDLE_S while few pauses are known."""
 IDLE_CHECK_S = 1.0
 """Seconds between two searches for programs that have been idle for too long."""
+WINDOW_STEPS = 256
+"""Fewest steps after which the number of requests beside the pins is adapted."""
+WINDOW_SHARE = 0.2
+"""Weight of the newest window in the share of recomputed tokens."""
+MUCH_RECOMPUTED, LITTLE_RECOMPUTED = 0.1, 0.05
+"""Shares of the token budget that recompute lost contexts, above and below which that number falls and grows."""
 MAX_CANDIDATES = 16
 """Programs, the oldest ones, that are considered when there is room for another one."""
 
@@ -38,6 +45,7 @@ class LimitState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         pauses: as of ``PauseCounts.state``.
+        max_others, recomputed, num_missed, window_began: see ``ProgramLimit``.
         admitted: (number, blocks for which it counts) of each admitted program.
     """
 
@@ -45,6 +53,10 @@ class LimitState(msgspec.Struct, frozen=True, omit_defaults=True):
     admitted: list[tuple[int, int]] = []
     num_admissions: int = 0
     idle_checked: float = 0.0
+    max_others: int = 0
+    recomputed: float = 0.0
+    num_missed: int = 0
+    window_began: int = 0
 
 
 class Cache(Protocol):
@@ -67,9 +79,12 @@ class Queue(Protocol):
 class ProgramLimit:
     """Admits programs in the order of their first arrival while their contexts fit into the pool together.
 
-    The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. One request
-    of the other programs of each tenant can always run, even if pinned contents are evicted for it; a second one only
-    beside the pins, for which no running request is preempted. So a program that is not admitted advances too.
+    The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. Of the
+    other programs ``max_others`` requests of each tenant can run, even if pinned contents are evicted for them; more
+    only beside the pins, for which no running request is preempted. So a program that is not admitted advances too.
+
+    ``max_others`` adapts: it is halved while steps recompute many tokens that the cache has lost, down to one, and
+    grows while they recompute few. Long contexts are then kept, and short ones do not stop others from running.
 
     A program that has paused for longer than most pauses last makes room for others that wait. No turn waits for ever:
     a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S, but at most
@@ -80,6 +95,8 @@ class ProgramLimit:
 
     Attributes:
         size: blocks for which the admitted programs count.
+        max_others: requests of other programs that may run at the cost of pins, from 1 to the rows of a step.
+        recomputed: share of the budget of recent steps for tokens that the turn before had, and the cache has lost.
         num_released: number of released programs by reason.
     """
 
@@ -88,20 +105,21 @@ class ProgramLimit:
         cache: Cache,
         waiting: Queue,
         num_blocks: int,
-        max_programs: int,
+        config: EngineConfig,
         clock: StepClock,
         note: Callable[[Decision], None],
     ) -> None:
         """
         Args:
             num_blocks: usable blocks of the pool.
-            max_programs: most programs to admit, of any size; 0: as many as fit.
+            config: ``max_programs``: most programs to admit, of any size; 0: as many as fit.
             note: called with each decision.
         """
         self._cache = cache
         self._waiting = waiting
         self._num_blocks = num_blocks
-        self._max_programs = max_programs
+        self._max_programs = config.max_programs
+        self._rows, self._budget = config.max_num_seqs, config.max_num_batched_tokens
         self._clock, self._note = clock, note
         self._admitted: dict[int, Program] = {}
         self._sizes: dict[int, int] = {}
@@ -117,6 +135,10 @@ class ProgramLimit:
         self._pauses = PauseCounts()
         self._num_admissions = 0
         self._idle_checked = 0.0
+        self._known: dict[int, int] = {}
+        """By handle of a later turn that was not admitted yet: tokens of the context before it."""
+        self._num_missed = self._window_began = 0
+        self.max_others, self.recomputed = config.max_num_seqs, 0.0
         self.size = 0
         self.num_released = dict.fromkeys(("idle", "grown", "ended", "forgotten"), 0)
 
@@ -140,12 +162,13 @@ class ProgramLimit:
         program = request.program
         if request.is_overdue or (program is not None and program.is_admitted) or not self._admitted:
             return 0
+        num_others = 0
         for handle, other in list(self._others.items()):
             if other.status is not RequestStatus.RUNNING or (other.program is not None and other.program.is_admitted):
                 del self._others[handle]
-            elif other.tenant == request.tenant:
-                return sum(self._cache.pins.values())
-        return 0
+            else:
+                num_others += other.tenant == request.tenant
+        return sum(self._cache.pins.values()) if num_others >= self.max_others else 0
 
     def job_id(self, number: int) -> str:
         """Return the job id of an admitted program."""
@@ -158,6 +181,8 @@ class ProgramLimit:
         program = request.program
         line = self._turns if program is not None and program.num_turns else self._first_turns
         line[request.handle] = now, request
+        if program is not None and program.num_turns:
+            self._known[request.handle] = program.num_tokens
 
     def arrived(self, program: Program, pause: float) -> None:
         """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
@@ -170,17 +195,33 @@ class ProgramLimit:
             self._programs[program.number] = program
         self._admit()
 
-    def admitted(self, request: Request) -> None:
-        """Note that a request runs now."""
+    def admitted(self, request: Request, num_hit_tokens: int) -> None:
+        """Note that a request runs now, with this many tokens from the prefix cache."""
         self._num_admissions += 1
+        known = min(self._known.pop(request.handle, 0), request.num_tokens)
+        self._num_missed += max(known - num_hit_tokens, 0)
+        self._adapt()
         is_beam = request.leader is not None and request.leader is not request  # its ending is not reported
         if not is_beam and (request.program is None or not request.program.is_admitted):
             self._others[request.handle] = request
 
+    def _adapt(self) -> None:
+        """Adapt ``max_others``: it grows by a quarter, and is halved."""
+        if (steps := self._clock.sent - self._window_began) < WINDOW_STEPS:
+            return
+        share = self._num_missed / (steps * self._budget)
+        self.recomputed += WINDOW_SHARE * (share - self.recomputed)
+        self._num_missed, self._window_began = 0, self._clock.sent
+        if self.recomputed > MUCH_RECOMPUTED:
+            self.max_others = max(self.max_others // 2, 1)
+        elif self.recomputed < LITTLE_RECOMPUTED:
+            self.max_others = min(self.max_others + max(self.max_others // 4, 1), self._rows)
+
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
-        for known in (self._first_turns, self._turns, self._others):
-            known.pop(request.handle, None)
+        self._known.pop(request.handle, None)
+        for line in (self._first_turns, self._turns, self._others):
+            line.pop(request.handle, None)
 
     def ended(self, program: Program) -> None:
         """Note that a request has ended, which is not among the live ones of its program any more."""
@@ -198,7 +239,7 @@ class ProgramLimit:
         while len(self._waiting) and (overdue := self._overdue(now)) is not None:
             overdue.is_overdue = True
             self._waiting.rerank(overdue)
-        if self._candidates and now - self._idle_checked >= IDLE_CHECK_S:
+        if len(self._waiting) and now - self._idle_checked >= IDLE_CHECK_S:
             self._idle_checked = now
             since = now - self.idle_limit
             for number in sorted(self._admitted):
@@ -279,7 +320,16 @@ class ProgramLimit:
 
     @property
     def state(self) -> LimitState:
-        return LimitState(self._pauses.state, sorted(self._sizes.items()), self._num_admissions, self._idle_checked)
+        return LimitState(
+            self._pauses.state,
+            sorted(self._sizes.items()),
+            self._num_admissions,
+            self._idle_checked,
+            self.max_others,
+            self.recomputed,
+            self._num_missed,
+            self._window_began,
+        )
 
     def restore(self, state: LimitState, programs: Mapping[int, Program]) -> None:
         """Continue from a state. ``programs``: all programs, by number.
@@ -289,6 +339,8 @@ class ProgramLimit:
         """
         self._pauses.restore(state.pauses)
         self._num_admissions, self._idle_checked = state.num_admissions, state.idle_checked
+        self.max_others, self.recomputed = state.max_others, state.recomputed
+        self._num_missed, self._window_began = state.num_missed, state.window_began
         if strangers := [number for number, _ in state.admitted if number not in programs]:
             raise ValueError(f"admitted programs are unknown: {strangers[:16]}")
         self._sizes = dict(state.admitted)

@@ -68,7 +68,7 @@ def make_programs(
     """
     limit = None
     if config.scheduling_policy == "program":
-        limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config.max_programs, clock, note)
+        limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config, clock, note)
     return Programs(config, Pins(config, kv, costs, clock, note), kv, value, limit)
 
 
@@ -204,7 +204,7 @@ class Programs:
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request is admitted, with this many tokens from the prefix cache."""
         if self.limit is not None:
-            self.limit.admitted(request)
+            self.limit.admitted(request, num_hit_tokens)
         if (program := request.program) is not None:
             if program.num_turns and request.num_cached_tokens < 0:  # otherwise it was preempted
                 prompt, hits = self._later_tokens

@@ -1,5 +1,6 @@
 """Clients that send invalid requests, too much, too slowly, or disconnect (A16, A17, A18, A47, F13)."""
 
+import asyncio
 import contextlib
 import json
 import random
@@ -7,6 +8,7 @@ import re
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -14,7 +16,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 from abuse import INTERNALS, AbusedServer, short
-from front_end import WAIT_S, FrontEnd, post, read_all, status_of
+from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 from tiers import thinned
 
 COMPLETIONS = "/v1/completions"
@@ -29,7 +31,7 @@ def body_of(**fields: Any) -> bytes:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[FrontEnd]:
     """A front end with time limits short enough to wait for in a test."""
-    front_end = FrontEnd(head_s=0.2, body_s=0.2, rest_s=0.2, linger_s=0.2, stall_s=0.2)
+    front_end = FrontEnd(head_s=0.3, body_s=0.3, rest_s=0.3, linger_s=0.3, stall_s=0.3)
     yield front_end
     front_end.check()
     front_end.close()
@@ -108,6 +110,25 @@ class TestSlowSenders:
             assert status_of(response) == status, (short(data), answer)
             check_error_message(response)
         impatient.until(lambda: impatient.num_connections == 0)
+
+    @pytest.mark.parametrize("later", [b"POST", post(COMPLETIONS, b"", length=9)], ids=short)
+    def test_a_later_request_that_is_unfinished_does_not_end_the_response_before_it(self, later: bytes) -> None:
+        may_answer = threading.Event()
+
+        async def pause() -> None:
+            while not may_answer.is_set():
+                await asyncio.sleep(0.001)
+
+        may_answer.set()
+        front_end = FrontEnd(EndlessEngine(pause), head_s=0.1, body_s=0.1)
+        may_answer.clear()
+        with front_end.connect(post(COMPLETIONS, GOOD) + later) as connection:
+            front_end.until(lambda: front_end.engine.live)
+            wait_closed(front_end.connect(later))  # after the same limit
+            may_answer.set()
+            assert status_of(read_all(connection)) == 200
+        front_end.check()
+        front_end.close()
 
     @pytest.mark.parametrize(
         ("data", "byte"),

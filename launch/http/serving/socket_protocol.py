@@ -233,10 +233,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        is_answered = self.cycle is None or self.cycle.response_complete
-        self.set_idle(phase is Phase.HEAD and is_answered)
+        self.set_idle(phase is Phase.HEAD and self._is_answered)
         self._since = self.loop.time()
         self._num_bytes = self._num_bytes_before = self._overhead = 0
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the newest request has its complete response, or there was none."""
+        return self.cycle is None or self.cycle.response_complete
 
     def set_idle(self, is_idle: bool) -> None:
         if self._is_counted:
@@ -244,8 +248,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         self._check_reader(now)
-        if self.flow.read_paused:
-            # The server does not read: the client is not late.
+        if self.flow.read_paused or self.pipeline or (self._phase is Phase.HEAD and not self._is_answered):
+            # The server does not read, or the client waits for the response to an earlier request: it is not late.
             self._since, self._num_bytes_before = now, self._num_bytes
         elif not self.transport.is_closing():
             self._check_writer(now)
@@ -357,6 +361,11 @@ class Upgrade:
     def begin(self) -> None:
         """Call this before the start of the response."""
         self._protocol.begin_socket(self._cycle)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the newest request has its complete response, or there was none."""
+        return self.cycle is None or self.cycle.response_complete
 
     def set_idle(self, is_idle: bool) -> None:
         """Record whether the client waits for nothing: the connection may then be closed to make room for another."""

@@ -75,6 +75,8 @@ def kv_pressure() -> Driver:
 def program_limit() -> Driver:
     """The contexts of two admitted programs fill the pool, and one request of another program runs."""
     driver = Driver(num_blocks=33, scheduling_policy="program", watermark=0.0)
+    assert driver.scheduler.programs.limit is not None
+    driver.scheduler.programs.limit.max_others = 1
     for job in ("admitted", "also admitted"):
         driver.add(job, [len(job)] * 36, job_id=job, max_tokens=2)
         driver.run()

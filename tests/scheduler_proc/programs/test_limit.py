@@ -16,10 +16,12 @@ BLOCKS = 32
 
 
 class Agents(Driver):
-    """An engine that admits programs, with a clock."""
+    """An engine that admits programs, with a clock. ``max_others``: as after many recomputed tokens, if it is 1."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, max_others: int = 1, **settings: Any) -> None:
         super().__init__(BLOCKS + 1, **{"scheduling_policy": "program", "watermark": 0.0, **settings})
+        if (limit := self.scheduler.programs.limit) is not None:
+            limit.max_others = max_others
         self.contexts: dict[str, list[int]] = {}
         self.num_turns = 0
         self.now = 0.0
@@ -203,6 +205,35 @@ def test_no_running_request_is_preempted_for_another_tenant_while_pinned_blocks_
     states = {agents.request(name).status.name for name in (*running, "other tenant")}
     assert states == {"RUNNING"}
     agents.finish()
+
+
+@pytest.mark.full
+def test_the_number_of_requests_beside_the_pins_follows_the_recomputed_tokens() -> None:
+    """Contexts that are lost turn after turn lower it to one, and steps that recompute none let it grow again."""
+    agents = Agents(max_others=8)
+    limit = agents.scheduler.programs.limit
+    assert limit is not None
+    for number in range(500):
+        agents.turn(f"job {number % 10}", 36 + number // 100)
+    assert limit.max_others == 1 and limit.recomputed > 0.1
+    for number in range(25):
+        agents.turn(f"single {number}", 8, max_tokens=100)
+    assert limit.max_others > 1 and limit.recomputed < 0.05
+
+
+def test_single_requests_are_served_as_without_programs() -> None:
+    """Requests that do not return fill the pool with pins, which keep none of them waiting."""
+    orders = []
+    for policy in ("fcfs", "program"):
+        agents = Agents(max_others=8, scheduling_policy=policy)
+        names = []
+        for number in range(40):
+            names.append(agents.turn(f"job {number}", 9 + number % 7, run=False, max_tokens=5 + number % 11))
+            agents.step(number % 3)
+        orders.append(agents.order(*names))
+        assert agents.diffs[-1].step < 200
+    assert agents.counts.num_admitted > 0
+    assert orders[0] == orders[1]
 
 
 def test_running_requests_of_other_programs_are_preempted_first() -> None:
