@@ -362,11 +362,6 @@ class Upgrade:
         """Call this before the start of the response."""
         self._protocol.begin_socket(self._cycle)
 
-    @property
-    def _is_answered(self) -> bool:
-        """Whether the newest request has its complete response, or there was none."""
-        return self.cycle is None or self.cycle.response_complete
-
     def set_idle(self, is_idle: bool) -> None:
         """Record whether the client waits for nothing: the connection may then be closed to make room for another."""
         self._protocol.set_idle(is_idle)
