@@ -79,9 +79,9 @@ class Queue(Protocol):
 class ProgramLimit:
     """Admits programs in the order of their first arrival while their contexts fit into the pool together.
 
-    The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. Of the
-    other programs ``max_others`` requests of each tenant can run, even if pinned contents are evicted for them; more
-    only beside the pins, for which no running request is preempted. So a program that is not admitted advances too.
+    The contexts of admitted programs are pinned between turns, and their turns are scheduled before others. Each tenant
+    can run ``max_others`` requests beside those, even if pinned contents are evicted for them; more only beside the
+    pins, for which no running request is preempted. So a program that is not admitted advances too.
 
     ``max_others`` adapts: it is halved while steps recompute many tokens that the cache has lost, down to one, and
     grows while they recompute few. Long contexts are then kept, and short ones do not stop others from running.
