@@ -313,6 +313,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1.0
 
+    enable_return_routed_experts: Annotated[
+        bool,
+        Setting(
+            SAMPLING,
+            "keep the experts of each token in the KV pool, for requests with `return_routed_experts`: models with "
+            "experts only ([routed experts](pooling.md#routed-experts))",
+        ),
+    ] = False
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs"],
         Setting(

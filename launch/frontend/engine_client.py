@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.launch.frontend.job import NO_JOB, Job
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
@@ -34,6 +35,9 @@ class Update(msgspec.Struct, gc=False):
         prompt_logprobs: with the first tokens, if requested: of the prompt tokens from the second on. Arrays, because
             prompts are long.
         hypotheses: with the end of a beam search, its outputs, the best first. There are no other tokens.
+        pooled: with the end of a request with PoolingParams: float32 ``[rows, width]``, as of PooledRows.
+        routed_experts: new rows, int32 ``[rows, num_moe_layers * num_experts_per_token]``, if requested: of all
+            positions but the last token's.
     """
 
     token_ids: list[int] = []
@@ -46,6 +50,8 @@ class Update(msgspec.Struct, gc=False):
     detail: str = ""
     prompt_logprobs: LogprobArrays | None = None
     hypotheses: list[Hypothesis] | None = None
+    pooled: npt.NDArray[np.float32] | None = None
+    routed_experts: npt.NDArray[np.int32] | None = None
 
 
 class Stoppable(Protocol):
@@ -119,6 +125,7 @@ class EngineClient(Protocol):
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
         job: Job = NO_JOB,
+        pooling: PoolingParams | None = None,
         on_update: Callable[[], None],
     ) -> Sequence:
         """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
@@ -130,6 +137,7 @@ class EngineClient(Protocol):
             num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
             adapter: the LoRA adapter that it uses; that of ``parent``, if there is one.
             job: the job of which it is a turn.
+            pooling: what the prompt is turned into; ``params`` is then unused, and no token is sampled.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
 

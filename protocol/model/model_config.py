@@ -23,6 +23,7 @@ from quire.protocol.model.families import (
 )
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_model import end_tokens, model_settings
+from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 from quire.protocol.model.weight_format import WeightFormat
@@ -87,6 +88,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         fp8_kv_cache: the checkpoint is meant for an fp8 KV cache, and may have its scales.
         weight_format: format of the linear layers, if they are quantised; ``checkpoint.with_stored_format`` completes
             it from the files.
+        generates: it has a head for tokens, so that requests may sample.
+        pooling: how it makes vectors and scores; None: it does not.
     """
 
     architecture: str
@@ -126,6 +129,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fp8_kv_cache: bool = False
     kv_shapes: list[tuple[int, int]] = []
     weight_format: WeightFormat | None = None
+    generates: bool = True
+    pooling: PoolingConfig | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

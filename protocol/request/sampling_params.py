@@ -32,6 +32,16 @@ MAX_EXTRA_ARGS_BYTES = 65_536
 ExtraArg: TypeAlias = bool | int | float | str | list[bool | int | float | str] | None
 
 
+FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "use_beam_search",
+    "return_routed_experts",
+)
+"""Fields of SamplingParams that are true or false."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with vLLM's names.
 
@@ -70,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             this power; from -10 to 10.
         early_stopping: when the search ends. True: with ``beam_width`` complete outputs. False: when none of the kept
             ones would beat the worst of these if it ended now. "never": when none can at any length.
+        return_routed_experts: report the experts to which each position was routed; the engine must keep them.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -106,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -115,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "use_beam_search"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(
                     f"{name} must be true or false (got {printable(getattr(self, name))})", name, "invalid_type"

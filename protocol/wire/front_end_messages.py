@@ -5,11 +5,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 
 
 class EndReason(enum.IntEnum):
@@ -67,6 +69,8 @@ class AddRequest(Message, frozen=True, tag=10):
     code ``parent_not_found`` when that request has ended."""
     num_forked_tokens: int = 0
     """Number of tokens of that request that it continues: its whole prompt at least. 0: all."""
+    pooling: PoolingParams | None = None
+    """What its prompt is turned into: it then ends with the last token of its prompt, and ``sampling`` is unused."""
     hint: str = ""
     """How its client has named the job: one of HINTS, or "" for job_id. For statistics only."""
 
@@ -159,6 +163,7 @@ class StepOutputs(Message, frozen=True, tag=21):
     Attributes:
         counts: number of tokens of each handle; None when every request got one.
         hypotheses: (handle, outputs) of beam searches that end in this step, the best output first.
+        pooled, routed_experts: as of ModelRunnerOutput.
     """
 
     introduced: list[Introduced]
@@ -169,6 +174,8 @@ class StepOutputs(Message, frozen=True, tag=21):
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     hypotheses: list[tuple[int, list[Hypothesis]]] = []
+    pooled: PooledRows | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Histogram(msgspec.Struct, frozen=True):

@@ -6,11 +6,13 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks
 
 
@@ -40,6 +42,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
         num_blocks: number of ids per group in the block array.
         adapter: number of its adapter (``LoadAdapter``); 0 for none. The adapter is in a slot in each step that
             computes the request, and may be in none while the request is parked.
+        pooling: what its prompt is turned into; the row then samples nothing, and ends with its last token.
     """
 
     handle: int
@@ -51,6 +54,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     sampling: SamplingParams
     seed: int
     adapter: int = 0
+    pooling: PoolingParams | None = None
 
 
 class SchedulerOutput(Message, frozen=True, tag=31):
@@ -177,6 +181,9 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
             logits processor failed for them. Their tokens are meaningless.
         failure: reason why no part of the step was computed (out of device memory), or empty. The worker has dropped
             its rows, and answers steps with empty results until a step has removed all of them.
+        pooled: vectors and scores. Those of a row that computes its last token are complete with this result.
+        routed_experts: of the positions that rows with ``SamplingParams.return_routed_experts`` have computed, or found
+            in the prefix cache.
     """
 
     step: int
@@ -190,6 +197,8 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
     failure: str = ""
     failed: list[tuple[int, str]] = []
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledRows | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Proposed(Message, frozen=True, tag=45):

@@ -1,0 +1,40 @@
+"""Parameters of a request that gets vectors or scores instead of tokens."""
+
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+
+from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.request.sampling_params import check_int
+
+PoolingTask: TypeAlias = Literal["embed", "token_embed", "classify"]
+POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+MAX_DIMENSIONS = 2**20
+
+
+class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
+    """What a prompt is turned into.
+
+    Attributes:
+        task: embed (one vector), token_embed (a vector for each token of the prompt) or classify (a number for each
+            label of the model; a reranker has one label).
+        dimensions: entries of a vector that are kept, the first ones; 0: all.
+        use_activation: normalise vectors to length 1 if the model does, and apply the sigmoid or softmax of a
+            classification. Otherwise the values are returned as the model's head computes them.
+
+    Raises:
+        InvalidRequest: a field has a wrong type or is out of range.
+    """
+
+    task: PoolingTask = "embed"
+    dimensions: int = 0
+    use_activation: bool = True
+
+    def __post_init__(self) -> None:
+        if self.task not in POOLING_TASKS:
+            allowed = ", ".join(POOLING_TASKS)
+            raise InvalidRequest(f"task must be one of {allowed} (got {printable(self.task)})", "task")
+        check_int("dimensions", self.dimensions, 0, MAX_DIMENSIONS)
+        if not isinstance(self.use_activation, bool):
+            text = f"use_activation must be true or false (got {printable(self.use_activation)})"
+            raise InvalidRequest(text, "use_activation", "invalid_type")
