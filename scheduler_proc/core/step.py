@@ -44,6 +44,7 @@ class StepRow:
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
         forked_from: handle of the request whose blocks it shares since this step, or -1.
+        first: its first position, if it is of a pooled request. Set when the step is sent.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class StepRow:
     samples: bool = False
     parent: Request | None = None
     forked_from: int = -1
+    first: int = 0
 
 
 class StepPlan:
@@ -218,6 +220,7 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
         sampling=request.sampling,
         seed=request.seed,
         adapter=0 if request.adapter is None else request.adapter.number,
+        pooling=request.pooling,
     )
 
 

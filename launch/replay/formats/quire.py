@@ -63,7 +63,7 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
     """Make the call of a request; output tokens from before its arrival (a resubmission) are part of the prompt."""
     line = outcome.arrival
     num_prompt_tokens = line.num_prompt_tokens + line.num_output_tokens
-    unit = min(group.block_size for group in header.kv_layout.groups)
+    unit = header.kv_layout.block_size
     total = line.num_prompt_tokens + outcome.num_tokens
     ids = _ids(outcome.names, header.hash_bytes)[: total // unit]  # a stop string removes tokens
     return Call(

@@ -524,7 +524,7 @@ class Load:
             before, idle = -1, 0
             while driver.scheduler.table.requests or driver.scheduler.in_flight:
                 driver.step()
-                done = driver.scheduler.num_generated_tokens + sum(a.ended is not None for a in driver.answers.values())
+                done = driver.scheduler.num_results + sum(a.ended is not None for a in driver.answers.values())
                 idle = 0 if done > before else idle + 1
                 before = max(done, before)
                 assert idle < patience, f"nothing happens: {list(driver.scheduler.table.requests.values())}"
