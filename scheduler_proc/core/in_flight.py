@@ -51,7 +51,7 @@ class InFlightStep:
         retired: handles that become free when this step is answered.
         num_tokens: positions that the step computes if the proposer finds all ``num_drafts`` drafts.
         prefill: the positions that belong to prefills.
-        pooled: rows whose pooled requests end with this step.
+        pooled: the rows of pooled requests.
         awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
@@ -73,11 +73,11 @@ class InFlightStep:
             start = request.num_computed_tokens
             self.prefill += Prefill.between(start, start + row.num_tokens)
         if request.pooling is not None:
-            row.first = request.num_computed_tokens
-        if not request.sent(row.num_tokens, row.num_drafts):
-            return False
-        if request.pooling is not None:
             self.pooled.append(row)
+            row.first = request.num_computed_tokens
+            row.pools = request.sent(row.num_tokens, 0)
+            return False
+        if not request.sent(row.num_tokens, row.num_drafts):
             return False
         row.samples = True
         self.num_drafts += row.num_drafts
@@ -275,7 +275,7 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
 
 
 def _marks_fault(record: InFlightStep, result: ModelRunnerOutput, handles: Int32) -> str | None:
-    pooled = {handle for handle, row in record.rows.items() if row.request.pooling is not None}
+    pooled = {row.request.handle for row in record.pooled}
     extra = sorted(_lost(result) - set(handles.tolist()) - pooled)
     return f"bad or failed handles that did not sample: {extra[:8]}" if extra else None
 
@@ -334,9 +334,10 @@ def pooled_fault(record: InFlightStep, result: ModelRunnerOutput, pooling: Pooli
     """Return why the pooled rows of a result are not those of the step, or None. Values are not checked."""
     pooled = result.pooled
     handles = [] if pooled is None else pooled.handles
-    missing = {row.request.handle for row in record.pooled} - set(handles) - _lost(result)
+    parts = {row.request.handle: _pooled_part(row, pooling) for row in record.pooled}
+    missing = {handle for handle, part in parts.items() if part is not None} - set(handles) - _lost(result)
     if missing:
-        return f"no pooled rows for handles {sorted(missing)[:8]}, whose prompts end in the step"
+        return f"no pooled rows for handles {sorted(missing)[:8]}"
     if pooled is None:
         return None
     if (fault := pooled.shape_error()) is not None:
@@ -344,9 +345,7 @@ def pooled_fault(record: InFlightStep, result: ModelRunnerOutput, pooling: Pooli
     if len(set(handles)) < len(handles):
         return "a handle occurs twice in the pooled rows"
     for handle, start, count, width in zip(handles, pooled.starts, pooled.counts, pooled.widths, strict=True):
-        row = record.rows.get(handle)
-        expected = None if row is None or pooling is None else _pooled_part(record, row, pooling)
-        if expected is None:
+        if (expected := parts.get(handle)) is None:
             return f"pooled rows for handle {handle}, which has none in this step"
         if (start, count, width) != expected:
             found = (start, count, width)
@@ -354,10 +353,10 @@ def pooled_fault(record: InFlightStep, result: ModelRunnerOutput, pooling: Pooli
     return None
 
 
-def _pooled_part(record: InFlightStep, row: StepRow, pooling: PoolingConfig) -> tuple[int, int, int] | None:
+def _pooled_part(row: StepRow, pooling: PoolingConfig | None) -> tuple[int, int, int] | None:
     """Return the start, number and width of the rows that the result has for a row of the step, or None without."""
     params = row.request.pooling
-    if params is None or (params.task != "token_embed" and row not in record.pooled):
+    if params is None or pooling is None or not (row.pools or params.task == "token_embed"):
         return None
     start, count = (row.first, row.num_tokens) if params.task == "token_embed" else (0, 1)
     return start, count, pooling.width(params.task, params.dimensions)
@@ -374,6 +373,7 @@ def experts_fault(record: InFlightStep, experts: RoutedExperts) -> str | None:
         if request is None or not request.sampling.return_routed_experts:
             return f"routed experts for handle {handle}, which did not request them"
         most = request.num_tokens + request.num_output_placeholders
-        if count < 1 or start + count > most:
+        is_dropped = request.status.is_finished or record.step <= request.ignore_results_until
+        if count < 1 or (start + count > most and not is_dropped):
             return f"routed experts of handle {handle} (from {start}, {count} rows) outside of its {most} positions"
     return None

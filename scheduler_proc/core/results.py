@@ -154,7 +154,7 @@ class Results:
                 self.outputs.introduce(row.request)
         if (prompts := output.prompt_logprobs) is not None:
             self.outputs.prompts(self._owners(record, prompts.handles), prompts)
-        if record.pooled or output.pooled is not None or faults is not NO_FAULTS:
+        if record.pooled:
             self._end_pooled(record, output, faults)
         if (experts := output.routed_experts) is not None:
             self.outputs.routed_experts(self._owners(record, experts.handles, faults), experts)
@@ -245,14 +245,11 @@ class Results:
         """Pass pooled rows to clients, and end the requests whose prompts end in the step, also if preempted since."""
         if output.pooled is not None:
             self.outputs.pooled(self._owners(record, output.pooled.handles, faults), output.pooled)
-        marked = [row for handle, row in record.rows.items() if handle in faults.bad or handle in faults.failed]
-        for row in marked:
-            if row.request.pooling is not None and not row.request.status.is_finished:
-                self._is_lost(record, row.request, faults)
         for row in record.pooled:
             request = row.request
-            request.sampled(0)
-            if not request.status.is_finished and record.step > request.ignore_results_until:
+            if row.pools:
+                request.sampled(0)
+            if not request.status.is_finished and not self._is_lost(record, request, faults) and row.pools:
                 self.num_pooled += 1
                 self.finish(request, EndReason.STOPPED)
 

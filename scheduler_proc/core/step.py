@@ -45,6 +45,7 @@ class StepRow:
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
         forked_from: handle of the request whose blocks it shares since this step, or -1.
         first: its first position, if it is of a pooled request. Set when the step is sent.
+        pools: its pooled request ends with the result. Set when the step is sent.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class StepRow:
     parent: Request | None = None
     forked_from: int = -1
     first: int = 0
+    pools: bool = False
 
 
 class StepPlan:
@@ -177,7 +179,7 @@ def build_diff(
         parked=_park_the_rest(plan, unsteady),
         new_requests=new,
         token_ids=np.concatenate(tokens) if tokens else None,
-        block_ids=np.concatenate(new_ids) if new else None,
+        block_ids=np.concatenate(new_ids) if new_ids else None,
         unparked=unparked,
         appended_handles=np.array(handles, np.int32) if handles else None,
         appended_block_ids=np.array(block_ids, np.int32) if handles else None,

@@ -71,12 +71,13 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         line.req_id,
         arrival,
         num_prompt_tokens,
-        faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
+        0 if line.pooling else faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
         Content(ids[: num_prompt_tokens // unit], unit),
         priority=line.priority,
         tokens=line.prompt_token_ids if not line.num_output_tokens else None,
         answer=Content(ids, unit) if ids else None,
         adapter="" if line.adapter is None else f"{line.adapter.name} {line.adapter.digest[:8].hex()}",
+        pooling=line.pooling,
     )
 
 
