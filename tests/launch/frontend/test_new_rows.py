@@ -13,7 +13,7 @@ from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 
 
 def rows(first: int, count: int, dtype: Any = np.float32) -> Any:
-    """Return rows whose values tell them apart."""
+    """Return rows with different values."""
     return np.arange(10 * first, 10 * (first + count), dtype=dtype).reshape(count, 10)[:, :2]
 
 
@@ -63,7 +63,7 @@ def test_pooled_rows_come_with_the_end_and_once() -> None:
     np.testing.assert_array_equal(update.pooled, rows(0, 3))
 
 
-def test_pooled_request_is_submitted_again_after_the_death_of_its_scheduler() -> None:
+def test_pooled_request_is_resubmitted_after_the_death_of_its_scheduler() -> None:
     table = StreamTable()
     request = AddRequest("a", np.arange(4, dtype=np.int32), SamplingParams(), 0, pooling=PoolingParams())
     stream = table.add(request)
@@ -71,8 +71,8 @@ def test_pooled_request_is_submitted_again_after_the_death_of_its_scheduler() ->
     stream.link_number = 1
     table.apply(StepOutputs([Introduced(3, "a", 0)], None, None, [], pooled=PooledRows.of([(3, 0, rows(0, 2))])))
     table.forget_handles()
-    again = stream.submission(2)
-    assert again.resubmitted and again.pooling == PoolingParams() and again.output_token_ids is None
+    second = stream.submission(2)
+    assert second.resubmitted and second.pooling == PoolingParams() and second.output_token_ids is None
     pooled = PooledRows.of([(0, 0, rows(0, 4))])
     table.apply(StepOutputs([Introduced(0, "a", 0)], None, None, [Ended(0, int(EndReason.STOPPED), 0)], pooled=pooled))
     update = stream.take()

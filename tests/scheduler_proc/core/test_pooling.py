@@ -212,7 +212,7 @@ def test_sampling_parameters_are_unused() -> None:
 
 
 def preempt(driver: Driver, request_id: str) -> None:
-    """Preempt a running request, whatever the reason."""
+    """Preempt a running request, as any of the reasons does."""
     request = driver.request(request_id)
     driver.scheduler.table.preempt(request)
     driver.scheduler.kv.free(request)
@@ -231,7 +231,7 @@ def test_request_that_is_preempted_after_its_last_step_ends_with_the_result() ->
     driver.finish()
 
 
-def test_preempted_chunks_are_computed_again_and_repeats_are_equal() -> None:
+def test_preempted_chunks_are_recomputed_and_repeats_are_equal() -> None:
     driver = pooling_driver(max_num_batched_tokens=8)
     driver.add("a", LONG, pooling=EACH)
     driver.step(2)
@@ -289,7 +289,7 @@ def test_bad_hidden_states_of_a_preempted_request_are_retried_once() -> None:
             check_ended(driver, "a", rows_of(LONG))
 
 
-def test_reader_of_bad_blocks_is_computed_again() -> None:
+def test_reader_of_bad_blocks_is_recomputed() -> None:
     driver = pooling_driver(async_scheduling=True, max_num_batched_tokens=32)
     driver.worker.bad_from["a"] = 0
     driver.add("a", LONG, pooling=EMBED)
