@@ -1,13 +1,13 @@
 """Makes vectors and scores from the hidden states of a step, for requests that end with their prompt."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.model.pooling_config import PoolingConfig
-from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 from quire.worker_proc.batch.input_batch import Column, InputBatch
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
@@ -45,16 +45,17 @@ class Pooler:
         if not len(at):
             return None
         ending = inputs.seq_lens == batch.num_known[inputs.rows]
-        members: dict[PoolingParams, list[int]] = {}
+        members: dict[_Kind, list[int]] = {}
         holding = np.zeros(len(inputs.rows), np.bool_)
         for index in at.tolist():
             params = batch.pooling.data[int(inputs.rows[index])]
             assert params is not None
             holding[index] = self.held is not None and params.task != "token_embed"
             if params.task == "token_embed" or ending[index]:
-                members.setdefault(params, []).append(index)
+                kind = _Kind(params.task, params.dimensions, params.use_activation)
+                members.setdefault(kind, []).append(index)
         taken = self._taken(inputs, holding) if holding.any() else None
-        groups = [self._group(inputs, params, np.array(own, np.int64)) for params, own in members.items()]
+        groups = [self._group(inputs, kind, np.array(own, np.int64)) for kind, own in members.items()]
         return PoolTargets(self, taken, groups)
 
     def _taken(self, inputs: StepInputs, holding: npt.NDArray[np.bool_]) -> "_Taken":
@@ -66,21 +67,21 @@ class Pooler:
         index, rows = self._transfer(places, inputs.token_rows[places])
         return _Taken(index, rows)
 
-    def _group(self, inputs: StepInputs, params: PoolingParams, members: Ints) -> "_Group":
+    def _group(self, inputs: StepInputs, kind: "_Kind", members: Ints) -> "_Group":
         rows, counts = inputs.rows[members], inputs.query_lens[members]
         starts, handles = inputs.query_start_loc[members].astype(np.int64), self._batch.handles[rows].tolist()
-        if params.task == "token_embed":
+        if kind.task == "token_embed":
             begins = (inputs.seq_lens[members] - counts).tolist()
             parts = [PooledPart(*part) for part in zip(handles, begins, counts.tolist(), strict=True)]
             within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             (index,) = self._transfer(np.repeat(starts, counts) + within)
-            return _Group(params, parts, index)
+            return _Group(kind, parts, index)
         parts = [PooledPart(handle, 0, 1) for handle in handles]
         if self.held is None:
             (index,) = self._transfer(starts + counts - 1)
-            return _Group(params, parts, index)
+            return _Group(kind, parts, index)
         index, lengths = self._transfer(rows, inputs.seq_lens[members].astype(np.float32))
-        return _Group(params, parts, index, lengths)
+        return _Group(kind, parts, index, lengths)
 
     def hold(self, hidden: torch.Tensor, taken: "_Taken") -> None:
         """Take the tokens of a step into ``held``."""
@@ -96,24 +97,24 @@ class Pooler:
     def values(self, hidden: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a group, float32 ``[rows, width]``, and whether each row is not finite."""
         raw = self._raw(hidden, group)
-        return self._activated(raw, group.params), raw.isfinite().all(1).logical_not()
+        return self._activated(raw, group.kind), raw.isfinite().all(1).logical_not()
 
     def _raw(self, hidden: torch.Tensor, group: "_Group") -> torch.Tensor:
-        params = group.params
+        kind = group.kind
         if self.held is None or group.lengths is None:
             chosen = hidden[group.index]
         else:
             chosen = self.held[group.index]
             if self._config.pooling == "mean":
                 chosen = chosen / group.lengths[:, None]
-        if params.task == "classify":
+        if kind.task == "classify":
             return self._model.classify(chosen.to(hidden.dtype))
-        return chosen[:, : self._config.width(params.task, params.dimensions)].float()
+        return chosen[:, : self._config.width(kind.task, kind.dimensions)].float()
 
-    def _activated(self, raw: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        if not params.use_activation:
+    def _activated(self, raw: torch.Tensor, kind: "_Kind") -> torch.Tensor:
+        if not kind.use_activation:
             return raw
-        if params.task != "classify":
+        if kind.task != "classify":
             # The device's norm, whose bits for a row do not depend on other rows.
             norm = self._model.build.ops.rms_norm
             return norm(raw.contiguous(), None, _EPSILON) * raw.shape[1] ** -0.5 if self._config.normalize else raw
@@ -133,9 +134,17 @@ class _Taken:
     rows: torch.Tensor
 
 
+class _Kind(NamedTuple):
+    """The parameters that decide how values are computed, as in ``PoolingParams``."""
+
+    task: PoolingTask
+    dimensions: int
+    use_activation: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Requests with equal parameters, of which the step makes values.
+    """Requests of one kind, of which the step makes values.
 
     Attributes:
         parts: one for each request, in the order of ``index``.
@@ -144,7 +153,7 @@ class _Group:
         lengths: float32 ``[rows]``: number of tokens of each prompt.
     """
 
-    params: PoolingParams
+    kind: _Kind
     parts: list[PooledPart]
     index: torch.Tensor
     lengths: torch.Tensor | None = None
