@@ -200,7 +200,7 @@ def _embedding(
     name = "embedding_dimension" if own.has("embedding_dimension") else "word_embedding_dimension"
     if own.size(name) != model.hidden_size:
         raise ConfigError(
-            f"{own.where}: {name} {own.size(name)} differs from the model's hidden_size {model.hidden_size}"
+            f"{own.where}: {name} must be the model's hidden_size {model.hidden_size} (got {own.size(name)})"
         )
     modes = own.raw.get("pooling_mode")
     if modes is None:
