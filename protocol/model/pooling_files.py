@@ -140,7 +140,8 @@ class _Files:
         if longest is None:
             # Tokenizers without a limit have 1e30, some of them as a float.
             limit = self.tokenizer.raw.get("model_max_length")
-            longest = int(limit) if isinstance(limit, int | float) and 1 <= limit < model.max_position else 0
+            limit = limit if isinstance(limit, int | float) and not isinstance(limit, bool) else 0
+            longest = int(limit) if 1 <= limit < model.max_position else 0
         else:
             longest = self.transformer.size("max_seq_length", high=2**31 - 1)
         prompts = self.whole.raw.get("prompts") or {}

@@ -220,6 +220,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
         {"config.json": QWEN3 | {"classifier_from_token": "yes"}},
         "classifier_from_token must be a list of one",
     ),
+    "directions": ({"config.json": QWEN3 | {"is_causal": False}}, "is_causal false"),
     "no token": ({"config.json": QWEN3 | {"classifier_from_token": ["a"]}}, "tokenizer.json: cannot be read"),
 }
 
@@ -228,7 +229,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
 def test_damaged_files(name: str, tmp_path: Path) -> None:
     change, message = DAMAGED[name]
     files = EMBEDDING | change
-    if name in ("labels", "tokens", "no token"):
+    if "modules.json" not in change and "config.json" in change and name != "cuts":
         files = {"config.json": change["config.json"]}
     with pytest.raises(ConfigError, match=message) as error:
         read(tmp_path, files)
@@ -247,6 +248,31 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
 def test_damaged_files_of_scores(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, LOGIT_SCORE | change)
+
+
+ODD = [None, [], {}, 1.5, -1, 10**400, "x", "", True, [None], {"a": [1]}, float("inf"), "../../x", ["x"] * 3]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("files", [EMBEDDING, LOGIT_SCORE, CLASSIFIER], ids=["embedding", "score", "labels"])
+def test_odd_values_are_read_or_refused(files: dict[str, Any], tmp_path: Path) -> None:
+    """Each field of each file with each value: a pooling, or an error in one line."""
+    extra = {"config_sentence_transformers.json": {"activation_fn": None, "model_type": None, "truncate_dim": None}}
+    extra["tokenizer_config.json"] = {"model_max_length": None}
+    own = ("id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers")
+    extra["config.json"] = files["config.json"] | dict.fromkeys((*own, "classifier_from_token", "is_causal"))
+    for name, content in (files | extra).items():
+        if not isinstance(content, dict):
+            continue
+        for field in content:
+            if name == "config.json" and field not in extra["config.json"].keys() - QWEN3.keys():
+                continue
+            for value in ODD:
+                changed = {key: old for key, old in content.items() if old is not None} | {field: value}
+                try:
+                    read(tmp_path, files | {name: changed})
+                except ConfigError as error:
+                    assert "\n" not in str(error), (name, field, value)
 
 
 def test_links_out_of_the_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def pooled(params: list[PoolingParams]) -> dict[str, Any]:
     return fields | {"new_requests": new, "counts": [(0, 4), (1, 2)]}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in ("cls", "labels") else name for name in CASES]
+)
 def test_one_copy_in_one_copy_out_and_no_wait(name: str) -> None:
     pooling, generates, params = CASES[name]
     model = msgspec.structs.replace(MODEL, pooling=pooling, generates=generates)

@@ -157,7 +157,9 @@ def test_a_causal_model_embeds_beside_chatting(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.concatenate(mixed[1:-1]), embedding(tmp_path, PROMPTS, pooling="mean"), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3ForSequenceClassification", pytest.param("LlamaForSequenceClassification", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classification_equals_transformers(name: str, num_labels: int, tmp_path: Path) -> None:
     model = save_model(tmp_path, name, num_labels=num_labels)
@@ -227,6 +229,7 @@ def test_two_ranks(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(first, want, atol=1e-4)
 
 
+@pytest.mark.full
 def test_int8_weights(folders: Folders) -> None:
     folder, reference = folders["qwen3 last"]
     plain = PoolingRunner(folder).config.model
@@ -236,12 +239,14 @@ def test_int8_weights(folders: Folders) -> None:
     assert agreement.min() > 0.9 and agreement.max() < 0.999999
 
 
+@pytest.mark.full
 def test_vectors_in_bfloat16(folders: Folders) -> None:
     for name in BI_ENCODERS:
         folder, reference = folders[name]
         assert cosines(embedding(folder, PROMPTS, dtype="bfloat16"), reference.vectors(PROMPTS)).min() > 0.99
 
 
+@pytest.mark.full
 def test_vectors_of_an_adapter(tmp_path: Path) -> None:
     """One batch with and without an adapter, against the checkpoint into whose weights it is merged."""
     folder, merged, adapter = tmp_path / "base", tmp_path / "merged", tmp_path / "adapter"
