@@ -99,10 +99,12 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
     Raises:
         ConfigError: one line that names the file and the field.
     """
-    fields = Fields(raw, str(folder / "config.json"))
-    files = _Files(folder)
     has_labels = raw["architectures"][0].endswith("ForSequenceClassification")
-    if (folder / MODULES).is_file():
+    has_modules = (folder / MODULES).is_file()
+    if model.generates and not (has_modules or has_labels or scores_by_tokens(raw)):
+        return None
+    fields, files = Fields(raw, str(folder / "config.json")), _Files(folder)
+    if has_modules:
         modules = _modules(folder)
         kinds = [kind for kind, _ in modules]
         task = files.transformer.raw.get("transformer_task") or "feature-extraction"
@@ -110,7 +112,7 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
             return _embedding(folder, modules, files, fields, model)
         if kinds[1:] == ["LogitScore"] and task == "text-generation":
             return _yes_no(_fields_of(folder, modules[1]), files, fields, model)
-        if kinds[1:] or (task != "sequence-classification" and not has_labels):
+        if kinds[1:] or not has_labels:
             raise ConfigError(
                 f"{folder / MODULES}: modules {', '.join(kinds)} with transformer_task {printable(task)} are not "
                 f"supported; {_SUPPORTED}"
@@ -119,8 +121,6 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
         return _from_tokens(folder, files, fields, model)
     if has_labels:
         return _classification(files, fields, model)
-    if model.generates:
-        return None
     # sentence-transformers takes the mean too, for a model without a configuration and without a head for tokens.
     return _sized(files, fields, model, "mean", normalize=True)
 

@@ -185,6 +185,13 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
         "modules Transformer, Pooling, Dense with transformer_task 'feature-extraction' are not supported",
     ),
     "nothing pooled": ({"modules.json": [module("Transformer")]}, "modules Transformer with transformer_task"),
+    "no labels": (
+        {
+            "modules.json": [module("Transformer")],
+            "sentence_bert_config.json": {"transformer_task": "sequence-classification"},
+        },
+        "modules Transformer with transformer_task 'sequence-classification' are not supported",
+    ),
     "task": ({"sentence_bert_config.json": {"transformer_task": 7}}, "with transformer_task 7 are not supported"),
     "kind": ({"config_sentence_transformers.json": {"model_type": "SparseEncoder"}}, "model_type 'SparseEncoder'"),
     "no pooling": ({"modules.json": [module("Transformer"), module("Pooling", "x")]}, "x/config.json: cannot be read"),
