@@ -229,6 +229,7 @@ def _classification(files: _Files, fields: Fields, model: "ModelConfig") -> Pool
     labels = [names[str(index)] for index in range(count)]
     return PoolingConfig(
         tasks=["classify"],
+        pooling="last" if model.encoder is None else model.encoder.classifier_pooling,
         size=model.hidden_size,
         labels=labels,
         activation=_activation(files, fields, count),
