@@ -76,7 +76,7 @@ _TENSOR_NAMES = (
     ("norm.gamma", "norm.weight"),
     ("norm.beta", "norm.bias"),
 )
-_HEADS = (
+_UNREAD = (
     "model.pooler.",
     "model.cls.",
     "model.lm_head.",
@@ -123,9 +123,8 @@ def encoder_settings(raw: dict[str, Any], architecture: str, where: str) -> dict
     Raises:
         ConfigError: an unsupported setting, or a field is missing, of a wrong type or out of range.
     """
-    field = Fields(
-        {**ENCODERS[architecture], **{name: value for name, value in raw.items() if value is not None}}, where
-    )
+    given = {name: value for name, value in raw.items() if value is not None}
+    field = Fields({**ENCODERS[architecture], **given}, where)
     for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
         if field.flag(name):
             raise ConfigError(f"{where}: {name} true is not supported for {architecture}: only encoders are")
@@ -157,8 +156,8 @@ def _bert(field: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     first = 1 + field.size("pad_token_id", low=0, high=shape["vocab_size"] - 1) if kind == "roberta" else 0
     if rows < first + 2:
         raise ConfigError(
-            f"{field.where}: max_position_embeddings must be at least {first + 2}, because the first token has position "
-            f"{first} (got {rows})"
+            f"{field.where}: max_position_embeddings must be at least {first + 2}, because the first token of a text "
+            f"has position {first} (got {rows})"
         )
     encoder = EncoderConfig(
         kind=kind,
@@ -259,4 +258,4 @@ def decoder_style(name: str) -> str:
 
 def is_unread_head(name: str) -> bool:
     """Whether a tensor of an encoder's checkpoint may be left out: a head that the architecture does not use."""
-    return name.startswith(_HEADS)
+    return name.startswith(_UNREAD)

@@ -43,8 +43,8 @@ class StepBatch:
             window of a row's first query are undefined, because the scheduler may have freed them.
         prefixes: prefixes that rows share; a row is in at most one. A backend may ignore them.
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
-        second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0; None for
-            decoders.
+        second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0;
+            None for decoders.
         send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
             copies them itself.
     """

@@ -28,11 +28,14 @@ def build_model(
     """Build the model of a checkpoint with allocated, uninitialised weights. Arguments are those of ``Decoder``.
 
     Raises:
-        ConfigError: the architecture is not supported, or its shape cannot be divided among the ranks.
+        ConfigError: the architecture is not supported, or its shape cannot be divided among the ranks. An encoder is
+            neither divided nor quantised.
     """
     if config.architecture in ENCODERS:
         if parallel is not None and parallel.size > 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 for an encoder (got {parallel.size})")
+        if config.weight_format is not None:
+            raise ConfigError("--quantization is not supported for an encoder: omit it")
         return Encoder(config, dtype, device, max_position, ops=ops, activation_dtype=activation_dtype)
     if config.architecture not in FAMILIES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
