@@ -248,6 +248,7 @@ def _classification(files: _Files, fields: Fields, model: Shape) -> PoolingConfi
     labels = [names[str(index)] for index in range(count)]
     return PoolingConfig(
         tasks=["classify"],
+        pooling="last" if model.encoder is None else model.encoder.classifier_pooling,
         size=model.hidden_size,
         labels=labels,
         activation=_activation(files, fields, count),
