@@ -10,6 +10,7 @@ from quire.launch.config.declared import convert
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.sampling_options import processor_name
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.pooling_files import PoolingChoice
 from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, EngineSettings, Setting
 
 
@@ -53,6 +54,15 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
+    pooling: Annotated[
+        PoolingChoice,
+        Setting(
+            MODEL,
+            "how hidden states become vectors ([pooling](pooling.md)); auto: as the checkpoint's files say; none: the "
+            "server has no pooling; last, mean, cls: from the last token, the mean of all, or the first token, also "
+            "for a model that was made to generate text",
+        ),
+    ] = "auto"
     chat_template: Annotated[
         str | None,
         Setting(
