@@ -18,6 +18,7 @@ from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
 from quire.launch.http.routes.session_peers import session_address, share_sessions
+from quire.launch.http.serving.capabilities import Capabilities
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
@@ -127,6 +128,7 @@ class FrontEnd:
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
                 session_peers={index: session_address(self._directory, index) for index in self._others},
+                capabilities=Capabilities(config.model.generates, config.model.pooling),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
         )

@@ -88,10 +88,11 @@ class PoolingParser:
         body, ignored = self._read(ClassificationBody, raw)
         return self._of_inputs(body, self._params(body, "classify"), ignored)
 
-    def score(self, raw: Mapping[str, Any], task: PoolingTask) -> PooledRequest:
-        """Parse a body of /score. The inputs are pairs or, if vectors are compared, the texts that have one.
+    def score(self, raw: Mapping[str, Any], task: PoolingTask) -> tuple[PooledRequest, bool]:
+        """Parse a body of /score. The inputs are pairs or, if vectors are compared, texts.
 
-        These are one text and those that it is compared with, or each text followed by that which it is compared with.
+        The second value is whether the first text is compared with each other one. If it is not, each text with an even
+        index is compared with its successor.
         """
         body, ignored = self._read(ScoreBody, raw)
         first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
@@ -101,14 +102,14 @@ class PoolingParser:
         is_list = isinstance(body.text_2, list)
         if task == "classify":
             inputs: list[PoolingInput] = self._pairs(first * (len(second) // len(first)), second, body.instruction)
-            return self._request(body, inputs, lambda i: f"text_2[{i}]" if is_list else "text_2", task, ignored)
+            return self._request(body, inputs, lambda i: f"text_2[{i}]" if is_list else "text_2", task, ignored), True
         _refuse_instruction(body.instruction)
         prefix = prompt_text(self.encoder.pooling, None)
         if len(first) == 1:
             inputs = [prefix + text for text in (*first, *second)]
-            return self._request(body, inputs, lambda i: f"text_2[{i - 1}]" if i else "text_1", task, ignored)
+            return self._request(body, inputs, lambda i: f"text_2[{i - 1}]" if i else "text_1", task, ignored), True
         inputs = [prefix + text for pair in zip(first, second, strict=True) for text in pair]
-        return self._request(body, inputs, lambda i: f"text_{i % 2 + 1}[{i // 2}]", task, ignored)
+        return self._request(body, inputs, lambda i: f"text_{i % 2 + 1}[{i // 2}]", task, ignored), False
 
     def rerank(self, raw: Mapping[str, Any], task: PoolingTask) -> tuple[PooledRequest, RerankBody, list[str]]:
         """Parse a body of /rerank, and return its documents too.
