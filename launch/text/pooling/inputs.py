@@ -5,17 +5,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from tokenizers import Encoding
 
 from quire.launch.text.chat_template import Message
-from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, TextPair, judged_text, shorten_longest
-from quire.launch.text.pooling.truncation import Side, truncated
+from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, SpecialTokens, TextPair, judged_text, kept_tokens
+from quire.launch.text.pooling.truncation import Side, cut, first_tokens
 from quire.launch.text.prompts import ModelLimits, Prompt, check_token_ids
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams, PoolingTask
 from quire.protocol.request.sampling_params import check_int
+
+COMPARED = 4
+"""Tokens of two texts that are both too long, as a multiple of their limit, by which the longer one is found."""
 
 
 class Conversation(NamedTuple):
@@ -104,26 +106,35 @@ class InputEncoder:
             case Conversation():
                 # Of a rendered conversation every part has a meaning: its length is limited before it is cut.
                 ids = self.text_in.encode_chat(*given, self.limits.max_model_len)
-                return _cut(ids, truncation)
+                return ids if truncation.most is None else cut(ids, truncation.most, truncation.side)
             case _:
-                return _cut(given, truncation)
+                is_cut = truncation.most is not None and isinstance(given, list)
+                return cut(given, truncation.most or 0, truncation.side) if is_cut else given
 
     def _text_ids(self, text: str, truncation: Truncation, param: str, special: bool) -> list[int]:
         if truncation.most is None:
             return self.text_in.encode(text, add_special_tokens=special, max_tokens=self.max_tokens, param=param)
-        num_special = self._num_special(is_pair=False) if special else 0
-        kept = self._room(truncation.most, num_special)
-        return self._with_special(truncated(self.text_in, text, kept, truncation.side, param), None, special)
+        added = self._special(special, is_pair=False)
+        room = self._room(truncation.most, len(added))
+        return added.around(first_tokens(self.text_in, text, room, truncation.side, param))
 
     def _pair_ids(self, pair: TextPair, truncation: Truncation, param: str, special: bool) -> list[int]:
-        num_special = self._num_special(is_pair=True) if special else 0
+        text_in, added = self.text_in, self._special(special, is_pair=True)
         if truncation.most is None:
-            first, second = (self.text_in.encoding(text, max_tokens=self.max_tokens, param=param) for text in pair[:2])
-        else:
-            kept, side = self._room(truncation.most, num_special), truncation.side
-            first, second = (truncated(self.text_in, text, kept, side, param) for text in pair[:2])
-            shorten_longest(first, second, kept, side)
-        return self._with_special(first, second, special)
+            first, second = (text_in.encoding(text, max_tokens=self.max_tokens, param=param).ids for text in pair[:2])
+            return added.around(first, second)
+        room, side = self._room(truncation.most, len(added)), truncation.side
+
+        def read(most: int) -> tuple[list[int], list[int]]:
+            one, other = (first_tokens(text_in, text, most, side, param) for text in pair[:2])
+            return one, other
+
+        first, second = read(room)
+        compared = first, second
+        if len(first) == len(second) == room and room % 2:  # the longer text gets one token more
+            compared = read(COMPARED * room)
+        kept_first, kept_second = kept_tokens(len(compared[0]), len(compared[1]), room)
+        return added.around(cut(first, kept_first, side), cut(second, kept_second, side))
 
     def _judged_ids(self, pair: TextPair, truncation: Truncation, param: str) -> list[int]:
         """Return the prompt of a model that answers yes or no. What is around the texts is never cut off."""
@@ -131,20 +142,15 @@ class InputEncoder:
         suffix = self.text_in.encode(SUFFIX, add_special_tokens=False, param=param)
         text = judged_text(pair)
         if truncation.most is None:
-            found = self.text_in.encoding(text, max_tokens=self.max_tokens, param=param, is_plain=True)
+            found = self.text_in.encoding(text, max_tokens=self.max_tokens, param=param, is_plain=True).ids
         else:
-            kept = self._room(truncation.most, len(prefix) + len(suffix))
-            found = truncated(self.text_in, text, kept, truncation.side, param, is_plain=True)
-        return [*prefix, *found.ids, *suffix]
+            room = self._room(truncation.most, len(prefix) + len(suffix))
+            found = first_tokens(self.text_in, text, room, truncation.side, param, is_plain=True)
+        return [*prefix, *found, *suffix]
 
-    def _with_special(self, first: Encoding, second: Encoding | None, special: bool) -> list[int]:
-        assert self.text_in.tokenizer is not None  # it has made the encodings
-        ids: list[int] = self.text_in.tokenizer.post_process(first, second, special).ids
-        return ids
-
-    def _num_special(self, *, is_pair: bool) -> int:
+    def _special(self, wanted: bool, *, is_pair: bool) -> SpecialTokens:
         tokenizer = self.text_in.tokenizer
-        return 0 if tokenizer is None else tokenizer.num_special_tokens_to_add(is_pair)
+        return SpecialTokens.of(tokenizer, is_pair=is_pair) if wanted and tokenizer else SpecialTokens([], [], [])
 
     def _room(self, most: int, num_fixed: int) -> int:
         """Return the tokens of text that are left beside those of every prompt."""
@@ -157,12 +163,6 @@ class InputEncoder:
         text = f"{param} has {given} tokens, and this model reads at most {self.max_tokens}"
         advice = "shorten it, or set truncate_prompt_tokens to -1"
         return InvalidRequest(f"{text}: {advice}", param, "context_length_exceeded")
-
-
-def _cut(ids: list[int], truncation: Truncation) -> list[int]:
-    if truncation.most is None or not isinstance(ids, list):
-        return ids
-    return ids[: truncation.most] if truncation.side == "right" else ids[-truncation.most :]
 
 
 def prompt_text(pooling: PoolingConfig, name: str | None) -> str:

@@ -19,8 +19,8 @@ WINDOW = 4096
 CUT = re.compile(r"(?<=[^\W\d_])[\s.,;:!?。，、；：！？…](?=[^\W\d_])")
 
 
-def truncated(text_in: TextIn, text: str, most: int, side: Side, param: str, *, is_plain: bool = False) -> Encoding:
-    """Return the tokens of a text, at most ``most`` of them, without special tokens around it.
+def first_tokens(text_in: TextIn, text: str, most: int, side: Side, param: str, *, is_plain: bool = False) -> list[int]:
+    """Return the token ids of a text, at most ``most`` of them, without special tokens around it.
 
     A part of the text is tokenized that has more tokens than are needed. It ends between two words, and the tokens next
     to that end are not used, so that the result is that of tokenizing the whole text.
@@ -41,21 +41,22 @@ def truncated(text_in: TextIn, text: str, most: int, side: Side, param: str, *, 
         if part:
             found = text_in.encoding(part, param=param, is_plain=is_plain)
             if _has_enough(found, most, margin, len(part), side):
-                found.truncate(most, direction=side)
-                return found
+                return cut(found.ids, most, side)
         length *= GROWTH
-    found = text_in.encoding(text, param=param, is_plain=is_plain)
-    if len(found) > most:
-        found.truncate(most, direction=side)
-    return found
+    return cut(text_in.encoding(text, param=param, is_plain=is_plain).ids, most, side)
+
+
+def cut(ids: list[int], most: int, side: Side) -> list[int]:
+    """Return the first ``most`` ids (``side`` right) or the last."""
+    return ids[:most] if side == "right" else ids[-most:]
 
 
 def _part(text: str, length: int, side: Side) -> str:
     """Return about ``length`` characters of the text that can be tokenized alone; "" if there is no place to cut."""
     if side == "right":
         begin = max(length - WINDOW, 0)
-        *_, cut = (0, *(match.start() for match in CUT.finditer(text, begin, length)))
-        return text[:cut]
+        *_, end = (0, *(match.start() for match in CUT.finditer(text, begin, length)))
+        return text[:end]
     begin = len(text) - length
     found = CUT.search(text, begin, begin + WINDOW)
     return "" if found is None else text[found.start() :]

@@ -1,5 +1,7 @@
 """Made-up results of requests for vectors and scores."""
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,7 @@ RERANKER = PoolingConfig(tasks=["classify"], pooling="cls", size=SIZE, labels=["
 CLASSIFIER = PoolingConfig(tasks=["classify"], size=SIZE, labels=["no", "maybe", "yes"], activation="softmax")
 
 
+@cache
 def vector_of(token: int) -> npt.NDArray[np.float32]:
     """Return the vector of a token, of length 1."""
     made = np.random.default_rng(token).normal(size=SIZE).astype(np.float32)

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from quire.launch.http.routes.formatter import CachedTokens
 from quire.launch.http.routes.generate import WRITE_BYTES, new_request_id
 from quire.launch.http.routes.pooling.run import Batch, Outcome, PooledRun
-from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.pooling_requests import PooledRequest
 from quire.launch.http.serving.access_log import ANSWERED
 from quire.launch.http.serving.gate import IGNORED_FIELDS, TENANT
@@ -85,7 +84,15 @@ class PooledResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, request_id = self._request, self._entries.answer.id
         scope["state"][IGNORED_FIELDS] = request.ignored
-        self._run = PooledRun(self._server, self._encoder, request, request_id, scope["state"][TENANT])
+        self._is_at_once = len(request.inputs) <= MAX_AT_ONCE
+        self._run = PooledRun(
+            self._server,
+            self._encoder,
+            request,
+            request_id,
+            scope["state"][TENANT],
+            fails_together=self._is_at_once,
+        )
         log.info("request", id=request_id, inputs=len(request.inputs), task=request.params.task)
         try:
             await run_until_disconnect(receive, self._respond(send))
@@ -101,17 +108,12 @@ class PooledResponse:
 
     async def _respond(self, send: Send) -> None:
         writer = _Writer(send, self._entries.answer.id)
-        is_at_once = len(self._request.inputs) <= MAX_AT_ONCE
         kept: Batch = []
         writer.parts.append(self._entries.head())
         async for batch in self._run.results():
-            if is_at_once:
-                for _, outcome in batch:
-                    if isinstance(outcome, ApiError):
-                        raise outcome
+            if self._is_at_once:
                 kept += batch
-                continue
-            if await self._write(writer, batch):
+            elif await self._write(writer, batch):
                 await writer.flush()
         await self._write(writer, kept)
         run = self._run

@@ -69,12 +69,16 @@ class PooledRun:
         request: PooledRequest,
         request_id: str,
         tenant: int,
+        *,
+        fails_together: bool,
     ) -> None:
+        """``fails_together``: the error of one input is that of the request. All inputs are then tokenized first."""
         self._server = server
         self._encoder = encoder
         self._request = request
         self._request_id = request_id
         self._tenant = tenant
+        self._fails_together = fails_together
         self._arrival = server.metrics.now()
         self._adapter: AdapterRef | None = None
         self._encoded: deque[tuple[int, Prompt]] = deque()
@@ -102,6 +106,8 @@ class PooledRun:
         with self._server.key_queues.enter(self._tenant, window) as waiting:
             try:
                 self._adapter = await self._server.find_adapter(self._request.model)
+                while self._fails_together and await self._encode(num_inputs):
+                    pass
                 while self._num_returned < num_inputs:
                     await self._submit(window)
                     if not self._ready and self._num_returned not in self._done:
@@ -136,8 +142,10 @@ class PooledRun:
     async def _submit(self, window: int) -> None:
         """Fill the window, unless results wait to be returned."""
         while not self._ready and self._num_returned not in self._done:
-            if not self._encoded and not await self._encode(window):
-                return
+            if not self._encoded:
+                if not await self._encode(window):
+                    return
+                continue
             index, prompt = self._encoded[0]
             size = self._size(prompt)
             has_room = not self._open or self._num_bytes + size <= MAX_BYTES
@@ -164,9 +172,9 @@ class PooledRun:
             if isinstance(found, Prompt):
                 self._encoded.append((index, found))
             else:
-                self._done[index] = as_api_error(found)
+                self._fail(index, found)
                 self._num_ended += 1
-        return bool(self._encoded)
+        return True
 
     def _prompts(self, begin: int, end: int) -> list[Prompt | InvalidRequest]:
         request = self._request
@@ -238,7 +246,7 @@ class PooledRun:
                 continue
             self._close(index, each)
             self._is_refused = False
-            self._done[index] = self._outcome(each, update)
+            self._end(index, each, update)
 
     def _refuse(self, index: int, each: _Open, refused: InvalidRequest) -> None:
         """Submit an input later if the scheduler's queue was full; otherwise it fails, alone if the reason is its own.
@@ -255,15 +263,21 @@ class PooledRun:
         if refused.code not in OWN_ERRORS:
             raise refused
         each.clock.end("error")
-        self._done[index] = as_api_error(refused)
+        self._fail(index, refused)
 
     def _close(self, index: int, each: _Open) -> None:
         del self._open[index]
         self._num_bytes -= each.size
         self._num_ended += 1
 
-    def _outcome(self, each: _Open, update: Update) -> Outcome:
-        """Raise ApiError if an administrator has ended the request."""
+    def _fail(self, index: int, error: ApiError | InvalidRequest) -> None:
+        """Make this the outcome of an input, or raise it as that of the request."""
+        if self._fails_together:
+            raise error
+        self._done[index] = as_api_error(error)
+
+    def _end(self, index: int, each: _Open, update: Update) -> None:
+        """Note the outcome of an input; raise ApiError if it ends the request, as an administrator's abort does."""
         assert update.ended is not None
         rows, detail = update.pooled, update.detail
         if update.ended is EndReason.STOPPED and (rows is None or not np.isfinite(rows).all()):
@@ -275,10 +289,11 @@ class PooledRun:
         if reason == "abort":
             raise aborted_request()
         if rows is None:
-            return failed_request(self._without_path(detail))
+            self._fail(index, failed_request(self._without_path(detail)))
+            return
+        self._done[index] = rows
         self.num_prompt_tokens += len(each.prompt.token_ids)
         self.num_cached_tokens += update.num_cached_tokens
-        return rows
 
     def _without_path(self, text: str) -> str:
         return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
