@@ -10,7 +10,6 @@ from quire.launch.config.declared import convert
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.sampling_options import processor_name
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.pooling_files import PoolingChoice
 from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, EngineSettings, Setting
 
 
@@ -55,7 +54,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
     ] = "auto"
 
     pooling: Annotated[
-        PoolingChoice,
+        Literal["auto", "none", "last", "mean", "cls"],
         Setting(
             MODEL,
             "how hidden states become vectors ([pooling](pooling.md)); auto: as the checkpoint's files say; none: the "

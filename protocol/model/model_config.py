@@ -140,11 +140,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
 
     @property
-    def is_encoder(self) -> bool:
-        """Whether its attention is bidirectional: it keeps no KV, and computes a prompt in one step."""
-        return False
-
-    @property
     def all_kv_shapes(self) -> list[tuple[int, int]]:
         """The distinct shapes of all layers."""
         return sorted({self.kv_shape(layer) for layer in range(self.num_layers)})
