@@ -39,11 +39,11 @@ from quire.worker_proc.execute.pending_result import (
     result_tensors,
 )
 from quire.worker_proc.execute.steady_decode import SteadyDecode
+from quire.worker_proc.execute.step_extras import ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.execute.verify_step import VerifyStep
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
-from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
@@ -94,6 +94,7 @@ class ModelRunner:
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
         self.sampler = Sampler(self.batch, config, device, transfer=self._transfer)
+        self._extras = ExtraReader(model, self.batch, self._transfer)
         self.history = TokenHistory(self.batch)
         self._proposer = make_proposer(config, self.batch, device, draft)
         self._rejection = make_rejection(config, self.batch, self._proposer)
@@ -122,8 +123,8 @@ class ModelRunner:
         self.steady = self._make_steady(config)
 
     def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
-        """Make the runner of steady decode steps, or return None if attention needs lengths on the host."""
-        if self.forward.backend.needs_host_lengths:
+        """Make the runner of steady decode steps; None if attention needs lengths on the host, or no row decodes."""
+        if self.forward.backend.needs_host_lengths or not config.model.generates:
             return None
         step = DecodeStep(self.forward, self.last_sampled, self._transfer)
         verify = None
@@ -229,11 +230,10 @@ class ModelRunner:
         sent, positions = self._inputs.of(inputs), inputs.sampled
         plans = [self.forward.backend.plan(batch) for batch in sent.batches]
         self._prepare_sampling(positions)
-        prompt = PromptTargets.of(inputs, self.batch, self._transfer)
+        extras = self._extras.targets(inputs)
         self._transfer.send()
         hidden, logits = self.passes.run(sent, plans, sampling=len(positions) > 0)
-        prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
-        return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows)
+        return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, extras=extras.read(hidden))
 
     def _launch_steady(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         assert self.steady is not None
@@ -343,11 +343,11 @@ class ModelRunner:
             batch.num_computed[inputs.rows] += inputs.query_lens
         else:
             batch.num_computed[rows] += 1
-        tensors = result_tensors(sampled, launched.prompt_rows)
+        tensors = result_tensors(sampled, launched.extras)
         if sampled is None:
             handles = self._changed_handles(batch.handles[rows].copy())
             copy = self._copies.start(tensors) if tensors else None
-            return NothingSampled(launched.step, handles, launched.prompt_rows, copy)
+            return NothingSampled(launched.step, handles, launched.extras, copy)
         if launched.sampled_rows is not None and not positions.any_drafts:
             self.last_sampled[launched.sampled_rows] = sampled.tokens
         whole = self.steady.graphs.step.output if self.steady is not None and launched.sampled is not None else None
@@ -377,7 +377,7 @@ class ModelRunner:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
         sent, end = self._changed_handles(row_handles), partial(self._clock.end, launched.began)
-        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.prompt_rows)
+        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.extras)
 
     def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """Return ``row_handles`` if they differ from those of the previous result, or None."""
