@@ -4,6 +4,7 @@ import msgspec
 
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 
 
@@ -17,7 +18,7 @@ def for_model(options: EngineOptions, model: ModelConfig) -> EngineOptions:
         raise ConfigError("--enable-return-routed-experts needs a model with experts: this model has none")
     if options.speculative_config is not None and not model.generates:
         raise ConfigError("--speculative-config needs a model that generates text: this one makes vectors only")
-    if not model.is_encoder:
+    if kv_layout(model, options.block_size, model.dtype).groups:
         return options
     for flag, value in (
         ("--enable-lora", options.enable_lora),

@@ -104,7 +104,7 @@ class InputEncoder:
             case TextPair():
                 return self._pair_ids(given, truncation, param, special)
             case Conversation():
-                # Of a rendered conversation every part has a meaning: its length is limited before it is cut.
+                # Each part of a rendered conversation has a meaning: its length is limited before it is cut.
                 ids = self.text_in.encode_chat(*given, self.limits.max_model_len)
                 return ids if truncation.most is None else cut(ids, truncation.most, truncation.side)
             case _:

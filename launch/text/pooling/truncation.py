@@ -10,7 +10,7 @@ from quire.launch.text.text_in import TextIn
 Side: TypeAlias = Literal["left", "right"]
 
 CHARS_PER_TOKEN = 8
-"""Of the part that is tokenized first; each further part is GROWTH times as long."""
+"""Length of the part that is tokenized first; each further part is GROWTH times as long."""
 GROWTH = 4
 WINDOW = 4096
 """Characters in which a place to cut is searched."""

@@ -26,12 +26,12 @@ from quire.protocol.wire.front_end_messages import EndReason
 WINDOW = 512
 """Inputs between the first one without a written result and the last one that was submitted."""
 MAX_BYTES = 64 * 2**20
-"""Of the prompts and results of these inputs, unless it is one input."""
+"""Size of the prompts and results of these inputs, unless it is one input."""
 ENCODED_TOGETHER = 32
 ENCODED_CHARS = 65536
 """Inputs, and characters, that are tokenized before others are served."""
 RETRY_S = 0.05
-"""Time after which an input is submitted anew, if the engine has refused one and none of the request is in it."""
+"""Time after which an input is resubmitted, if the engine has refused it and has none of the request's."""
 OWN_ERRORS = frozenset(("invalid_value", "context_length_exceeded", "kv_pool_too_small"))
 """Codes of a refusal by the scheduler that concerns one input only."""
 UNUSED = SamplingParams(max_tokens=1)
