@@ -14,8 +14,8 @@ CHARS_PER_TOKEN = 8
 GROWTH = 4
 WINDOW = 4096
 """Characters in which a place to cut is searched."""
-# Pre-tokenizers split before a space or a punctuation mark that is between two letters. Apostrophes are part of some
-# words, and combining marks part of a letter.
+# Pre-tokenizers split before a space or a punctuation mark that is between two letters. An apostrophe may be inside a
+# word, and a combining mark belongs to a letter.
 CUT = re.compile(r"(?<=[^\W\d_])[\s.,;:!?。，、；：！？…](?=[^\W\d_])")
 
 
