@@ -18,7 +18,6 @@ from quire.launch.frontend.client import ZmqEngineClient
 from quire.launch.http.app import make_app
 from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
 from quire.launch.http.routes.session_peers import session_address, share_sessions
-from quire.launch.http.serving.capabilities import Capabilities
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import ServerSettings
@@ -28,6 +27,7 @@ from quire.launch.http.stored.response_peers import ResponsePeers, peer_address,
 from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import choose_format
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child

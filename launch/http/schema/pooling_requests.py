@@ -14,18 +14,15 @@ from quire.launch.http.schema.pooling_bodies import (
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, check_supported
+from quire.launch.text.pooling.comparisons import Comparison, compare, compare_documents
 from quire.launch.text.pooling.inputs import (
-    DOCUMENT_PROMPTS,
-    QUERY_PROMPTS,
     Conversation,
     InputEncoder,
     PoolingInput,
     Truncation,
-    named_prompt,
     pooling_params,
     prompt_text,
 )
-from quire.launch.text.pooling.pairs import TextPair
 from quire.launch.text.prompts import split_prompts
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.request.pooling_params import PoolingParams, PoolingTask
@@ -88,47 +85,21 @@ class PoolingParser:
         body, ignored = self._read(ClassificationBody, raw)
         return self._of_inputs(body, self._params(body, "classify"), ignored)
 
-    def score(self, raw: Mapping[str, Any], task: PoolingTask) -> tuple[PooledRequest, bool]:
-        """Parse a body of /score. The inputs are pairs or, if vectors are compared, texts.
-
-        The second value is whether the first text is compared with each other one. If it is not, each text with an even
-        index is compared with its successor.
-        """
+    def score(self, raw: Mapping[str, Any], task: PoolingTask) -> tuple[PooledRequest, Comparison]:
         body, ignored = self._read(ScoreBody, raw)
         first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
-        if len(first) not in (1, len(second)):
-            text = "text_1 must be one text, or as many as text_2"
-            raise InvalidRequest(f"{text} (got {len(first)} and {len(second)})", "text_1")
         is_list = isinstance(body.text_2, list)
-        if task == "classify":
-            inputs: list[PoolingInput] = self._pairs(first * (len(second) // len(first)), second, body.instruction)
-            return self._request(body, inputs, lambda i: f"text_2[{i}]" if is_list else "text_2", task, ignored), True
-        _refuse_instruction(body.instruction)
-        prefix = prompt_text(self.encoder.pooling, None)
-        if len(first) == 1:
-            inputs = [prefix + text for text in (*first, *second)]
-            return self._request(body, inputs, lambda i: f"text_2[{i - 1}]" if i else "text_1", task, ignored), True
-        inputs = [prefix + text for pair in zip(first, second, strict=True) for text in pair]
-        return self._request(body, inputs, lambda i: f"text_{i % 2 + 1}[{i // 2}]", task, ignored), False
+        found = compare(self.encoder.pooling, task, first, second, body.instruction, is_list=is_list)
+        return self._request(body, found.inputs, found.field_of, task, ignored), found
 
-    def rerank(self, raw: Mapping[str, Any], task: PoolingTask) -> tuple[PooledRequest, RerankBody, list[str]]:
-        """Parse a body of /rerank, and return its documents too.
-
-        The inputs are pairs or, if vectors are compared, the query and the documents.
-        """
+    def rerank(
+        self, raw: Mapping[str, Any], task: PoolingTask
+    ) -> tuple[PooledRequest, Comparison, RerankBody, list[str]]:
+        """Parse a body of /rerank, and return its documents too."""
         body, ignored = self._read(RerankBody, raw, besides=("documents",))
         documents = _documents(body.documents)
-        if task == "classify":
-            pairs = self._pairs([body.query] * len(documents), documents, body.instruction)
-            return self._request(body, pairs, lambda i: f"documents[{i}]", task, ignored), body, documents
-        _refuse_instruction(body.instruction)
-        prompts = self.encoder.pooling.prompts
-        default = prompt_text(self.encoder.pooling, None)
-        query_prompt = named_prompt(prompts, QUERY_PROMPTS, default)
-        prefix = named_prompt(prompts, DOCUMENT_PROMPTS, default)
-        inputs = [query_prompt + body.query, *(prefix + text for text in documents)]
-        request = self._request(body, inputs, lambda i: f"documents[{i - 1}]" if i else "query", task, ignored)
-        return request, body, documents
+        found = compare_documents(self.encoder.pooling, task, body.query, documents, body.instruction)
+        return self._request(body, found.inputs, found.field_of, task, ignored), found, body, documents
 
     def _read(self, kind: type[B], raw: Mapping[str, Any], besides: Sequence[str] = ()) -> tuple[B, Ignored]:
         """``besides``: fields that this route knows, though others do not support them."""
@@ -155,14 +126,6 @@ class PoolingParser:
         return self._request(
             body, inputs, lambda i: f"input[{i}]" if is_list else "input", params.task, ignored, params
         )
-
-    def _pairs(self, first: Sequence[str], second: Sequence[str], instruction: str) -> list[PoolingInput]:
-        """Return one pair for each text of ``second``."""
-        pooling = self.encoder.pooling
-        if not pooling.label_token_ids:
-            _refuse_instruction(instruction)
-        wanted = instruction or prompt_text(pooling, None)
-        return [TextPair(one, other, wanted) for one, other in zip(first, second, strict=True)]
 
     def _request(
         self,
@@ -209,9 +172,3 @@ def _documents(value: Any) -> list[str]:
             raise wrong_value(f"documents[{index}]", "a string or an object with text", each)
         texts.append(text)
     return texts
-
-
-def _refuse_instruction(instruction: str) -> None:
-    if instruction:
-        text = "instruction needs a reranker with a template for it, such as Qwen3-Reranker: this model has none"
-        raise InvalidRequest(text, "instruction", "unsupported_value")

@@ -14,7 +14,6 @@ from quire.launch.http.schema.bodies import ForkBody
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.unknown_fields import Policy, UnknownFields
-from quire.launch.http.serving.capabilities import Capabilities
 from quire.launch.http.serving.key_queues import KeyQueues
 from quire.launch.http.serving.lanes import ConversationLanes, TextLanes
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
@@ -24,6 +23,7 @@ from quire.launch.http.stored.response_peers import ResponsePeers
 from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import AnswerFormat
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
@@ -174,7 +174,7 @@ class Server:
         return await self.settings.adapters.find(model)
 
     def require_generation(self, path: str) -> None:
-        """Raise ApiError unless the model generates text (400) and new requests are accepted (503)."""
+        """Raise InvalidRequest unless the model generates text, ApiError 503 unless new requests are accepted."""
         self.capabilities.require_generation(path)
         self.require_serving()
 

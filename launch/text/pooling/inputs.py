@@ -1,6 +1,5 @@
 """Converts the inputs of a request for vectors or scores to prompts, for HTTP and the offline API."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -176,14 +175,6 @@ def prompt_text(pooling: PoolingConfig, name: str | None) -> str:
         return pooling.prompts.get(wanted, "")
     known = ", ".join(sorted(pooling.prompts)) or "none"
     raise wrong_value("prompt_name", f"a prompt of this model ({known})", wanted)
-
-
-QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
-
-
-def named_prompt(prompts: Mapping[str, str], names: tuple[str, ...], default: str) -> str:
-    """Return the first prompt that the model has of these names, or the default."""
-    return next((prompts[name] for name in names if name in prompts), default)
 
 
 def pooling_params(

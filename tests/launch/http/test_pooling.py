@@ -14,8 +14,8 @@ from pooled_vectors import BOTH, CLASSIFIER, RERANKER, SIZE, embedding_of, poole
 
 from quire.launch.frontend.engine_client import Update
 from quire.launch.http.app import make_app
-from quire.launch.http.serving.capabilities import Capabilities
 from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.model.pooling_config import PoolingConfig

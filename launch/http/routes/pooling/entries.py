@@ -9,6 +9,7 @@ import numpy as np
 from quire.launch.http.routes.pooling.response import Answer, PooledUsage
 from quire.launch.http.routes.pooling.run import Outcome, Rows
 from quire.launch.http.schema.errors import ApiError, ErrorDetail
+from quire.launch.text.pooling.comparisons import Scores, ranking
 
 PART_VALUES = 16_384
 """Values that are written as JSON at once, which takes about a millisecond."""
@@ -93,42 +94,10 @@ class LabelEntries(ListEntries):
         return [self._entry({"index": index, "label": label, "probs": values, "num_classes": len(values)})]
 
 
-class Scores:
-    """Turns the outcomes of a request into scores, in the order of its pairs.
-
-    With a model that reads both texts, each outcome is a score. Otherwise outcomes are vectors, and a score is the
-    cosine of two of them: of the first one and each other, or of each one with an even index and its successor.
-    """
-
-    def __init__(self, *, has_vectors: bool, is_one_to_many: bool) -> None:
-        self._has_vectors = has_vectors
-        self._is_one_to_many = is_one_to_many
-        self._first: Outcome | None = None
-
-    def push(self, index: int, outcome: Outcome) -> float | ApiError | None:
-        """Return the score that this outcome completes, or None."""
-        if not self._has_vectors:
-            return outcome if isinstance(outcome, ApiError) else float(outcome[0, 0])
-        if self._first is None or not (self._is_one_to_many or index % 2):
-            self._first = outcome
-            return None
-        first = self._first
-        if isinstance(first, ApiError):
-            return first
-        return outcome if isinstance(outcome, ApiError) else cosine(first[0], outcome[0])
-
-
-def cosine(first: Rows, second: Rows) -> float:
-    """Return the cosine of two vectors ``[width]``; 0 if one of them is zero."""
-    one, other = first.astype(np.float64), second.astype(np.float64)
-    lengths = np.linalg.norm(one) * np.linalg.norm(other)
-    return float(one @ other / lengths) if lengths else 0.0
-
-
 class ScoreEntries(ListEntries):
     """``{"index", "object": "score", "score"}``."""
 
-    def __init__(self, answer: Answer, scores: Scores) -> None:
+    def __init__(self, answer: Answer, scores: Scores[ApiError]) -> None:
         super().__init__(answer)
         self._scores = scores
 
@@ -149,7 +118,9 @@ class RankEntries:
     at the end, with an error.
     """
 
-    def __init__(self, answer: Answer, scores: Scores, documents: Sequence[str], top_n: int, *, shown: bool) -> None:
+    def __init__(
+        self, answer: Answer, scores: Scores[ApiError], documents: Sequence[str], top_n: int, *, shown: bool
+    ) -> None:
         """``top_n``: results that are returned; 0: all. ``shown``: return the documents' texts."""
         self.answer = answer
         self._scores = scores
@@ -172,8 +143,7 @@ class RankEntries:
         return []
 
     def tail(self, usage: PooledUsage) -> Iterator[bytes]:
-        ranked = sorted(self._found, key=lambda each: (-each[0], each[1]))[: self._top_n or None]
-        results: list[dict[str, object]] = [self._result(at) | {"relevance_score": score} for score, at in ranked]
+        results = [self._result(at) | {"relevance_score": score} for score, at in ranking(self._found, self._top_n)]
         results += [self._result(at) | {"relevance_score": None, "error": error} for at, error in self._failed]
         for number, result in enumerate(results):
             yield (b"," if number else b"") + ENCODE(result)

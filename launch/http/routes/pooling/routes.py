@@ -10,13 +10,13 @@ from quire.launch.http.routes.pooling.entries import (
     LabelEntries,
     RankEntries,
     ScoreEntries,
-    Scores,
     VectorEntries,
 )
 from quire.launch.http.routes.pooling.response import Answer, Entries, PooledResponse
 from quire.launch.http.schema.pooling_requests import PooledRequest, PoolingParser
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
+from quire.launch.text.pooling.comparisons import Scores
 from quire.launch.text.pooling.inputs import InputEncoder
 
 T = TypeVar("T")
@@ -50,18 +50,17 @@ async def classify(server: Server, request: Request) -> ASGIApp:
 
 async def score(server: Server, request: Request) -> ASGIApp:
     task = server.capabilities.require_scoring(request.scope["path"])
-    parsed, is_one_to_many = await _read(server, request, lambda parser, raw: parser.score(raw, task))
-    scores = Scores(has_vectors=task == "embed", is_one_to_many=is_one_to_many)
-    return _response(server, parsed, ScoreEntries(Answer.to("score", request, parsed.model), scores))
+    parsed, comparison = await _read(server, request, lambda parser, raw: parser.score(raw, task))
+    return _response(server, parsed, ScoreEntries(Answer.to("score", request, parsed.model), Scores(comparison)))
 
 
 async def rerank(server: Server, request: Request) -> ASGIApp:
     path = request.scope["path"]
     task = server.capabilities.require_scoring(path)
-    parsed, body, documents = await _read(server, request, lambda parser, raw: parser.rerank(raw, task))
+    parsed, comparison, body, documents = await _read(server, request, lambda parser, raw: parser.rerank(raw, task))
     shown = path != COHERE_PATH if body.return_documents is None else body.return_documents
-    scores = Scores(has_vectors=task == "embed", is_one_to_many=True)
-    entries = RankEntries(Answer.to("rerank", request, parsed.model), scores, documents, body.top_n, shown=shown)
+    answer = Answer.to("rerank", request, parsed.model)
+    entries = RankEntries(answer, Scores(comparison), documents, body.top_n, shown=shown)
     return _response(server, parsed, entries)
 
 
@@ -73,9 +72,7 @@ async def _read(server: Server, request: Request, parse: Callable[[PoolingParser
 
 
 def _encoder(server: Server) -> InputEncoder:
-    pooling = server.capabilities.pooling
-    assert pooling is not None  # the route has checked that
-    return InputEncoder(server.text_in, server.engine, pooling)
+    return InputEncoder(server.text_in, server.engine, server.capabilities.require_pooling("/pooling"))
 
 
 def _response(server: Server, parsed: PooledRequest, entries: Entries) -> ASGIApp:
