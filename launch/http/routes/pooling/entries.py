@@ -89,8 +89,7 @@ class LabelEntries(ListEntries):
         if isinstance(outcome, ApiError):
             return [self._entry({"index": index, "label": None, "probs": None, "error": outcome.detail()})]
         values = outcome[0].tolist()
-        best = int(outcome[0].argmax())
-        label = self._labels[best] if best < len(self._labels) else f"LABEL_{best}"
+        label = self._labels[int(outcome[0].argmax())]
         return [self._entry({"index": index, "label": label, "probs": values, "num_classes": len(values)})]
 
 
