@@ -10,6 +10,7 @@ import torch
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.models.decoder import Decoder
 
 _NO_LENGTHS = np.zeros(0, np.int32)
@@ -23,6 +24,7 @@ class Forward:
     Attributes:
         kv_caches: one per layer; layers that share a cache have the same.
         group_of_layer: index into ``groups`` of each layer.
+        experts: keeps the experts of each position; None: they are not kept.
     """
 
     model: Decoder
@@ -31,11 +33,17 @@ class Forward:
     groups: Sequence[KVGroup]
     kv_caches: Sequence[torch.Tensor]
     group_of_layer: Sequence[int]
+    experts: RoutedExpertTable | None = None
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
         """Run the model; ``plans``: one per group. Returns ``[num_tokens, hidden_size]``."""
         layer_plans = [plans[group] for group in self.group_of_layer]
         return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
+
+    def keep_experts(self, batches: Sequence[StepBatch]) -> None:
+        """Keep the experts that ``hidden`` has chosen, if they are kept. ``batches``: its tokens, per group."""
+        if self.experts is not None:
+            self.experts.store(batches[self.experts.group].slot_mapping)
 
     def logits_of_decode(
         self,
@@ -68,4 +76,6 @@ class Forward:
             for table, group, slots in zip(self.tables.tables, self.groups, slot_mapping, strict=True)
         ]
         plans = [self.backend.plan_decode(batch, max_query_len) for batch in batches]
-        return self.model.logits(self.hidden(token_ids, positions, plans))
+        hidden = self.hidden(token_ids, positions, plans)
+        self.keep_experts(batches)
+        return self.model.logits(hidden)

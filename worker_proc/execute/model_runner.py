@@ -23,8 +23,6 @@ from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
-from quire.worker_proc.execute.decode_graphs import DecodeGraphs
-from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.device_inputs import InputSender
 from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.forward_passes import ForwardPasses
@@ -38,9 +36,9 @@ from quire.worker_proc.execute.pending_result import (
     StepClock,
     result_tensors,
 )
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRows
 from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.token_history import TokenHistory
-from quire.worker_proc.execute.verify_step import VerifyStep
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
@@ -105,7 +103,12 @@ class ModelRunner:
         group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
         self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
-        self._block_copies = BlockCopies(caches.values(), num_blocks)
+        routes, tables = model.build.routes, self.tables.tables
+        self._experts = None
+        if routes is not None:
+            self._experts = RoutedExpertTable(routes, layout, num_blocks, self.batch, tables, self._transfer, device)
+        by_slot = None if self._experts is None else self._experts.values
+        self._block_copies = BlockCopies(caches.values(), num_blocks, by_slot)
         self.forward = Forward(
             model,
             backend,
@@ -113,25 +116,18 @@ class ModelRunner:
             layout.groups,
             [caches[source] for source in sources],
             [group_of[source] for source in sources],
+            self._experts,
         )
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
         shapes = [
             tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
         ]
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
-        self.steady = self._make_steady(config)
-
-    def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
-        """Make the runner of steady decode steps, or return None if attention needs lengths on the host."""
-        if self.forward.backend.needs_host_lengths:
-            return None
-        step = DecodeStep(self.forward, self.last_sampled, self._transfer)
-        verify = None
-        if config.num_speculative_tokens:
-            verify = VerifyStep(self.forward, self.batch, self._transfer, 1 + config.num_speculative_tokens)
-        eager, sites = config.enforce_eager or self._device.type != "cuda", self._model.build.adapters
-        graphs = DecodeGraphs(step, verify, sites, eager=eager)
-        return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
+        self.steady = None
+        if not backend.needs_host_lengths:
+            self.steady = SteadyDecode.make(
+                config, self.forward, self.batch, self.last_sampled, self._transfer, self._copies
+            )
 
     @torch.inference_mode()
     def warm_up(self, *, largest_only: bool = False) -> None:
@@ -224,8 +220,9 @@ class ModelRunner:
         inputs = prepare_inputs(self.batch, step, proposals)
         if self.adapters is not None:
             self.adapters.begin_step(self.batch, inputs.rows, inputs.query_lens)
+        routed = None if self._experts is None else self._experts.of_step(inputs)
         if self.steady is not None and self.steady.graphs.takes(inputs):
-            return self._launch_verify(step, began, inputs)
+            return self._launch_verify(step, began, inputs, routed)
         sent, positions = self._inputs.of(inputs), inputs.sampled
         plans = [self.forward.backend.plan(batch) for batch in sent.batches]
         self._prepare_sampling(positions)
@@ -233,7 +230,9 @@ class ModelRunner:
         self._transfer.send()
         hidden, logits = self.passes.run(sent, plans, sampling=len(positions) > 0)
         prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
-        return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows)
+        return LaunchedStep(
+            step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows, routed=routed
+        )
 
     def _launch_steady(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         assert self.steady is not None
@@ -243,12 +242,15 @@ class ModelRunner:
             self._prepare_sampling(positions)
         if self.adapters is not None:
             self.adapters.begin_step(self.batch, positions.rows, 1)
+        routed = None if self._experts is None else self._experts.of_steady_step()
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)
         sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
-        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True)
+        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True, routed=routed)
 
-    def _launch_verify(self, step: SchedulerOutput, began: float, inputs: StepInputs) -> LaunchedStep:
+    def _launch_verify(
+        self, step: SchedulerOutput, began: float, inputs: StepInputs, routed: RoutedRows | None
+    ) -> LaunchedStep:
         """Launch a step in which every row decodes, with draft tokens."""
         assert self.steady is not None
         graphs, positions = self.steady.graphs, inputs.sampled
@@ -256,7 +258,7 @@ class ModelRunner:
         self._prepare_sampling(positions)
         self._transfer.send()
         logits = graphs.run_verify(len(inputs.rows), len(positions))
-        return LaunchedStep(step.step, began, positions, inputs, rows, logits)
+        return LaunchedStep(step.step, began, positions, inputs, rows, logits, routed=routed)
 
     def _prepare_sampling(self, positions: SampledPositions) -> None:
         """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""
@@ -319,19 +321,10 @@ class ModelRunner:
         self.tables.add_new(step, rows)
         batch.active[[batch.row(handle) for handle in step.unparked]] = True
         self.history.replace_last(step.chosen)
-        self._append_blocks(step)
+        self.tables.append_to_held(step, batch.row)
         self.tables.commit()
         self._block_copies.run(step.block_copies)
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
-
-    def _append_blocks(self, step: SchedulerOutput) -> None:
-        """Append blocks to the rows of held requests, all of a step at once."""
-        handles, ids = step.appended_handles, step.appended_block_ids
-        if handles is None or ids is None:
-            return
-        groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
-        rows = np.array([self.batch.row(handle) for handle in handles.tolist()], np.int64)
-        self.tables.append_rows(rows, groups, ids)
 
     # ---- advance
 
@@ -343,14 +336,17 @@ class ModelRunner:
             batch.num_computed[inputs.rows] += inputs.query_lens
         else:
             batch.num_computed[rows] += 1
-        tensors = result_tensors(sampled, launched.prompt_rows)
+        tensors = result_tensors(sampled, launched.prompt_rows, launched.routed)
         if sampled is None:
             handles = self._changed_handles(batch.handles[rows].copy())
             copy = self._copies.start(tensors) if tensors else None
-            return NothingSampled(launched.step, handles, launched.prompt_rows, copy)
+            if launched.routed is not None:
+                launched.routed.advance()
+            return NothingSampled(launched.step, handles, launched.prompt_rows, launched.routed, copy)
         if launched.sampled_rows is not None and not positions.any_drafts:
             self.last_sampled[launched.sampled_rows] = sampled.tokens
-        whole = self.steady.graphs.step.output if self.steady is not None and launched.sampled is not None else None
+        in_graph = launched.sampled is not None and launched.routed is None
+        whole = self.steady.graphs.step.output if self.steady is not None and in_graph else None
         copy = self._copies.start(tensors, whole)
         if positions.any_drafts:
             return self._advance_by_drafts(launched, sampled, copy)
@@ -377,7 +373,10 @@ class ModelRunner:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
         sent, end = self._changed_handles(row_handles), partial(self._clock.end, launched.began)
-        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.prompt_rows)
+        if launched.routed is not None:
+            launched.routed.advance()
+        rest = accepted, launched.prompt_rows, launched.routed
+        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, *rest)
 
     def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """Return ``row_handles`` if they differ from those of the previous result, or None."""

@@ -13,6 +13,7 @@ import torch
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
+from quire.worker_proc.execute.routed_experts import RoutedRows
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows
 from quire.worker_proc.sampling.sampler import Sampled
@@ -53,12 +54,13 @@ class StepClock:
 class NothingSampled:
     """Result of a step without sampled tokens, or of one that was not computed (``failure`` is the reason).
 
-    ``copy``: copy of the tensors of ``prompt_rows``.
+    ``copy``: copy of ``result_tensors(None, prompt_rows, routed)``.
     """
 
     step: int
     handles: npt.NDArray[np.int32] | None = None
     prompt_rows: PromptRows | None = None
+    routed: RoutedRows | None = None
     copy: "HostCopy | None" = None
     failure: str = ""
 
@@ -72,8 +74,15 @@ class NothingSampled:
 
     def result(self) -> ModelRunnerOutput:
         arrays = [] if self.copy is None else self.copy.arrays()
-        prompts = _prompt_logprobs(self.prompt_rows, arrays)
-        return ModelRunnerOutput(self.step, handles=self.handles, failure=self.failure, prompt_logprobs=prompts)
+        experts = None if self.routed is None else self.routed.message(arrays.pop())
+        return ModelRunnerOutput(
+            self.step,
+            handles=self.handles,
+            failure=self.failure,
+            failed=[] if self.routed is None else self.routed.failures,
+            prompt_logprobs=_prompt_logprobs(self.prompt_rows, arrays),
+            routed_experts=experts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class SampledResult:
     Attributes:
         handles: as in ``ModelRunnerOutput``: None if they are the same as in the previous result.
         row_handles: handles of the sampled rows, never None.
-        copy: copy of ``result_tensors(sampled, prompt_rows)``.
+        copy: copy of ``result_tensors(sampled, prompt_rows, routed)``.
         end: ends the step in ``StepClock`` and returns its seconds.
         accepted: accepted draft tokens; None for a step without drafts.
     """
@@ -96,6 +105,7 @@ class SampledResult:
     end: Callable[[], float]
     accepted: Accepted | None = None
     prompt_rows: PromptRows | None = None
+    routed: RoutedRows | None = None
 
     @property
     def ready(self) -> bool:
@@ -106,11 +116,13 @@ class SampledResult:
 
     def result(self) -> ModelRunnerOutput:
         tokens, bad, *rest = self.copy.arrays()
+        experts = None if self.routed is None else self.routed.message(rest.pop())
         seconds = self.end()
         accepted = self.accepted
         kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
         owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)
         failed = [(int(owners[i]), reason) for at, reason in self.sampled.failed for i in np.flatnonzero(kept == at)]
+        failed += [] if self.routed is None else self.routed.failures
         return ModelRunnerOutput(
             self.step,
             tokens[kept].astype(np.int32),
@@ -122,6 +134,7 @@ class SampledResult:
             failed=list(dict(failed).items()),
             logprobs=self.sent_logprobs(kept, rest),
             prompt_logprobs=_prompt_logprobs(self.prompt_rows, rest),
+            routed_experts=experts,
         )
 
     def sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
@@ -137,15 +150,17 @@ class SampledResult:
         return Logprobs(rows[picked].tolist(), _arrays(arrays[:3]).take(picked))
 
 
-def result_tensors(sampled: Sampled | None, prompt_rows: PromptRows | None) -> list[torch.Tensor]:
-    """Return what the host needs of a step: tokens, bad, then log probabilities of tokens and of prompt tokens."""
+def result_tensors(
+    sampled: Sampled | None, prompt_rows: PromptRows | None, routed: RoutedRows | None
+) -> list[torch.Tensor]:
+    """Return what the host needs of a step: tokens, bad, log probabilities of tokens and of prompt tokens, experts."""
     tensors = [] if sampled is None else [sampled.tokens, sampled.bad]
     of_tokens = None if sampled is None or sampled.logprobs is None else sampled.logprobs.logprobs
     of_prompts = None if prompt_rows is None else prompt_rows.logprobs
     for logprobs in (of_tokens, of_prompts):
         if logprobs is not None:
             tensors += [logprobs.token_ids, logprobs.ranks, logprobs.values]
-    return tensors
+    return tensors if routed is None else [*tensors, routed.read()]
 
 
 def _prompt_logprobs(rows: PromptRows | None, arrays: list[npt.NDArray[Any]]) -> PromptLogprobs | None:

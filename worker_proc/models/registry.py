@@ -6,6 +6,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import TensorParallel
 
@@ -22,6 +23,7 @@ def build_model(
     parallel: TensorParallel | None = None,
     activation_dtype: torch.dtype | None = None,
     adapters: AdapterSites | None = None,
+    routes: Routes | None = None,
 ) -> Decoder:
     """Build the model of a checkpoint with allocated, uninitialised weights. Arguments are those of ``Decoder``.
 
@@ -39,4 +41,5 @@ def build_model(
         parallel=parallel,
         activation_dtype=activation_dtype,
         adapters=adapters,
+        routes=routes,
     )

@@ -20,10 +20,12 @@ from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.execute.routed_experts import expert_block_bytes
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
@@ -58,7 +60,10 @@ def make_runner(
     ops = pick_ops(device, config.deterministic)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
-        """Build the model on a device, or on ``meta``, with shapes but no data. Draft models have no adapters."""
+        """Build the model on a device, or on ``meta``, with shapes but no data.
+
+        Draft models have no adapters. All ranks choose the same experts, which the first one keeps.
+        """
         return build_model(
             of,
             dtypes.weights,
@@ -68,6 +73,7 @@ def make_runner(
             parallel=ranks,
             activation_dtype=dtypes.activations,
             adapters=None if ranks is None else _sites(config, dtypes.activations, place, ops),
+            routes=None if ranks is None or ranks.rank else _routes(config),
         )
 
     model = build(config.model, "meta", group)
@@ -87,9 +93,10 @@ def make_runner(
     config, layout = msgspec.structs.replace(config, block_size=block_size), layout.with_block_size(block_size)
     if draft_plan is not None:
         draft_plan = replace(draft_plan, layout=draft_plan.layout.with_block_size(block_size))
-    draft_block_bytes = draft_plan.block_bytes if draft_plan is not None else 0
+    expert_bytes = expert_block_bytes(layout, model.build.routes)
+    other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
-    plan = plan_memory(config, layout, size, device, draft_block_bytes, adapter_bytes)
+    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes)
     log_plan(plan, config.max_model_len)
     if adapter_bytes:
         slots, mib = config.max_loras + 1, 2**20
@@ -103,8 +110,15 @@ def make_runner(
     loaded = time.monotonic()
     if device.type == "cuda" and draft is None:
         plan = measured_plan(
-            plan, config, layout, device, lambda blocks: ModelRunner(config, layout, blocks, model, backend, device)
+            plan,
+            config,
+            layout,
+            device,
+            lambda blocks: ModelRunner(config, layout, blocks, model, backend, device),
+            expert_bytes,
         )
+    if expert_bytes:
+        log.info("routed experts, within the KV cache", mib=plan.num_blocks * expert_bytes / 2**20)
     runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
@@ -117,6 +131,12 @@ def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, 
         return None
     most = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
     return AdapterSites(config.max_loras + 1, config.max_lora_rank, most, dtype, place, ops.add_adapters)
+
+
+def _routes(config: EngineConfig) -> Routes | None:
+    """Make what collects the chosen experts, or return None without ``--enable-return-routed-experts``."""
+    moe = config.model.moe
+    return Routes(moe) if config.enable_return_routed_experts and moe is not None else None
 
 
 def _own_layout(config: EngineConfig, layout: KVLayout, model: Decoder, dtype: torch.dtype) -> KVLayout:
