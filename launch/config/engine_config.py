@@ -15,7 +15,12 @@ from quire.launch.config.declared import check_range, check_ranges
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
+from quire.launch.config.sampling_options import (
+    check_grammar_library,
+    check_processor_names,
+    check_routed_experts,
+    thinking_markers,
+)
 from quire.launch.config.speculative import parse_speculative
 from quire.launch.config.trace_options import crash_dump_dir, trace_path
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
@@ -203,6 +208,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     if options.scheduling_policy == "continuum" and not options.enable_prefix_caching:
         raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
     check_processor_names(options.logits_processors or [])
+    check_routed_experts(options, model)
     check_grammar_library(options.structured_outputs_backend)
 
 

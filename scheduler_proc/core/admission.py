@@ -10,6 +10,7 @@ from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingPara
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
+from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -231,6 +232,8 @@ class Admission:
         limit = min(config.max_model_len, self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
+        if sampling.return_routed_experts:
+            check_routed_experts(limit, config)
         program = self._program(event, tokens) if parent is None else parent.program  # may refuse: before the adapter
         request = Request(
             client=client,
@@ -280,3 +283,18 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
             "thinking_token_budget",
             "thinking_token_budget needs thinking markers, and this model has none",
         )
+
+
+def check_routed_experts(num_tokens: int, config: EngineConfig) -> None:
+    """Raise Refusal if a request cannot get its experts. ``num_tokens``: most tokens of prompt and output together."""
+    name, moe = "return_routed_experts", config.model.moe
+    if moe is None or not config.enable_return_routed_experts:
+        text = f"{name} needs an engine that keeps them: start it with --enable-return-routed-experts"
+        raise Refusal("unsupported_value", name, text)
+    most = MAX_SIDE_BYTES // (4 * len(moe.layers) * moe.num_experts_per_token)
+    if num_tokens > most:
+        text = (
+            f"with {name}, prompt and output together must have at most {most} tokens for this model "
+            f"(got up to {num_tokens}): lower max_tokens or shorten the prompt"
+        )
+        raise Refusal("invalid_value", name, text)

@@ -157,7 +157,7 @@ class RoutedExpertTable:
         fits = np.cumsum(planned, dtype=np.int64) * self._routes.width * 4 <= MOST_STEP_BYTES
         failed = self._batch.handles[rows[~fits]].tolist()
         rows, sources, starts, planned = rows[fits], sources[fits], starts[fits], planned[fits]
-        ends = np.cumsum(planned, dtype=np.int64)
+        ends: Ints = np.cumsum(planned, dtype=np.int64)
         positions = np.arange(planned.sum()) - np.repeat(ends - planned - starts, planned)
         (slots,) = self._transfer(self._blocks.slots(np.repeat(sources, planned), positions))
         handles = self._batch.handles[rows].tolist()
