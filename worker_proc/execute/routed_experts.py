@@ -54,7 +54,8 @@ class RoutedRows:
         counts: int32 ``[n]``: number of positions of each; ``advance`` leaves out rejected draft tokens.
         ends: int64 ``[n]``: end of each in ``slots``.
         slots: int64 ``[num_positions]`` on the device.
-        failed: requests whose positions exceed ``MOST_STEP_BYTES``; they are not among ``handles``.
+        failed: requests that sample in this step, and whose positions exceed ``MOST_STEP_BYTES``; they are not among
+            ``handles``. Those that do not sample report their positions in a later step.
     """
 
     batch: InputBatch
@@ -139,15 +140,16 @@ class RoutedExpertTable:
             np.concatenate((inputs.rows, children)),
             np.concatenate((inputs.rows, parents[forked])),
             np.concatenate((inputs.seq_lens, self._batch.num_computed[children])),
+            inputs.sampled_rows,
         )
 
     def of_steady_step(self) -> RoutedRows | None:
         """As ``of_step``, for a step in which every row computes one token."""
         rows = np.arange(self._batch.num_rows)
-        return self._rows(rows, rows, self._batch.num_computed[rows] + 1)
+        return self._rows(rows, rows, self._batch.num_computed[rows] + 1, rows)
 
-    def _rows(self, rows: Ints, sources: Ints, ends: npt.NDArray[np.int32]) -> RoutedRows | None:
-        """``sources``: the rows whose blocks have the positions of ``rows``, up to ``ends``."""
+    def _rows(self, rows: Ints, sources: Ints, ends: npt.NDArray[np.int32], sampled: Ints) -> RoutedRows | None:
+        """``sources``: the rows whose blocks have the positions of ``rows``, up to ``ends``. ``sampled``: rows."""
         asking = self._batch.num_routed[rows] != NOT_ASKED
         if not asking.any():
             return None
@@ -155,10 +157,10 @@ class RoutedExpertTable:
         starts = self._batch.num_routed[rows]
         planned = ends - starts
         fits = np.cumsum(planned, dtype=np.int64) * self._routes.width * 4 <= MOST_STEP_BYTES
-        failed = self._batch.handles[rows[~fits]].tolist()
+        failed = self._batch.handles[rows[~fits & np.isin(rows, sampled)]].tolist()
         rows, sources, starts, planned = rows[fits], sources[fits], starts[fits], planned[fits]
-        ends: Ints = np.cumsum(planned, dtype=np.int64)
-        positions = np.arange(planned.sum()) - np.repeat(ends - planned - starts, planned)
+        bounds = np.cumsum(planned, dtype=np.int64)
+        positions = np.arange(planned.sum()) - np.repeat(bounds - planned - starts, planned)
         (slots,) = self._transfer(self._blocks.slots(np.repeat(sources, planned), positions))
         handles = self._batch.handles[rows].tolist()
-        return RoutedRows(self._batch, self.values, rows, handles, starts, planned, ends, slots, failed)
+        return RoutedRows(self._batch, self.values, rows, handles, starts, planned, bounds, slots, failed)

@@ -16,7 +16,6 @@ from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import LogprobArrays
 
-
 EXPERTS_PER_CHARACTER = 256
 """Routed experts that are formatted in the time of one character."""
 
