@@ -15,12 +15,7 @@ from quire.launch.config.declared import check_range, check_ranges
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.sampling_options import (
-    check_grammar_library,
-    check_processor_names,
-    check_routed_experts,
-    thinking_markers,
-)
+from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
 from quire.launch.config.speculative import parse_speculative
 from quire.launch.config.trace_options import crash_dump_dir, trace_path
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
@@ -208,7 +203,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     if options.scheduling_policy == "continuum" and not options.enable_prefix_caching:
         raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
     check_processor_names(options.logits_processors or [])
-    check_routed_experts(options, model)
+    _check_experts(options, model)
     check_grammar_library(options.structured_outputs_backend)
 
 
@@ -230,6 +225,22 @@ def _check_pages(options: EngineOptions) -> None:
 
 def _tiers(options: EngineOptions) -> list[tuple[str, int]]:
     return [("--cpu-offload-bytes", options.cpu_offload_bytes), ("--ssd-cache-bytes", options.ssd_cache_bytes)]
+
+
+def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError if routed experts are to be kept, and there are none, or the KV pool cannot keep them."""
+    flag = "--enable-return-routed-experts"
+    if not options.enable_return_routed_experts:
+        return
+    if model.moe is None:
+        raise ConfigError(f"{flag} needs a model with experts, and {model.architecture} has none: omit the flag")
+    if all(model.window(layer) for layer in range(model.num_layers)):
+        raise ConfigError(f"{flag} needs a layer without a sliding window, and this model has none: omit the flag")
+    for tier, wanted in _tiers(options):
+        if wanted:
+            raise ConfigError(
+                f"{flag} cannot be combined with {tier}: KV blocks that leave the pool would lose their experts"
+            )
 
 
 def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""Sampling flags that need more than a range check: markers, logits processors, grammars, routed experts."""
+"""Sampling flags that need more than a range check: thinking markers, logits processors, the grammar library."""
 
 import importlib.util
 import sys
@@ -8,12 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.descriptions import TOKENIZER, read_description
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_tokenizer import added_tokens
-from quire.protocol.model.model_config import ModelConfig
 from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
@@ -29,24 +27,6 @@ class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that lists single tokens. Decoding only this part is fast."""
 
     added_tokens: list[_AddedToken] = []
-
-
-def check_routed_experts(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ConfigError if the experts are to be kept, and there are none, or the KV pool cannot keep them."""
-    flag = "--enable-return-routed-experts"
-    if not options.enable_return_routed_experts:
-        return
-    if model.moe is None:
-        raise ConfigError(f"{flag} needs a model with experts, which {model.architecture} has not: omit the flag")
-    if all(model.window(layer) for layer in range(model.num_layers)):
-        raise ConfigError(
-            f"{flag} needs a layer that attends to all positions, which this model has not: omit the flag"
-        )
-    for tier, given in (("--cpu-offload-bytes", options.cpu_offload_bytes), ("--ssd-cache-dir", options.ssd_cache_dir)):
-        if given:
-            raise ConfigError(
-                f"{flag} cannot be combined with {tier}: KV blocks that leave the pool would lose their experts"
-            )
 
 
 def thinking_markers(
