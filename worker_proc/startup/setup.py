@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import psutil
@@ -15,7 +16,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.worker_messages import Ready
+from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
@@ -98,9 +99,6 @@ def make_runner(
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
     plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes)
     log_plan(plan, config.max_model_len)
-    if adapter_bytes:
-        slots, mib = config.max_loras + 1, 2**20
-        log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     set_kv_scales(model, scales, config, layout.dtype)
@@ -108,21 +106,24 @@ def make_runner(
     if draft_plan is not None and draft_backend is not None:
         draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
+    make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device)
     if device.type == "cuda" and draft is None:
-        plan = measured_plan(
-            plan,
-            config,
-            layout,
-            device,
-            lambda blocks: ModelRunner(config, layout, blocks, model, backend, device),
-            expert_bytes,
-        )
-    if expert_bytes:
-        log.info("routed experts, within the KV cache", mib=plan.num_blocks * expert_bytes / 2**20)
-    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
+        plan = measured_plan(plan, config, layout, device, make, expert_bytes)
+    _log_parts(config, plan, adapter_bytes, expert_bytes)
+    runner = make(plan.num_blocks, draft=draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, expert_bytes: int) -> None:
+    """Log the parts of the plan that not every engine has. ``expert_bytes``: of a block."""
+    mib = 2**20
+    if adapter_bytes:
+        slots = config.max_loras + 1
+        log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
+    if expert_bytes:
+        log.info("routed experts, as a part of the KV cache", mib=plan.num_blocks * expert_bytes / mib)
 
 
 def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, ops: Ops) -> AdapterSites | None:

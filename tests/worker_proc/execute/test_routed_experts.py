@@ -117,8 +117,8 @@ def test_forked_requests_have_all_rows(family: str, prompt: list[int], checkpoin
 
 
 @pytest.mark.full
-def test_recomputed_requests_report_again(checkpoint_factory: Checkpoints) -> None:
-    """The pool has room for two of the requests: they are preempted, and their blocks are computed again."""
+def test_recomputed_requests_repeat_their_rows(checkpoint_factory: Checkpoints) -> None:
+    """The pool has room for two of the requests: they are preempted, and recomputed."""
     folder, model = checkpoint_factory("qwen3_moe")
     engine = RoutedEngine(folder, num_blocks_override=24, max_num_seqs=4)
     prompts = {f"r{i}": [i, *LONG[i:16]] for i in range(1, 5)}
