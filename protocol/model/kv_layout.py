@@ -38,7 +38,11 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """All groups, and the shape of one token's entry in one layer of a group without its own."""
+    """All groups, and the shape of one token's entry in one layer of a group without its own.
+
+    A model that keeps no KV (an encoder) has no groups. Its requests then need no blocks, and each is computed in one
+    step.
+    """
 
     groups: list[KVGroup]
     num_kv_heads: int
@@ -47,8 +51,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def block_size(self) -> int:
-        """Tokens in the smallest blocks."""
-        return min(group.block_size for group in self.groups)
+        """Tokens in the smallest blocks; 1 without groups."""
+        return min((group.block_size for group in self.groups), default=1)
 
     def kv_shape(self, group: KVGroup) -> tuple[int, int]:
         """Return the number of KV heads and their dimension in the layers of a group."""

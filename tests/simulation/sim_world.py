@@ -367,9 +367,9 @@ class World:
         if scheduler is not None:
             self.max_tokens = scheduler.kv.max_tokens
             scheduler.check()
-            if scheduler.num_generated_tokens > process.num_generated:
+            if scheduler.num_results > process.num_generated:
                 self.faults.token_committed()
-            process.num_generated = scheduler.num_generated_tokens
+            process.num_generated = scheduler.num_results
 
     def step_executed(self, worker: SimWorker, step: int) -> None:
         """``worker`` answered ``step``. If it is the newest step, its rows must equal the scheduler's view (I6)."""
