@@ -55,3 +55,13 @@ def test_no_request_has_experts_unasked(client: Any) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_routed_experts"
     wrong = client.chat(return_routed_experts="yes")
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "return_routed_experts"
+
+
+def test_all_answers_of_a_request_are_bounded_together(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.launch.text.prompts.MAX_ROUTED_TOKENS", 100)
+    asks = {"return_routed_experts": True, "prompt": [5] * 20, "max_tokens": 30}
+    assert client.complete(**asks, n=2).status_code == 200
+    refused = client.complete(**asks, n=3)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_routed_experts"
+    assert "may have 100 tokens (got up to 150)" in refused.json()["error"]["message"]
+    assert client.complete(n=3, prompt=[5] * 20, max_tokens=30).status_code == 200

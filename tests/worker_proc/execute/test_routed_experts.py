@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
+from checkpoints import experts_of
 from inprocess import InProcessEngine
 from runner_steps import CONFIG, MODEL, Runner, adding
 from thread_ranks import ThreadRank, on_ranks
@@ -57,16 +57,6 @@ class RoutedEngine(InProcessEngine):
         for name, prompt in prompts.items():
             computed = [*prompt, *self.answers[name].tokens[:-1]]
             assert self.rows[name][: len(computed)] == experts_of(model, computed), name
-
-
-def experts_of(model: Any, tokens: list[int]) -> list[list[int]]:
-    """Return the experts that transformers chooses for each token, by layer."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
-    config = model.config
-    chosen = [of_layer.topk(config.num_experts_per_tok, -1).indices for of_layer in logits]
-    rows: list[list[int]] = torch.cat(chosen, 1).tolist()
-    return rows
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
