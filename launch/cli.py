@@ -242,6 +242,11 @@ COMMANDS = {
         _add_chat_flags,
         _with_options("offline.terminal:chat"),
     ),
+    "embed": Command(
+        "Write the vectors of the lines of a file, with an own engine or a running server.",
+        _lazy("offline.embed_command:add_flags"),
+        _with_options("offline.embed_command:run"),
+    ),
     "run-batch": Command(
         "Answer a file of requests, with an own engine or a running server.",
         _lazy("run_batch.command:add_flags"),

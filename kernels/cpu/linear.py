@@ -14,6 +14,10 @@ from quire.kernels.cpu.weight_memory import allocate
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MXFP4 = 3
 
+# As in activations.h.
+ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 4, "tanh": 5}
+NO_ACTIVATION = -1
+
 # Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 576 fused
 # multiply-adds, with one more addition for each further chain.
 TOLERANCE = 5e-6
@@ -34,6 +38,7 @@ class _Layer(ctypes.Structure):
         ("outputs", ctypes.c_int32),
         ("inputs", ctypes.c_int32),
         ("kind", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
     )
 
 
@@ -123,6 +128,10 @@ class PackedLinear:
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         self._layer.bias = None if self._bias is None else self._bias.data_ptr()
 
+    def set_activation(self, name: str) -> None:
+        """Let calls return the activation of their outputs: one of ``ACTIVATIONS``."""
+        self._layer.activation = ACTIVATIONS[name]
+
     def _allocate(self, native: Native, outputs: int, inputs: int, kind: int, bias: torch.Tensor | None) -> None:
         """Allocate the packed weight, which the caller fills, and describe the layer to the library."""
         pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -134,7 +143,7 @@ class PackedLinear:
         sizes = (integer, integer, integer, integer, integer)
         self._pack = native.function("quire_pack_rows", pointer, long, pointer, *sizes, returns=integer)
         self._packed = allocate(size(outputs, inputs, kind))
-        self._layer = _Layer(self._packed.data_ptr(), None, outputs, inputs, kind)
+        self._layer = _Layer(self._packed.data_ptr(), None, outputs, inputs, kind, NO_ACTIVATION)
         self.set_bias(bias)
         self._layer_at = ctypes.addressof(self._layer)
         self._takes_bfloat16 = bool(native.function("quire_takes_bf16", pointer, returns=integer)(self._layer_at))

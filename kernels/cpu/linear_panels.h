@@ -67,6 +67,7 @@ struct Layer {
     const char* packed;
     const float* bias;  // or null
     int32_t outputs, inputs, kind;
+    int32_t activation;  // of the outputs; negative: none
 };
 
 // Where the sums of a part of a product go: rows from `row` and panels from `panel`, rows `stride` floats apart.

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "activations.h"
 #include "linear_panels.h"
 #include "plan.h"
 
@@ -15,16 +16,36 @@ constexpr int SUMS_BYTES = 64 * 1024;   // of a piece: they stay in L2 beside th
 constexpr int MOST_ROWS = 128;          // of a piece: more rows do not read the weights more rarely than L2 allows
 constexpr int FEWEST_ROWS = 24;         // of a piece, if rows are divided: each part of the rows reads all weights
 
-// The result of a product: rows of `outputs` numbers, contiguous, rounded once from sum + bias.
+// The result of a product: rows of `outputs` numbers, contiguous, rounded once from the activation of sum + bias.
 struct Output {
     void* at;
     const float* bias;  // or null
     int outputs;
     bool is_bf16;
+    int activation;  // negative: none
 };
+
+template <class AnyLayer>
+int activation_of(const AnyLayer&) {
+    return -1;
+}
+inline int activation_of(const Layer& layer) { return layer.activation; }
+
+template <class T>
+void store_activated(const Output& output, T* to, const float* from, int column, int count) {
+    const float* bias = output.bias ? output.bias + column : nullptr;
+    with_activation(output.activation, [&](auto of) __attribute__((always_inline)) {
+        for (int i = 0; i < count; i += VF) {
+            vfloat sum = load_some(from + i, count - i);
+            if (bias) sum += load_some(bias + i, count - i);
+            store_some(to + i, activate<of.value>(sum), count - i);
+        }
+    });
+}
 
 template <class T>
 void store_sums(const Output& output, T* to, const float* from, int column, int count) {
+    if (output.activation >= 0) return store_activated(output, to, from, column, count);
     const float* bias = output.bias ? output.bias + column : nullptr;
     int i = 0;
     for (; i + VF <= count; i += VF) {
@@ -127,7 +148,7 @@ class Product final : public Operation {
 // Multiplies rows by a layer, which must outlive a plan that is being recorded.
 template <class Kernel, class AnyLayer>
 void multiply(Kernel kernel, const AnyLayer& layer, void* out, bool is_bf16, int rows) {
-    const Output output{out, layer.bias, layer.outputs, is_bf16};
+    const Output output{out, layer.bias, layer.outputs, is_bf16, activation_of(layer)};
     execute(Product<Kernel>(std::move(kernel), output, layer.inputs, rows));
 }
 

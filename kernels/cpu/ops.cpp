@@ -1,7 +1,7 @@
-// Steps between a decoder's matrix products: norms, gates, and outputs of two layers side by side. A row's bits depend on that row alone.
+// Steps between a model's matrix products: norms, gates, and outputs of two layers side by side. A row's bits depend on
+// that row alone.
 
-#include "common.h"
-#include "exp.h"
+#include "activations.h"
 #include "plan.h"
 
 using namespace quire;
@@ -11,41 +11,6 @@ namespace {
 // In elements: with fewer, waiting for other threads costs more than it saves. A gate's element takes ten times as long.
 constexpr long NORM_THREADS_FROM = 1 << 16, GATE_THREADS_FROM = 1 << 14;
 constexpr long COPY_THREADS_FROM = 1 << 19;  // bytes
-
-enum Activation { SILU, GELU, GELU_TANH, SWIGLU_OAI };  // as in kernels/dense/gated_activation.py
-
-QUIRE_INLINE vfloat silu(vfloat x) { return x / (exp_of(-x) + 1.f); }
-
-// 0.5 x erfc(-x / sqrt 2), with erfc's Chebyshev fit of Numerical Recipes (6.2, erfcc): 1.2e-7 of its value everywhere.
-QUIRE_INLINE vfloat gelu(vfloat x) {
-    const vfloat z = x * 0.70710678f;
-    const vfloat a = z < 0.f ? -z : z;
-    const vfloat t = 1.f / (a * 0.5f + 1.f);
-    vfloat p = splat(0.17087277f);
-    p = multiply_add(p, t, -0.82215223f);
-    p = multiply_add(p, t, 1.48851587f);
-    p = multiply_add(p, t, -1.13520398f);
-    p = multiply_add(p, t, 0.27886807f);
-    p = multiply_add(p, t, -0.18628806f);
-    p = multiply_add(p, t, 0.09678418f);
-    p = multiply_add(p, t, 0.37409196f);
-    p = multiply_add(p, t, 1.00002368f);
-    p = multiply_add(p, t, -1.26551223f);
-    const vfloat tail = t * exp_of(p - a * a);  // erfc(|z|)
-    const vfloat both = z < 0.f ? tail : 2.f - tail;
-    return x * 0.5f * both;
-}
-
-// x sigmoid(2 u), which is 0.5 x (1 + tanh u).
-QUIRE_INLINE vfloat gelu_tanh(vfloat x) {
-    const vfloat u = (x * x * x * 0.044715f + x) * 0.79788456f;
-    return x / (exp_of(u * -2.f) + 1.f);
-}
-
-template <int A>
-QUIRE_INLINE vfloat activate(vfloat x) {
-    return A == SILU ? silu(x) : A == GELU ? gelu(x) : gelu_tanh(x);
-}
 
 // gpt-oss's activation: gate and up, each clamped; NaN stays NaN.
 QUIRE_INLINE vfloat swiglu_oai(vfloat gate, vfloat up) {
@@ -86,14 +51,9 @@ template <class T>
 void gate_row(const Gate& call, int64_t row) {
     const T* from = (const T*)call.from + row * call.stride;
     T* out = (T*)call.out + row * call.width;
-    if (call.activation == SILU)
-        gate_row<SILU>(from, out, call.width);
-    else if (call.activation == GELU)
-        gate_row<GELU>(from, out, call.width);
-    else if (call.activation == SWIGLU_OAI)
-        gate_oai(from, out, call.width);
-    else
-        gate_row<GELU_TANH>(from, out, call.width);
+    if (call.activation == SWIGLU_OAI) return gate_oai(from, out, call.width);
+    with_activation(call.activation,
+                    [&](auto of) __attribute__((always_inline)) { gate_row<of.value>(from, out, call.width); });
 }
 
 class GateOperation final : public RowOperation {
@@ -180,6 +140,69 @@ class NormOperation final : public RowOperation {
     Norm call_;
 };
 
+struct LayerNorm {
+    const void* x;  // [rows][width], rows stride apart
+    long stride;
+    void* residual;  // [rows][width]: added to x; or null
+    int keeps_sum;   // whether residual becomes the sum
+    const void *weight, *bias;  // of the dtype of the rows; bias may be null
+    void* out;                  // [rows][width]
+    int rows, width;
+    float eps;
+    int is_bf16;
+};
+
+// Four independent sums of term(x), as in sum_of_squares.
+template <class T, class Term>
+QUIRE_INLINE float sum_of(const T* from, int width, const Term& term) {
+    vfloat sums[4] = {};
+    int i = 0;
+    for (; i + 4 * VF <= width; i += 4 * VF)
+        for (int s = 0; s < 4; s++) sums[s] += term(load_floats(from + i + s * VF));
+    for (; i + VF <= width; i += VF) sums[0] += term(load_floats(from + i));
+    float sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < width; i++) sum += term(splat(to_float(from[i])))[0];
+    return sum;
+}
+
+template <class T>
+void layer_norm(const LayerNorm& call, int64_t row) {
+    const int width = call.width;
+    const T* from = (const T*)call.x + row * call.stride;
+    T* to = (T*)call.out + row * width;
+    if (call.residual) {
+        T* residual = (T*)call.residual + row * width;
+        T* sum = call.keeps_sum ? residual : to;
+        for (int i = 0; i < width; i += VF)
+            store_some(sum + i, load_some(residual + i, width - i) + load_some(from + i, width - i), width - i);
+        from = sum;
+    }
+    const vfloat mean = splat(sum_of(from, width, [](vfloat x) { return x; }) / float(width));
+    const float squares = sum_of(from, width, [&](vfloat x) { return (x - mean) * (x - mean); });
+    const float scale = 1.f / __builtin_sqrtf(squares / float(width) + call.eps);
+    const T *weight = (const T*)call.weight, *bias = (const T*)call.bias;
+    for (int i = 0; i < width; i += VF) {
+        vfloat x = (load_some(from + i, width - i) - mean) * scale * load_some(weight + i, width - i);
+        if (bias) x += load_some(bias + i, width - i);
+        store_some(to + i, x, width - i);
+    }
+}
+
+class LayerNormOperation final : public RowOperation {
+  public:
+    explicit LayerNormOperation(const LayerNorm& call)
+        : RowOperation(call.rows, long(call.rows) * call.width > NORM_THREADS_FROM), call_(call) {}
+    const char* name() const override { return "norms"; }
+
+  private:
+    void run_rows(int64_t first, int64_t last) override {
+        for (int64_t row = first; row < last; row++)
+            call_.is_bf16 ? layer_norm<uint16_t>(call_, row) : layer_norm<float>(call_, row);
+    }
+
+    LayerNorm call_;
+};
+
 struct Copy {
     const char* from;
     char* to;
@@ -214,6 +237,11 @@ QUIRE_API void quire_rms_norm(const void* x, long outer_stride, long inner_strid
                               const void* weight, void* out, int width, float eps, int is_bf16, int weight_is_bf16) {
     execute(NormOperation(
         {x, outer_stride, inner_stride, rows, inner, residual, weight, out, width, eps, is_bf16, weight_is_bf16}));
+}
+
+QUIRE_API void quire_layer_norm(const void* x, long stride, void* residual, int keeps_sum, const void* weight,
+                                const void* bias, void* out, int rows, int width, float eps, int is_bf16) {
+    execute(LayerNormOperation({x, stride, residual, keeps_sum, weight, bias, out, rows, width, eps, is_bf16}));
 }
 
 QUIRE_API void quire_copy_rows(const void* from, long from_stride, void* to, long to_stride, int rows, int bytes) {

@@ -27,6 +27,8 @@ class CpuKernels:
         self._gate = native.function("quire_gate", pointer, long, pointer, integer, integer, integer, integer)
         ends = (pointer, pointer, pointer, integer, number, integer, integer)
         self._norm = native.function("quire_rms_norm", pointer, long, long, integer, integer, *ends)
+        layer = (pointer, long, pointer, integer, pointer, pointer, pointer, integer, integer, number, integer)
+        self._layer_norm = native.function("quire_layer_norm", *layer)
         self._copy = native.function("quire_copy_rows", pointer, long, pointer, long, integer, integer)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -86,6 +88,44 @@ class CpuKernels:
         at, kind = _weight(weight, width)
         count = (rows, 1, residual.data_ptr(), at, out.data_ptr(), width)
         self._norm(x.data_ptr(), x.stride(0), 0, *count, eps, dtype is torch.bfloat16, kind)
+        return out
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None = None,
+        *,
+        keeps_sum: bool = False,
+    ) -> torch.Tensor:
+        """Subtract the mean of ``x + residual``, divide by its standard deviation, and apply weight and bias.
+
+        Args:
+            x: float32 or bfloat16 ``[num_tokens, width]``; rows may be strided.
+            weight, bias: ``[width]``, contiguous, of ``x``'s dtype.
+            residual: contiguous, of ``x``'s shape and dtype; None: zero.
+            keeps_sum: ``residual`` becomes the sum.
+
+        Raises:
+            ValueError: a tensor does not have this shape or dtype, or is not on the CPU.
+        """
+        _check_rows("x", x)
+        (rows, width), dtype = x.shape, x.dtype
+        if residual is not None and (
+            residual.shape != x.shape or residual.dtype is not dtype or not residual.is_contiguous()
+        ):
+            raise ValueError(
+                f"residual: expected contiguous {dtype} {tuple(x.shape)}, got {residual.dtype} {tuple(residual.shape)}"
+            )
+        for name, each in (("weight", weight), ("bias", bias)):
+            if each is not None:
+                check_tensor(name, each, {"width": width}, (dtype,), _CPU)
+        out = empty((rows, width), dtype)
+        added = None if residual is None else residual.data_ptr()
+        ends = (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows, width)
+        self._layer_norm(x.data_ptr(), x.stride(0), added, keeps_sum, *ends, eps, dtype is torch.bfloat16)
         return out
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -23,6 +23,8 @@ from quire.protocol.model.weight_format import gguf_format
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
+"""The head of a classification."""
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -117,7 +119,9 @@ def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelC
 
 
 def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> ModelConfig:
-    """Complete ``weight_format`` from the stored tensors: which layers are plain, and the dtype of the scales.
+    """Complete the configuration from the stored tensors: which layers are plain, and the dtype of the scales.
+
+    A model with a pooling configuration may be stored without its output head, and then it does not generate.
 
     The files decide which layers are quantised, not the patterns of ``config.json``: these are written for the names of
     modules in the framework that made the file.
@@ -125,6 +129,9 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
     Raises:
         ConfigError: the output head is quantised.
     """
+    if config.pooling is not None and not config.pooling.label_token_ids:
+        has_head = config.tie_word_embeddings or HEAD in stored
+        config = msgspec.structs.replace(config, generates=config.generates and has_head)
     declared = config.weight_format
     types = {name: tensor.dtype for name, tensor in stored.items() if tensor.dtype in QUANTISED}
     if types and declared is None:
@@ -168,7 +175,7 @@ def full_name(name: str) -> str:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
-    return name if name.startswith("model.") or name == HEAD else f"model.{name}"
+    return name if name.startswith("model.") or name in (HEAD, SCORE) else f"model.{name}"
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -73,15 +73,31 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a JSON object, or larger than MAX_JSON_BYTES.
     """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
+    raw = _read_value(path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return raw
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Read a JSON array from a file.
+
+    Raises:
+        ConfigError: the file is not a JSON array, or larger than MAX_JSON_BYTES.
+    """
+    raw = _read_value(path)
+    if not isinstance(raw, list):
+        raise ConfigError(f"{path}: must hold a JSON array")
+    return raw
+
+
+def _read_value(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
 
 
 def token_ids(value: Any, where: str) -> list[int]:

@@ -6,10 +6,13 @@ defaults are part of the format.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.config_fields import Fields
+
+Head: TypeAlias = Literal["tokens", "labels", "none"]
+"""What a model computes from its hidden states: logits of tokens, logits of a classification's labels, or nothing."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -158,6 +161,25 @@ FAMILIES: dict[str, Family] = {
         experts=True,
     ),
 }
+
+
+_TEXT_PARTS = {"Gemma3Text": "Gemma3"}
+_NESTED = ("Gemma3",)
+
+
+def family_of(architecture: str) -> tuple[str, Head]:
+    """Return the causal language model that an architecture is a variant of, and the head that the variant has.
+
+    For example ``Qwen3Model`` and ``Qwen3ForSequenceClassification`` are variants of ``Qwen3ForCausalLM``. Any other
+    name is returned with the head for tokens.
+    """
+    heads: tuple[tuple[str, Head], ...] = (("ForSequenceClassification", "labels"), ("Model", "none"))
+    for suffix, head in heads:
+        base = architecture.removesuffix(suffix)
+        name = f"{_TEXT_PARTS.get(base, base)}ForCausalLM"
+        if base != architecture and base not in _NESTED and name in FAMILIES:
+            return name, head
+    return architecture, "tokens"
 
 
 def layer_types(family: Family, config: Fields, num_layers: int) -> list[str]:

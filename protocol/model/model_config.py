@@ -16,7 +16,9 @@ from quire.protocol.model.config_fields import Fields, read_json, token_ids
 from quire.protocol.model.families import (
     FAMILIES,
     Family,
+    Head,
     cache_sources,
+    family_of,
     layer_types,
     layer_windows,
     layers_without_rope,
@@ -24,6 +26,7 @@ from quire.protocol.model.families import (
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_model import end_tokens, model_settings
 from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 from quire.protocol.model.weight_format import WeightFormat
@@ -70,6 +73,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder as scheduler, worker and front end need it, without weights.
 
     Attributes:
+        architecture: name of the causal language model of the family, also if the checkpoint has another head.
         rope: rotary embedding of all layers except ``local_rope_layers``, which use ``local_rope``, and
             ``no_rope_layers``.
         qk_norm: normalisation of queries and keys: per head, over the projection's whole width, or none.
@@ -172,7 +176,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     config = parse_model_config(raw, str(path), eos)
     if eos and max(eos) >= config.vocab_size:
         raise ConfigError(f"{path}: eos_token_id {max(eos)} is not in a vocabulary of {config.vocab_size}")
-    return config
+    pooling = read_pooling(folder, raw, config)
+    return config if pooling is None else msgspec.structs.replace(config, pooling=pooling)
 
 
 def _gguf_config(path: Path) -> ModelConfig:
@@ -193,7 +198,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     Raises:
         ConfigError: unsupported architecture or feature, or a field is missing, of a wrong type or out of range.
     """
-    architecture = _architecture(raw, where)
+    architecture, head = _architecture(raw, where)
     family = FAMILIES[architecture]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
     field = _merged(raw, family, where)
@@ -237,20 +242,23 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         fp8_kv_cache=fp8_kv_cache,
         weight_format=weight_format,
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
+        generates=head == "tokens",
         **_scales(field, family, hidden),
         **family.model_settings,
     )
 
 
-def _architecture(raw: dict[str, Any], where: str) -> str:
+def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
+    """Return the causal language model of the family, and the head that the checkpoint has."""
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
+    name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
+    if name not in FAMILIES:
         raise ConfigError(
             f"{where}: architecture {printable(architecture)} is not supported{_own_code(raw)}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return architecture
+    return name, "tokens" if scores_by_tokens(raw) else head
 
 
 def _own_code(raw: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.block_table import BlockTable, Ints
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
+from quire.worker_proc.batch.pooling_check import require_pooling
 
 NOTHING: Int32 = np.zeros(0, np.int32)
 MAX_HANDLE = 2**31 - 1
@@ -36,7 +37,7 @@ class DiffCheck:
             slot_of: slot of each LoRA adapter that steps may use, by its number.
         """
         self._batch, self._tables, self._slot_of = batch, tables, slot_of
-        self._vocab_size = config.model.vocab_size
+        self._model, self._vocab_size = config.model, config.model.vocab_size
         self._max_tokens = config.max_num_batched_tokens
 
     def require(self, step: SchedulerOutput) -> None:
@@ -52,6 +53,7 @@ class DiffCheck:
             self._require_appends(step)
             return
         after = _After(self._batch, step, self._max_tokens)
+        require_pooling(step, self._batch, self._model)
         self._require_adapters(after)
         self._require_chosen(step)
         self._require_new(step)

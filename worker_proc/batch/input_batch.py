@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData
@@ -78,6 +79,31 @@ class OutputLists:
         self.set_row(row, None)
 
 
+class PoolingRows:
+    """Parameters of the rows that are pooled; None for the other rows.
+
+    Attributes:
+        is_pooled: bool ``[max_rows]``.
+        count: number of such rows.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.data: list[PoolingParams | None] = [None] * max_rows
+        self.is_pooled = np.zeros(max_rows, np.bool_)
+        self.count = 0
+
+    def set_row(self, row: int, params: PoolingParams | None) -> None:
+        self.count += (params is not None) - (self.data[row] is not None)
+        self.data[row] = params
+        self.is_pooled[row] = params is not None
+
+    def move_row(self, source: int, target: int) -> None:
+        self.set_row(target, self.data[source])
+
+    def clear_row(self, row: int) -> None:
+        self.set_row(row, None)
+
+
 class StepRefused(Exception):
     """A diff does not fit the worker's state; no part of the step is computed."""
 
@@ -118,6 +144,8 @@ class InputBatch:
         self.register(self.tokens)
         self.outputs = OutputLists(max_rows)
         self.register(self.outputs)
+        self.pooling = PoolingRows(max_rows)
+        self.register(self.pooling)
         self.handles = self._column(np.int32)
         self.num_computed = self._column(np.int32)
         self.num_known = self._column(np.int32)
@@ -215,6 +243,7 @@ class InputBatch:
             self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
             self.adapter[row] = request.adapter
             self.num_routed[row] = 0 if sampling.return_routed_experts else -1
+            self.pooling.set_row(row, request.pooling)
             self._record_addition(row, request)
 
     def _record_addition(self, row: int, request: NewRequestData) -> None:
@@ -253,4 +282,5 @@ class InputBatch:
             known = self.tokens.data[row, self.num_prompt[row] : self.tokens.length[row]]
             assert output is None or output == known.tolist(), f"wrong output list of handle {handle}"
         assert self.outputs.num_kept == sum(output is not None for output in self.outputs.data)
+        assert self.pooling.count == int(self.pooling.is_pooled[: self.num_rows].sum())
         assert not self.active[self.num_rows :].any(), "an empty row is active"

@@ -6,8 +6,7 @@ import torch
 
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.batch.step_inputs import StepInputs
-from quire.worker_proc.execute.routed_experts import RoutedRows
-from quire.worker_proc.sampling.prompt_logprobs import PromptRows
+from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras
 from quire.worker_proc.sampling.sampler import Sampled
 
 
@@ -24,8 +23,7 @@ class LaunchedStep:
         logits: float32 ``[num_positions, vocab]``; None if nothing is sampled, or if ``sampled`` is set.
         sampled: tokens that the step's graph has sampled already.
         steady: whether it is a steady decode step.
-        prompt_rows: log probabilities of prompt tokens.
-        routed: the positions whose experts the result reports.
+        extras: what the step returns beside its tokens.
         failure: why the step was not computed; empty if it was, or if it is void for another reason.
         void: the step was not computed and samples no tokens: it failed, or the rows were dropped earlier.
     """
@@ -38,7 +36,6 @@ class LaunchedStep:
     logits: torch.Tensor | None = None
     sampled: Sampled | None = None
     steady: bool = False
-    prompt_rows: PromptRows | None = None
-    routed: RoutedRows | None = None
+    extras: StepExtras = NO_EXTRAS
     failure: str = ""
     void: bool = False

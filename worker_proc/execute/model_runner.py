@@ -36,12 +36,12 @@ from quire.worker_proc.execute.pending_result import (
     StepClock,
     result_tensors,
 )
-from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRows
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.execute.steady_decode import SteadyDecode
+from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
-from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
@@ -107,6 +107,7 @@ class ModelRunner:
         self._experts = None
         if routes is not None:
             self._experts = RoutedExpertTable(routes, layout, num_blocks, self.batch, tables, self._transfer, device)
+        self._extras = ExtraReader(model, self.batch, self._transfer, self._experts)
         by_slot = None if self._experts is None else self._experts.values
         self._block_copies = BlockCopies(caches.values(), num_blocks, by_slot)
         self.forward = Forward(
@@ -124,7 +125,7 @@ class ModelRunner:
         ]
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
         self.steady = None
-        if not backend.needs_host_lengths:
+        if not backend.needs_host_lengths and config.model.generates:
             self.steady = SteadyDecode.make(
                 config, self.forward, self.batch, self.last_sampled, self._transfer, self._copies
             )
@@ -220,19 +221,15 @@ class ModelRunner:
         inputs = prepare_inputs(self.batch, step, proposals)
         if self.adapters is not None:
             self.adapters.begin_step(self.batch, inputs.rows, inputs.query_lens)
-        routed = None if self._experts is None else self._experts.of_step(inputs)
         if self.steady is not None and self.steady.graphs.takes(inputs):
-            return self._launch_verify(step, began, inputs, routed)
+            return self._launch_verify(step, began, inputs)
         sent, positions = self._inputs.of(inputs), inputs.sampled
         plans = [self.forward.backend.plan(batch) for batch in sent.batches]
         self._prepare_sampling(positions)
-        prompt = PromptTargets.of(inputs, self.batch, self._transfer)
+        extras = self._extras.targets(inputs)
         self._transfer.send()
         hidden, logits = self.passes.run(sent, plans, sampling=len(positions) > 0)
-        prompt_rows = None if prompt is None else prompt.logprobs(self._model, hidden)
-        return LaunchedStep(
-            step.step, began, positions, inputs, sent.sampled_rows, logits, prompt_rows=prompt_rows, routed=routed
-        )
+        return LaunchedStep(step.step, began, positions, inputs, sent.sampled_rows, logits, extras=extras.read(hidden))
 
     def _launch_steady(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         assert self.steady is not None
@@ -242,23 +239,22 @@ class ModelRunner:
             self._prepare_sampling(positions)
         if self.adapters is not None:
             self.adapters.begin_step(self.batch, positions.rows, 1)
-        routed = None if self._experts is None else self._experts.of_steady_step()
+        extras = self._extras.of_decode(None)
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)
         sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
-        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True, routed=routed)
+        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True, extras=extras)
 
-    def _launch_verify(
-        self, step: SchedulerOutput, began: float, inputs: StepInputs, routed: RoutedRows | None
-    ) -> LaunchedStep:
+    def _launch_verify(self, step: SchedulerOutput, began: float, inputs: StepInputs) -> LaunchedStep:
         """Launch a step in which every row decodes, with draft tokens."""
         assert self.steady is not None
         graphs, positions = self.steady.graphs, inputs.sampled
         rows = graphs.store(inputs)
+        extras = self._extras.of_decode(inputs)
         self._prepare_sampling(positions)
         self._transfer.send()
         logits = graphs.run_verify(len(inputs.rows), len(positions))
-        return LaunchedStep(step.step, began, positions, inputs, rows, logits, routed=routed)
+        return LaunchedStep(step.step, began, positions, inputs, rows, logits, extras=extras)
 
     def _prepare_sampling(self, positions: SampledPositions) -> None:
         """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""
@@ -336,16 +332,15 @@ class ModelRunner:
             batch.num_computed[inputs.rows] += inputs.query_lens
         else:
             batch.num_computed[rows] += 1
-        tensors = result_tensors(sampled, launched.prompt_rows, launched.routed)
+        tensors = result_tensors(sampled, launched.extras)
         if sampled is None:
             handles = self._changed_handles(batch.handles[rows].copy())
             copy = self._copies.start(tensors) if tensors else None
-            if launched.routed is not None:
-                launched.routed.advance()
-            return NothingSampled(launched.step, handles, launched.prompt_rows, launched.routed, copy)
+            launched.extras.advance()
+            return NothingSampled(launched.step, handles, launched.extras, copy)
         if launched.sampled_rows is not None and not positions.any_drafts:
             self.last_sampled[launched.sampled_rows] = sampled.tokens
-        in_graph = launched.sampled is not None and launched.routed is None
+        in_graph = launched.sampled is not None and launched.extras is NO_EXTRAS
         whole = self.steady.graphs.step.output if self.steady is not None and in_graph else None
         copy = self._copies.start(tensors, whole)
         if positions.any_drafts:
@@ -373,10 +368,8 @@ class ModelRunner:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
         sent, end = self._changed_handles(row_handles), partial(self._clock.end, launched.began)
-        if launched.routed is not None:
-            launched.routed.advance()
-        rest = accepted, launched.prompt_rows, launched.routed
-        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, *rest)
+        launched.extras.advance()
+        return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.extras)
 
     def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """Return ``row_handles`` if they differ from those of the previous result, or None."""

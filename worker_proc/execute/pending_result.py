@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.logprobs import Logprobs
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
-from quire.worker_proc.execute.routed_experts import RoutedRows
+from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras, logprob_arrays
 from quire.worker_proc.sampling.accept import Accepted
-from quire.worker_proc.sampling.prompt_logprobs import PromptRows
 from quire.worker_proc.sampling.sampler import Sampled
 
 
@@ -54,13 +53,12 @@ class StepClock:
 class NothingSampled:
     """Result of a step without sampled tokens, or of one that was not computed (``failure`` is the reason).
 
-    ``copy``: copy of ``result_tensors(None, prompt_rows, routed)``.
+    ``copy``: copy of the tensors of ``extras``.
     """
 
     step: int
     handles: npt.NDArray[np.int32] | None = None
-    prompt_rows: PromptRows | None = None
-    routed: RoutedRows | None = None
+    extras: StepExtras = NO_EXTRAS
     copy: "HostCopy | None" = None
     failure: str = ""
 
@@ -74,14 +72,16 @@ class NothingSampled:
 
     def result(self) -> ModelRunnerOutput:
         arrays = [] if self.copy is None else self.copy.arrays()
-        experts = None if self.routed is None else self.routed.message(arrays.pop())
+        extra = self.extras.fields(arrays)
         return ModelRunnerOutput(
             self.step,
             handles=self.handles,
+            bad=extra.bad,
             failure=self.failure,
-            failed=[] if self.routed is None else self.routed.failures,
-            prompt_logprobs=_prompt_logprobs(self.prompt_rows, arrays),
-            routed_experts=experts,
+            failed=extra.failed,
+            prompt_logprobs=extra.prompt_logprobs,
+            pooled=extra.pooled,
+            routed_experts=extra.routed_experts,
         )
 
 
@@ -92,7 +92,7 @@ class SampledResult:
     Attributes:
         handles: as in ``ModelRunnerOutput``: None if they are the same as in the previous result.
         row_handles: handles of the sampled rows, never None.
-        copy: copy of ``result_tensors(sampled, prompt_rows, routed)``.
+        copy: copy of ``result_tensors(sampled, extras)``.
         end: ends the step in ``StepClock`` and returns its seconds.
         accepted: accepted draft tokens; None for a step without drafts.
     """
@@ -104,8 +104,7 @@ class SampledResult:
     copy: "HostCopy"
     end: Callable[[], float]
     accepted: Accepted | None = None
-    prompt_rows: PromptRows | None = None
-    routed: RoutedRows | None = None
+    extras: StepExtras = NO_EXTRAS
 
     @property
     def ready(self) -> bool:
@@ -116,25 +115,26 @@ class SampledResult:
 
     def result(self) -> ModelRunnerOutput:
         tokens, bad, *rest = self.copy.arrays()
-        experts = None if self.routed is None else self.routed.message(rest.pop())
         seconds = self.end()
         accepted = self.accepted
         kept = np.arange(len(self.row_handles)) if accepted is None else accepted.kept
         owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)
+        extra = self.extras.fields(rest if self.sampled.logprobs is None else rest[3:])
         failed = [(int(owners[i]), reason) for at, reason in self.sampled.failed for i in np.flatnonzero(kept == at)]
-        failed += [] if self.routed is None else self.routed.failures
+        failed += extra.failed
         return ModelRunnerOutput(
             self.step,
             tokens[kept].astype(np.int32),
             self.handles,
             counts=accepted.counts if accepted is not None and (accepted.counts != 1).any() else None,
-            bad=list(dict.fromkeys(owners[bad[kept]].tolist())),
+            bad=list(dict.fromkeys(owners[bad[kept]].tolist() + extra.bad)),
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
             logprobs=self.sent_logprobs(kept, rest),
-            prompt_logprobs=_prompt_logprobs(self.prompt_rows, rest),
-            routed_experts=experts,
+            prompt_logprobs=extra.prompt_logprobs,
+            pooled=extra.pooled,
+            routed_experts=extra.routed_experts,
         )
 
     def sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
@@ -147,30 +147,16 @@ class SampledResult:
         at = np.array(sampled.at, np.int64)
         rows = np.where(at < len(token_of), token_of[np.minimum(at, len(token_of) - 1)], -1)
         picked = np.flatnonzero(rows >= 0)
-        return Logprobs(rows[picked].tolist(), _arrays(arrays[:3]).take(picked))
+        return Logprobs(rows[picked].tolist(), logprob_arrays(arrays[:3]).take(picked))
 
 
-def result_tensors(
-    sampled: Sampled | None, prompt_rows: PromptRows | None, routed: RoutedRows | None
-) -> list[torch.Tensor]:
-    """Return what the host needs of a step: tokens, bad, log probabilities of tokens and of prompt tokens, experts."""
+def result_tensors(sampled: Sampled | None, extras: StepExtras) -> list[torch.Tensor]:
+    """Return what the host needs of a step: tokens, bad, log probabilities of tokens, then the tensors of extras."""
     tensors = [] if sampled is None else [sampled.tokens, sampled.bad]
-    of_tokens = None if sampled is None or sampled.logprobs is None else sampled.logprobs.logprobs
-    of_prompts = None if prompt_rows is None else prompt_rows.logprobs
-    for logprobs in (of_tokens, of_prompts):
-        if logprobs is not None:
-            tensors += [logprobs.token_ids, logprobs.ranks, logprobs.values]
-    return tensors if routed is None else [*tensors, routed.read()]
-
-
-def _prompt_logprobs(rows: PromptRows | None, arrays: list[npt.NDArray[Any]]) -> PromptLogprobs | None:
-    """Return the message part of prompt log probabilities, which are the last of the copied ``arrays``."""
-    return None if rows is None else PromptLogprobs(rows.handles, rows.starts, rows.counts, _arrays(arrays[-3:]))
-
-
-def _arrays(copied: list[npt.NDArray[Any]]) -> LogprobArrays:
-    token_ids, ranks, values = copied
-    return LogprobArrays.of(token_ids.astype(np.int32), values.copy(), ranks.astype(np.int32))
+    if sampled is not None and sampled.logprobs is not None:
+        logprobs = sampled.logprobs.logprobs
+        tensors += [logprobs.token_ids, logprobs.ranks, logprobs.values]
+    return tensors + extras.tensors()
 
 
 class HostCopy:

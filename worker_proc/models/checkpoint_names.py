@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import StoredTensor
+from quire.protocol.model.checkpoint import HEAD, SCORE, StoredTensor
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.weight_slot import WeightSlot
 
@@ -97,8 +97,11 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
     These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
     scales of attention (``kv_scale_of``), and tensors of a quantised layer that change nothing here: scales of
-    activations, which are not rounded to floats, and the weight's shape, which ``config.json`` has.
+    activations, which are not rounded to floats, and the weight's shape, which ``config.json`` has. A model that makes
+    vectors ignores heads for tokens and labels.
     """
+    if name == SCORE or (name == HEAD and not config.generates):
+        return config.pooling is not None
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
     if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(_UNREAD)):

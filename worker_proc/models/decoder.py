@@ -80,9 +80,13 @@ class Decoder(Module):
         self.layers = [DecoderLayer(build.inside(f"model.layers.{layer}"), layer) for layer in range(config.num_layers)]
         self._cache_sources = [config.cache_source(layer) for layer in range(config.num_layers)]
         self.norm = build.norm()
-        self.lm_head = table
-        if not config.tie_word_embeddings:
+        self.lm_head: Linear | None = table if config.generates else None
+        if config.generates and not config.tie_word_embeddings:
             self.lm_head = build.vocabulary_linear("lm_head", self.vocab)
+        pooling = config.pooling
+        self._label_token_ids = [] if pooling is None else pooling.label_token_ids
+        has_labels = pooling is not None and "classify" in pooling.tasks and not self._label_token_ids
+        self.score = build.label_linear("score", len(pooling.labels)) if pooling is not None and has_labels else None
         length = max_position or config.max_position
         self.rope = self._table(config.rope, length)
         local = config.local_rope
@@ -134,6 +138,7 @@ class Decoder(Module):
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Multiply by the head: ``[rows, hidden_size]`` → float32, this rank's part of the vocabulary."""
+        assert self.lm_head is not None, "the model has no head for tokens"
         return self.lm_head(hidden)
 
     def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
@@ -146,6 +151,20 @@ class Decoder(Module):
         if scores.shape[1] < self._rows:
             scores = F.pad(scores, (0, self._rows - scores.shape[1]))
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``.
+
+        With ``label_token_ids`` it is the logit of a token, less that of the other one if there are two: the sigmoid of
+        the difference is the probability of the last token among the two.
+        """
+        tokens = self._label_token_ids
+        if tokens:
+            logits = self.logits(hidden)
+            last = logits[:, tokens[-1:]]
+            return last if len(tokens) == 1 else last - logits[:, tokens[:1]]
+        assert self.score is not None, "the model has no head for labels"
+        return self.score(hidden)
 
     def pack_as_read(self) -> None:
         """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""
@@ -178,8 +197,10 @@ class Decoder(Module):
         if self._prepacked:
             raise RuntimeError("weights are already prepacked: load them before prepack()")
         slots = self.embed_tokens.table.weight_slots() | {"model.norm.weight": self.build.norm_slot(self.norm)}
-        if not self.config.tie_word_embeddings:
+        if self.lm_head is not None and not self.config.tie_word_embeddings:
             slots |= self.lm_head.weight_slots()
+        if self.score is not None:
+            slots |= self.score.weight_slots()
         for index, layer in enumerate(self.layers):
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
         return slots

@@ -139,6 +139,12 @@ class Build:
         weight = self.weight(cuts[0].num_rows, config.hidden_size)
         return Linear(weight, float32_output=True, cuts=cuts)
 
+    def label_linear(self, name: str, num_labels: int) -> Linear:
+        """Allocate the head of a classification, which all ranks hold. ``name``: full name in the checkpoint."""
+        hidden = self.config.hidden_size
+        cuts = [Cut(name, slice(0, num_labels), num_labels, slice(0, hidden), hidden)]
+        return Linear(self.weight(num_labels, hidden), float32_output=True, cuts=cuts)
+
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection, by its name below the layer; None if it is not quantised."""
         form = self.config.weight_format

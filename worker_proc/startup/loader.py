@@ -69,7 +69,8 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
         raise ValueError(f"the model's weights are {model.dtype}, expected {dtype}")
     stored = stored_tensors(folder)
     slots = model.weight_slots()
-    head = stored.pop(HEAD, None) if HEAD not in slots else None
+    tied = HEAD not in slots and model.config.generates
+    head = stored.pop(HEAD, None) if tied else None
     pieces = find_tensor_sources(folder, stored, slots, model.config)
     if model.build.parallel.rank == 0:
         beside = folder.parent if is_gguf(folder) else folder
@@ -91,8 +92,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
             bar.update(_num_bytes(piece))
         _require_finite(sums)
         if head is not None:
-            tied = TensorSource(stored[EMBEDDING], slots[EMBEDDING])
-            _check_tied(head, tied, model.dtype, files)
+            _check_tied(head, TensorSource(stored[EMBEDDING], slots[EMBEDDING]), model.dtype, files)
 
 
 def init_dummy_weights(model: Decoder, seed: int) -> None:

@@ -16,6 +16,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.log import event_logger
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import MemoryPlan, NewRequestData, SchedulerOutput
 from quire.worker_proc.execute.model_runner import ModelRunner
@@ -92,7 +93,7 @@ def _prompts(config: EngineConfig) -> list[int]:
 
 
 def _run(runner: ModelRunner, prompts: Sequence[int], layout: KVLayout) -> None:
-    """Run the prompts in one step, then decode one token of each."""
+    """Run the prompts in one step, then decode one token of each; without a head for tokens, pool them."""
     blocks, next_block = [], 1
     for length in prompts:
         for group in layout.groups:
@@ -101,8 +102,20 @@ def _run(runner: ModelRunner, prompts: Sequence[int], layout: KVLayout) -> None:
             next_block += count
     counts = [len(own) for own in blocks]
     groups = len(layout.groups)
+    model = runner.forward.model.config
+    pooling = None if model.generates or model.pooling is None else PoolingParams(model.pooling.tasks[-1])
     new = [
-        NewRequestData(row, f"measured-{row}", length, length, 0, counts[row * groups :][:groups], _SAMPLING, row)
+        NewRequestData(
+            row,
+            f"measured-{row}",
+            length,
+            length,
+            0,
+            counts[row * groups :][:groups],
+            _SAMPLING,
+            row,
+            pooling=pooling,
+        )
         for row, length in enumerate(prompts)
     ]
     first = SchedulerOutput(
@@ -112,6 +125,6 @@ def _run(runner: ModelRunner, prompts: Sequence[int], layout: KVLayout) -> None:
         block_ids=np.concatenate(blocks),
         counts=[(row, length) for row, length in enumerate(prompts) if length != 1],
     )
-    for step in (first, SchedulerOutput(2)):
+    for step in (first, SchedulerOutput(2)) if pooling is None else (first,):
         runner.execute(step).result()
     runner.begin_worker_epoch(0)
