@@ -13,6 +13,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, read_json_list
+from quire.protocol.model.encoder_config import EncoderConfig
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 
 Pooling = Literal["last", "mean", "cls"]
@@ -48,6 +49,8 @@ class Shape(Protocol):
     def max_position(self) -> int: ...
     @property
     def generates(self) -> bool: ...
+    @property
+    def encoder(self) -> EncoderConfig | None: ...
     @property
     def pooling(self) -> PoolingConfig | None: ...
 
