@@ -90,7 +90,13 @@ def _embedder(args: argparse.Namespace, options: EngineOptions) -> Iterator[Embe
             "truncate_prompt_tokens": args.truncate_prompt_tokens,
             "prompt_name": args.prompt_name,
         }
-        yield lambda texts: remote.embed(texts, {name: value for name, value in given.items() if value is not None})
+        fields = {name: value for name, value in given.items() if value is not None}
+
+        def ask(texts: list[str]) -> list[Vector | str]:
+            found = remote.embed(texts, fields)
+            return [each if isinstance(each, str) else np.frombuffer(each, "<f4") for each in found]
+
+        yield ask
         return
     more: PoolingOptions = {}
     if args.truncate_prompt_tokens is not None:
