@@ -67,7 +67,9 @@ class RemoteModel:
         return self._run("/v1/completions", {"prompt": prompt}, params, on_text)
 
     def embed(self, texts: list[str], fields: dict[str, Any]) -> list[bytes | str]:
-        """Return the vector of each text, as little-endian float32, or the reason why it has none. ``fields``: further ones of the request.
+        """Return the vector of each text, as little-endian float32, or the reason why it has none.
+
+        ``fields``: further ones of the request.
 
         Raises:
             ConfigError: the server refused the request.
