@@ -42,7 +42,7 @@ from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.step_extras import ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.execute.verify_step import VerifyStep
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -62,7 +62,7 @@ class ModelRunner:
         config: EngineConfig,
         layout: KVLayout,
         num_blocks: int,
-        model: Decoder,
+        model: Model,
         backend: AttentionBackend,
         device: torch.device,
         draft: DraftModel | None = None,
@@ -103,22 +103,11 @@ class ModelRunner:
         self._sampling_handles = HANDLES_UNSENT
         self._copies = HostCopies(device)
         self._dropped: set[int] = set()
-        group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
-        sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
         self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
         self._block_copies = BlockCopies(caches.values(), num_blocks)
-        self.forward = Forward(
-            model,
-            backend,
-            self.tables,
-            layout.groups,
-            [caches[source] for source in sources],
-            [group_of[source] for source in sources],
-        )
+        self.forward = Forward.of(model, backend, self.tables, layout.groups, caches)
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
-        shapes = [
-            tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
-        ]
+        shapes = self.forward.shapes()
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
         self.steady = self._make_steady(config)
 

@@ -12,7 +12,7 @@ from quire.protocol.wire.side_arrays import PooledRows
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.pooled_values import PooledValues
 from quire.worker_proc.pooling.pooler import Pooler, PoolTargets
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows, PromptTargets
@@ -64,7 +64,7 @@ NO_EXTRAS = StepExtras()
 class ExtraTargets:
     """The tokens of a step from whose hidden states extras are made."""
 
-    model: Decoder
+    model: Model
     prompts: PromptTargets | None
     pooled: PoolTargets | None
 
@@ -79,7 +79,7 @@ class ExtraTargets:
 class ExtraReader:
     """Finds the ``ExtraTargets`` of each step. Owns the pooler, if the model has a pooling configuration."""
 
-    def __init__(self, model: Decoder, batch: InputBatch, transfer: Transfer) -> None:
+    def __init__(self, model: Model, batch: InputBatch, transfer: Transfer) -> None:
         self._model, self._batch, self._transfer = model, batch, transfer
         pooling = model.config.pooling
         self._pooler = None if pooling is None else Pooler(model, pooling, batch, transfer)
