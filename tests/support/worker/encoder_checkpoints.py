@@ -55,8 +55,6 @@ class EncoderRunner(PoolingRunner):
         new = []
         for handle, request in requests.items():
             length, sampling = len(request.prompt), SamplingParams()
-            new.append(
-                NewRequestData(handle, f"r{handle}", length, length, 0, [], sampling, 7, pooling=request.params)
-            )
+            new.append(NewRequestData(handle, f"r{handle}", length, length, 0, [], sampling, 7, pooling=request.params))
         tokens = [token for request in requests.values() for token in request.prompt]
         return {"removed": self._take_leaving(), "new_requests": new, "token_ids": np.array(tokens, np.int32)}
