@@ -165,6 +165,8 @@ def _draft_model(
             f"{FLAG}: the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of "
             f"{model.vocab_size}: they must be equal"
         )
+    if not draft.generates:
+        raise ConfigError(f"{FLAG}: the draft model has no head for tokens, and cannot generate: choose another one")
     if with_weights:
         draft = with_stored_format(folder, stored_tensors(folder), draft)
     return draft, str(folder)

@@ -1,10 +1,11 @@
 """How a checkpoint turns hidden states into vectors and scores, as every process needs it."""
 
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from quire.protocol.request.pooling_params import PoolingTask
+PoolingTask: TypeAlias = Literal["embed", "token_embed", "classify"]
+POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 
 
 class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,11 +20,12 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         matryoshka_dimensions: the numbers of entries to which a vector may be cut; empty: any up to ``size``.
         labels: names of the labels of a classification, in their order; empty without one.
         activation: of a classification, unless a request switches it off.
-        label_token_ids: the tokens whose logits are those of a classification (Qwen3-Reranker: no and yes, of which
-            the probability of the last one is the score); empty: the model has a head for it.
+        label_token_ids: one or two tokens: the logit of a classification's only label is that of the last token, less
+            that of the other one (Qwen3-Reranker: no and yes, so that the sigmoid is the probability of yes). Empty:
+            the model has a head for labels.
         max_tokens: longest prompt that the model was made for; 0: as long as its context.
-        prompts: texts that are put before an input, by name; ``default_prompt`` is the name of the one that is used
-            where a request names none, or "".
+        prompts: texts that are put before an input, by name.
+        default_prompt: name of the prompt of requests that name none, or "".
     """
 
     tasks: list[PoolingTask]

@@ -6,19 +6,14 @@ possibly Normalize for vectors; Transformer alone or with LogitScore for the sco
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, read_json_list
-from quire.protocol.model.families import family_of
-from quire.protocol.model.pooling_config import PoolingConfig
-from quire.protocol.request.pooling_params import PoolingTask
-
-if TYPE_CHECKING:  # model_config reads a checkpoint's pooling with this module
-    from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 
 Pooling = Literal["last", "mean", "cls"]
 POOLING_FLAGS = ("auto", "none", "last", "mean", "cls")
@@ -42,7 +37,25 @@ _KINDS = ("SentenceTransformer", "CrossEncoder")
 _MOST_LABELS = 2**16
 
 
-def with_pooling(model: "ModelConfig", pooling: str) -> "ModelConfig":
+class Shape(Protocol):
+    """What this module reads of a ``ModelConfig``, which is read with its functions."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+    @property
+    def generates(self) -> bool: ...
+    @property
+    def pooling(self) -> PoolingConfig | None: ...
+
+
+_Model = TypeVar("_Model", bound=Shape)
+
+
+def with_pooling(model: _Model, pooling: str) -> _Model:
     """Return the model with the pooling of the flag ``--pooling``, one of POOLING_FLAGS.
 
     With ``auto`` a checkpoint's own configuration is used. ``none`` switches it off. Any other value sets the hidden
@@ -56,14 +69,19 @@ def with_pooling(model: "ModelConfig", pooling: str) -> "ModelConfig":
     if pooling == "none":
         if not model.generates:
             raise ConfigError("--pooling none: the checkpoint has no head for tokens, and cannot generate: omit it")
-        return msgspec.structs.replace(model, pooling=None)
+        return _replaced(model, None)
     kind = cast(Pooling, pooling)
     own = model.pooling
     if own is None:
         own = PoolingConfig(tasks=_EMBEDDING, size=model.hidden_size)
     elif "embed" not in own.tasks:
         raise ConfigError(f"--pooling {pooling}: the checkpoint classifies, and makes no vectors: omit the flag")
-    return msgspec.structs.replace(model, pooling=msgspec.structs.replace(own, pooling=kind))
+    return _replaced(model, msgspec.structs.replace(own, pooling=kind))
+
+
+def _replaced(model: _Model, pooling: PoolingConfig | None) -> _Model:
+    changed: _Model = msgspec.structs.replace(cast(Any, model), pooling=pooling)
+    return changed
 
 
 def scores_by_tokens(raw: dict[str, Any]) -> bool:
@@ -71,7 +89,7 @@ def scores_by_tokens(raw: dict[str, Any]) -> bool:
     return raw.get("classifier_from_token") is not None
 
 
-def read_pooling(folder: Path, raw: dict[str, Any], model: "ModelConfig") -> PoolingConfig | None:
+def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConfig | None:
     """Return the pooling of a checkpoint, or None if no file has a configuration and the model generates.
 
     Args:
@@ -81,10 +99,12 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: "ModelConfig") -> Poo
     Raises:
         ConfigError: one line that names the file and the field.
     """
-    fields = Fields(raw, str(folder / "config.json"))
-    files = _Files(folder)
-    head = family_of(raw["architectures"][0])[1]
-    if (folder / MODULES).is_file():
+    has_labels = raw["architectures"][0].endswith("ForSequenceClassification")
+    has_modules = (folder / MODULES).is_file()
+    if model.generates and not (has_modules or has_labels or scores_by_tokens(raw)):
+        return None
+    fields, files = Fields(raw, str(folder / "config.json")), _Files(folder)
+    if has_modules:
         modules = _modules(folder)
         kinds = [kind for kind, _ in modules]
         task = files.transformer.raw.get("transformer_task") or "feature-extraction"
@@ -92,17 +112,15 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: "ModelConfig") -> Poo
             return _embedding(folder, modules, files, fields, model)
         if kinds[1:] == ["LogitScore"] and task == "text-generation":
             return _yes_no(_fields_of(folder, modules[1]), files, fields, model)
-        if kinds[1:] or (task != "sequence-classification" and head != "labels"):
+        if kinds[1:] or not has_labels:
             raise ConfigError(
                 f"{folder / MODULES}: modules {', '.join(kinds)} with transformer_task {printable(task)} are not "
                 f"supported; {_SUPPORTED}"
             )
     elif scores_by_tokens(raw):
         return _from_tokens(folder, files, fields, model)
-    if head == "labels":
+    if has_labels:
         return _classification(files, fields, model)
-    if model.generates:
-        return None
     # sentence-transformers takes the mean too, for a model without a configuration and without a head for tokens.
     return _sized(files, fields, model, "mean", normalize=True)
 
@@ -116,13 +134,14 @@ class _Files:
         self.tokenizer = _optional(folder / "tokenizer_config.json")
         self.whole.choice("model_type", self.whole.raw.get("model_type", _KINDS[0]), _KINDS)
 
-    def common(self, model: "ModelConfig") -> dict[str, Any]:
+    def common(self, model: Shape) -> dict[str, Any]:
         """Return the fields of PoolingConfig that all kinds of models have."""
         longest = self.transformer.raw.get("max_seq_length")
         if longest is None:
             # Tokenizers without a limit have 1e30, some of them as a float.
             limit = self.tokenizer.raw.get("model_max_length")
-            longest = int(limit) if isinstance(limit, int | float) and 1 <= limit < model.max_position else 0
+            limit = limit if isinstance(limit, int | float) and not isinstance(limit, bool) else 0
+            longest = int(limit) if 1 <= limit < model.max_position else 0
         else:
             longest = self.transformer.size("max_seq_length", high=2**31 - 1)
         prompts = self.whole.raw.get("prompts") or {}
@@ -171,7 +190,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _embedding(
-    folder: Path, modules: Sequence[tuple[str, str]], files: _Files, fields: Fields, model: "ModelConfig"
+    folder: Path, modules: Sequence[tuple[str, str]], files: _Files, fields: Fields, model: Shape
 ) -> PoolingConfig:
     """Return the pooling of a bi-encoder with the module Pooling."""
     own = _fields_of(folder, modules[1])
@@ -182,7 +201,7 @@ def _embedding(
     name = "embedding_dimension" if own.has("embedding_dimension") else "word_embedding_dimension"
     if own.size(name) != model.hidden_size:
         raise ConfigError(
-            f"{own.where}: {name} {own.size(name)} differs from the model's hidden_size {model.hidden_size}"
+            f"{own.where}: {name} must be the model's hidden_size {model.hidden_size} (got {own.size(name)})"
         )
     modes = own.raw.get("pooling_mode")
     if modes is None:
@@ -198,7 +217,7 @@ def _embedding(
     return _sized(files, fields, model, pooling, normalize=len(modules) > 2)
 
 
-def _sized(files: _Files, fields: Fields, model: "ModelConfig", pooling: Pooling, *, normalize: bool) -> PoolingConfig:
+def _sized(files: _Files, fields: Fields, model: Shape, pooling: Pooling, *, normalize: bool) -> PoolingConfig:
     """Return the pooling of a model that embeds, with the sizes that its vectors may have."""
     size = files.whole.size("truncate_dim", default=model.hidden_size, high=model.hidden_size)
     cuts = fields.integers("matryoshka_dimensions", high=size)
@@ -216,7 +235,7 @@ def _sized(files: _Files, fields: Fields, model: "ModelConfig", pooling: Pooling
     )
 
 
-def _classification(files: _Files, fields: Fields, model: "ModelConfig") -> PoolingConfig:
+def _classification(files: _Files, fields: Fields, model: Shape) -> PoolingConfig:
     """Return the pooling of a model with a head for labels, whose names transformers keeps in ``id2label``."""
     names = fields.raw.get("id2label")
     if names is None:
@@ -262,7 +281,7 @@ def _activation(files: _Files, fields: Fields, num_labels: int) -> Literal["", "
     return "" if num_labels == 1 else "softmax"
 
 
-def _yes_no(own: Fields, files: _Files, fields: Fields, model: "ModelConfig") -> PoolingConfig:
+def _yes_no(own: Fields, files: _Files, fields: Fields, model: Shape) -> PoolingConfig:
     """Return the pooling of a CrossEncoder whose score is the difference of two tokens' logits (LogitScore)."""
     own.choice("module_input_name", own.raw.get("module_input_name", "causal_logits"), ("causal_logits",))
     high = model.vocab_size - 1
@@ -272,7 +291,7 @@ def _yes_no(own: Fields, files: _Files, fields: Fields, model: "ModelConfig") ->
     return _of_tokens(tokens, files, fields, model)
 
 
-def _from_tokens(folder: Path, files: _Files, fields: Fields, model: "ModelConfig") -> PoolingConfig:
+def _from_tokens(folder: Path, files: _Files, fields: Fields, model: Shape) -> PoolingConfig:
     """Return the pooling of a checkpoint with vLLM's field ``classifier_from_token``: one token, or no and yes."""
     words = fields.raw["classifier_from_token"]
     if not isinstance(words, list) or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
@@ -297,7 +316,7 @@ def _from_tokens(folder: Path, files: _Files, fields: Fields, model: "ModelConfi
     return _of_tokens(ids, files, fields, model)
 
 
-def _of_tokens(tokens: list[int], files: _Files, fields: Fields, model: "ModelConfig") -> PoolingConfig:
+def _of_tokens(tokens: list[int], files: _Files, fields: Fields, model: Shape) -> PoolingConfig:
     if not model.generates:
         raise ConfigError(f"{fields.where}: scores by the logits of tokens need a model with a head for tokens")
     return PoolingConfig(

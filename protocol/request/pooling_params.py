@@ -1,14 +1,12 @@
 """Parameters of a request that gets vectors or scores instead of tokens."""
 
-from typing import Literal, TypeAlias, get_args
-
 import msgspec
 
 from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.model.pooling_config import POOLING_TASKS as POOLING_TASKS
+from quire.protocol.model.pooling_config import PoolingTask as PoolingTask
 from quire.protocol.request.sampling_params import check_int
 
-PoolingTask: TypeAlias = Literal["embed", "token_embed", "classify"]
-POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 MAX_DIMENSIONS = 2**20
 
 

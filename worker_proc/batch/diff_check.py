@@ -16,7 +16,7 @@ from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.block_table import BlockTable, Ints
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
-from quire.worker_proc.pooling.check import require_pooling
+from quire.worker_proc.batch.pooling_check import require_pooling
 
 NOTHING: Int32 = np.zeros(0, np.int32)
 MAX_HANDLE = 2**31 - 1

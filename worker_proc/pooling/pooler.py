@@ -1,14 +1,13 @@
 """Makes vectors and scores from the hidden states of a step, for requests that end with their prompt."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.model.pooling_config import PoolingConfig
-from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 from quire.worker_proc.batch.input_batch import Column, InputBatch
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
@@ -46,75 +45,87 @@ class Pooler:
         if not len(at):
             return None
         ending = inputs.seq_lens == batch.num_known[inputs.rows]
-        members: dict[PoolingParams, list[int]] = {}
+        members: dict[_Kind, list[int]] = {}
         holding = np.zeros(len(inputs.rows), np.bool_)
         for index in at.tolist():
             params = batch.pooling.data[int(inputs.rows[index])]
             assert params is not None
             holding[index] = self.held is not None and params.task != "token_embed"
             if params.task == "token_embed" or ending[index]:
-                members.setdefault(msgspec.structs.replace(params, second_text=0), []).append(index)
+                kind = _Kind(params.task, params.dimensions, params.use_activation)
+                members.setdefault(kind, []).append(index)
         taken = self._taken(inputs, holding) if holding.any() else None
-        groups = [self._group(inputs, params, np.array(own, np.int64)) for params, own in members.items()]
+        groups = [self._group(inputs, kind, np.array(own, np.int64)) for kind, own in members.items()]
         return PoolTargets(self, taken, groups)
 
     def _taken(self, inputs: StepInputs, holding: npt.NDArray[np.bool_]) -> "_Taken":
         """Return the tokens that ``held`` takes in this step."""
-        wanted = np.repeat(holding, inputs.query_lens)
+        starts, lengths = inputs.query_start_loc[:-1].astype(np.int64), inputs.query_lens.astype(np.int64)
+        is_first = inputs.seq_lens == lengths
         if self._config.pooling == "cls":
-            wanted &= inputs.positions == 0
-        places = np.flatnonzero(wanted)
-        index, rows = self._transfer(places, inputs.token_rows[places])
-        return _Taken(index, rows)
+            first, rows = self._transfer(starts[holding & is_first], inputs.rows[holding & is_first])
+            return _Taken(rows, first)
+        whole = None if holding.all() else np.flatnonzero(np.repeat(holding, lengths))
+        lengths, is_first = lengths[holding], is_first[holding]
+        joins = None
+        if not is_first.all():
+            lengths = lengths + 1  # the sum so far is the first of each row's terms
+            sums = np.cumsum(lengths) - lengths
+            joins = self._transfer(sums, np.delete(np.arange(lengths.sum()), sums))
+        rows, terms = self._transfer(inputs.rows[holding], lengths)
+        return _Taken(rows, None if whole is None else self._transfer(whole)[0], terms, joins)
 
-    def _group(self, inputs: StepInputs, params: PoolingParams, members: Ints) -> "_Group":
+    def _group(self, inputs: StepInputs, kind: "_Kind", members: Ints) -> "_Group":
         rows, counts = inputs.rows[members], inputs.query_lens[members]
         starts, handles = inputs.query_start_loc[members].astype(np.int64), self._batch.handles[rows].tolist()
-        if params.task == "token_embed":
+        if kind.task == "token_embed":
             begins = (inputs.seq_lens[members] - counts).tolist()
             parts = [PooledPart(*part) for part in zip(handles, begins, counts.tolist(), strict=True)]
             within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             (index,) = self._transfer(np.repeat(starts, counts) + within)
-            return _Group(params, parts, index)
+            return _Group(kind, parts, index)
         parts = [PooledPart(handle, 0, 1) for handle in handles]
         if self.held is None:
             (index,) = self._transfer(starts + counts - 1)
-            return _Group(params, parts, index)
+            return _Group(kind, parts, index)
         index, lengths = self._transfer(rows, inputs.seq_lens[members].astype(np.float32))
-        return _Group(params, parts, index, lengths)
+        return _Group(kind, parts, index, lengths)
 
     def hold(self, hidden: torch.Tensor, taken: "_Taken") -> None:
         """Take the tokens of a step into ``held``."""
         assert self.held is not None
-        values = hidden[taken.index].float()
-        if self._config.pooling == "cls":
-            self.held.index_copy_(0, taken.rows, values)
-        elif values.is_cpu:
-            self.held.index_add_(0, taken.rows, values)
-        else:  # index_add_ would add in any order there
-            self.held.index_put_((taken.rows,), values, accumulate=True)
+        values = (hidden if taken.index is None else hidden[taken.index]).float()
+        if taken.terms is not None:
+            if taken.joins is not None:
+                sums, tokens = taken.joins
+                joined = values.new_empty(len(sums) + len(tokens), values.shape[1])
+                joined.index_copy_(0, sums, self.held[taken.rows])
+                values = joined.index_copy_(0, tokens, values)
+            # Adds one term after another, on each device.
+            values = torch.segment_reduce(values, "sum", lengths=taken.terms, axis=0, unsafe=True)
+        self.held.index_copy_(0, taken.rows, values)
 
     def values(self, hidden: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a group, float32 ``[rows, width]``, and whether each row is not finite."""
         raw = self._raw(hidden, group)
-        return self._activated(raw, group.params), raw.isfinite().all(1).logical_not()
+        return self._activated(raw, group.kind), raw.isfinite().all(1).logical_not()
 
     def _raw(self, hidden: torch.Tensor, group: "_Group") -> torch.Tensor:
-        params = group.params
+        kind = group.kind
         if self.held is None or group.lengths is None:
             chosen = hidden[group.index]
         else:
             chosen = self.held[group.index]
             if self._config.pooling == "mean":
                 chosen = chosen / group.lengths[:, None]
-        if params.task == "classify":
+        if kind.task == "classify":
             return self._model.classify(chosen.to(hidden.dtype))
-        return chosen[:, : self._config.width(params.task, params.dimensions)].float()
+        return chosen[:, : self._config.width(kind.task, kind.dimensions)].float()
 
-    def _activated(self, raw: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        if not params.use_activation:
+    def _activated(self, raw: torch.Tensor, kind: "_Kind") -> torch.Tensor:
+        if not kind.use_activation:
             return raw
-        if params.task != "classify":
+        if kind.task != "classify":
             # The device's norm, whose bits for a row do not depend on other rows.
             norm = self._model.build.ops.rms_norm
             return norm(raw.contiguous(), None, _EPSILON) * raw.shape[1] ** -0.5 if self._config.normalize else raw
@@ -128,15 +139,32 @@ class Pooler:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Tokens that ``Pooler.held`` takes: int64 ``[n]`` indices among the step's tokens, and the row of each."""
+    """What ``Pooler.held`` takes of a step; all int64.
 
-    index: torch.Tensor
+    Attributes:
+        rows: ``[n]``: the rows that change.
+        index: the tokens that are taken, by row; None: all of the step.
+        terms: ``[n]``: number of terms of each row's sum; None: one token replaces the row.
+        joins: indices among the terms of each row's sum so far, ``[n]``, and of the tokens; None: all rows begin.
+    """
+
     rows: torch.Tensor
+    index: torch.Tensor | None
+    terms: torch.Tensor | None = None
+    joins: list[torch.Tensor] | None = None
+
+
+class _Kind(NamedTuple):
+    """The parameters that decide how values are computed, as in ``PoolingParams``."""
+
+    task: PoolingTask
+    dimensions: int
+    use_activation: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Requests with equal parameters, of which the step makes values.
+    """Requests of one kind, of which the step makes values.
 
     Attributes:
         parts: one for each request, in the order of ``index``.
@@ -145,7 +173,7 @@ class _Group:
         lengths: float32 ``[rows]``: number of tokens of each prompt.
     """
 
-    params: PoolingParams
+    kind: _Kind
     parts: list[PooledPart]
     index: torch.Tensor
     lengths: torch.Tensor | None = None

@@ -57,7 +57,7 @@ def save_model(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> An
 
 
 def save_embedding(folder: Path, name: str, mode: str, *, normalize: bool = True, **settings: Any) -> Any:
-    """Save a random model with the files of a bi-encoder, as ``save_bi_encoder`` does, and return transformers' model."""
+    """Save a random model of transformers with the files of a bi-encoder, and return it."""
     model = save_model(folder, name, **settings)
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
