@@ -15,6 +15,7 @@ from quire.launch.config.declared import check_range, check_ranges
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
+from quire.launch.config.pooling import for_model
 from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
 from quire.launch.config.speculative import parse_speculative
 from quire.launch.config.trace_options import crash_dump_dir, trace_path
@@ -22,6 +23,7 @@ from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, Spec
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
 from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints
@@ -52,7 +54,8 @@ def make_engine_config(
     if model is None:
         assert folder is not None
         model = _read_model(folder, with_weights=options.load_format != "dummy")
-    model = _quantised(options.quantization, model)
+    model = with_pooling(_quantised(options.quantization, model), options.pooling)
+    options = for_model(options, model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     speculative, num_drafts = _speculative(options, model)

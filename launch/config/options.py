@@ -53,6 +53,15 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
+    pooling: Annotated[
+        Literal["auto", "none", "last", "mean", "cls"],
+        Setting(
+            MODEL,
+            "how hidden states become vectors ([pooling](pooling.md)); auto: as the checkpoint's files say; none: the "
+            "server has no pooling; last, mean, cls: from the last token, the mean of all, or the first token, also "
+            "for a model that was made to generate text",
+        ),
+    ] = "auto"
     chat_template: Annotated[
         str | None,
         Setting(

@@ -16,6 +16,7 @@ from quire.launch.frontend.job import NO_JOB, Job
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.channel import Link
@@ -138,6 +139,7 @@ class ZmqEngineClient:
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
         job: Job = NO_JOB,
+        pooling: PoolingParams | None = None,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
         if self._channel is not None and self._channel.is_full:
@@ -157,6 +159,7 @@ class ZmqEngineClient:
             tenant=tenant,
             job_id=job.id,
             is_last_step=job.is_last_step,
+            pooling=pooling,
             hint=job.hint,
         )
         stream = self._session.add(request, on_update, root)

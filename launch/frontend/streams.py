@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.new_rows import NewRows
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
@@ -33,9 +35,9 @@ class Stream:
     """
 
     __slots__ = (
-        "_num_deaths", "_num_tokens_at_death", "_prompt_logprobs", "_update", "admitted", "error", "handle",
-        "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over", "parent", "request",
-        "request_id", "tokens", "was_introduced",
+        "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
+        "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over",
+        "parent", "request", "request_id", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +61,8 @@ class Stream:
         self.over = False
         self._update = Update(known) if known else None
         self._prompt_logprobs: LogprobArrays | None = None
+        self._pooled: NewRows[np.float32] | None = None
+        self._experts: NewRows[np.int32] | None = None
 
     def take(self) -> Update | None:
         """Return the update since the last call, or None; raise the stream's error if there is one."""
@@ -70,6 +74,10 @@ class Stream:
             update.num_cached_tokens = self.num_cached_tokens
             update.admitted = self.admitted
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+            if self._pooled is not None and update.ended is EndReason.STOPPED:
+                update.pooled = self._pooled.take()
+            if self._experts is not None:
+                update.routed_experts = self._experts.take()
         return update
 
     def submission(self, link_number: int) -> AddRequest:
@@ -108,6 +116,22 @@ class Stream:
         """
         if not self.muted and not self.num_output_tokens:
             self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
+
+    def place_pooled(self, start: int, rows: npt.NDArray[np.float32]) -> None:
+        """Keep vectors or scores, of which these begin at row ``start``, for the last update."""
+        if not self.muted:
+            self._pooled = self._pooled or NewRows()
+            self._pooled.add(start, rows)
+
+    def place_experts(self, start: int, rows: npt.NDArray[np.int32]) -> None:
+        """Keep the routed experts of the positions from ``start`` on for the next update, after its tokens were added.
+
+        The last token has none: it may be followed by others that were computed and do not count.
+        """
+        if not self.muted:
+            most = len(self.request.prompt_token_ids) + len(self.tokens) - 1
+            self._experts = self._experts or NewRows()
+            self._experts.add(start, rows[: max(most - start, 0)])
 
     def add(self, token: int) -> None:
         """Add an output token to the unread update. Called once per token of each stream."""
@@ -192,6 +216,12 @@ class StreamTable:
             touched = self._apply_tokens(handles, message.tokens.tolist())
             if message.logprobs is not None:
                 self._apply_logprobs(message.logprobs, handles)
+        if message.pooled is not None:
+            for handle, start, rows in message.pooled.parts():
+                self._by_handle[handle].place_pooled(start, rows)
+        if message.routed_experts is not None:
+            for handle, start, experts in message.routed_experts.parts():
+                self._by_handle[handle].place_experts(start, experts)
         for handle, found in message.hypotheses:
             self._by_handle[handle].pending().hypotheses = found
         for ended in message.ended:

@@ -27,6 +27,7 @@ from quire.launch.http.stored.response_peers import ResponsePeers, peer_address,
 from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import choose_format
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
@@ -127,6 +128,7 @@ class FrontEnd:
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
                 session_peers={index: session_address(self._directory, index) for index in self._others},
+                capabilities=Capabilities(config.model.generates, config.model.pooling),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),
         )

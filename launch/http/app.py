@@ -31,6 +31,7 @@ from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
 from quire.launch.http.routes.fork import fork, fork_here
 from quire.launch.http.routes.models import list_models, show_model
+from quire.launch.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
 from quire.launch.http.routes.sessions import open_session, session
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
@@ -102,6 +103,11 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/requests/{id:path}/fork", fork),
     ("POST", "/v1/sessions", open_session),
     ("GET DELETE", "/v1/sessions/{id}", session),
+    ("POST", "/v1/embeddings", embeddings),
+    *(("POST", path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(("POST", path, score) for path in ("/score", "/v1/score")),
+    *(("POST", path, classify) for path in ("/classify", "/v1/classify")),
+    ("POST", "/pooling", pooling),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/tokenizer_info", tokenizer_info),

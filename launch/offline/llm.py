@@ -2,49 +2,43 @@
 
 import atexit
 import secrets
-import threading
 import weakref
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import numpy as np
-from tqdm import tqdm
-
-from quire.launch.adapters.reader import AdapterReader
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
 from quire.launch.frontend.job import Job
-from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
+from quire.launch.offline.calls import Calls, LoRAInput, OnText
 from quire.launch.offline.engine_thread import EngineThread
 from quire.launch.offline.jobs import JobIds, jobs_for
 from quire.launch.offline.lora_request import LoRARequest, adapters_for
+from quire.launch.offline.pooling_calls import PoolingCalls, PoolingOptions, Prompts
+from quire.launch.offline.pooling_output import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    EncodeRequestOutput,
+    RerankResult,
+    ScoringOutput,
+)
+from quire.launch.offline.prompt_input import PromptInput, is_single, priorities_for
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
-from quire.launch.offline.running import Reading, RunningRequest, begin, num_shared
-from quire.launch.offline.session import OfflineSession, PromptInput
+from quire.launch.offline.running import RunningRequest, num_shared
+from quire.launch.offline.session import OfflineSession
 from quire.launch.supervision.supervisor import Supervisor
 from quire.launch.text.messages import check_messages
 from quire.launch.text.prompts import (
-    Prompt,
-    check_params,
     check_template_variables,
     encode_messages,
-    encode_prompt,
-    tokenize_bad_words,
 )
 from quire.launch.text.text_in import ChatOptions, TextIn
-from quire.launch.text.text_out import TokenTexts
-from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig
-from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.request import plugins
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.pooling_config import PoolingTask
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
-from quire.protocol.wire.front_end_messages import Control, Statistics
-
-LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
-OnText = Callable[[int, str], None]
+from quire.protocol.wire.front_end_messages import Control
 
 
 class LLM:
@@ -82,17 +76,13 @@ class LLM:
         markers = (config.thinking_start_token_ids, config.thinking_end_token_ids)
         text_in.protect(text_in.decode(ids, skip_special_tokens=False) for ids in markers)
         self._text_in = text_in
-        self._token_texts = TokenTexts(text_in.tokenizer)
-        self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
-        self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
-        self._lock = threading.Lock()
-        self._num_requests = self._num_sessions = 0
-        self._client: BlockingClient | None = None
+        self._calls = Calls(config, text_in)
+        self._pooling = PoolingCalls(self._calls.capabilities, self._calls.pool)
         self._engine = EngineThread(
             lambda on_new_scheduler: Supervisor(config, quiet=quiet, on_new_scheduler=on_new_scheduler)
         )
         atexit.register(_close_if_alive, weakref.ref(self))
-        self._client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
+        self._calls.client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
 
     def __enter__(self) -> "LLM":
         return self
@@ -103,9 +93,7 @@ class LLM:
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
         self._text_in.close()
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._calls.close()
         self._engine.close()
 
     def generate(
@@ -141,10 +129,10 @@ class LLM:
             AdapterError: the adapter cannot be used, with its folder and the reason.
             EngineError: the engine has failed.
         """
-        many: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        encoded = [self._encode(prompt) for prompt in many]
+        many: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+        encoded = [self._calls.encode(prompt) for prompt in many]
         jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
+        return self._calls.run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
 
     def beam_search(
         self,
@@ -194,7 +182,7 @@ class LLM:
         options = ChatOptions(variables=variables, tools=tools)
         encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
         jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
-        return self._run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
+        return self._calls.run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
 
     def start(
         self,
@@ -215,11 +203,11 @@ class LLM:
             AdapterError: as ``generate``.
             EngineError: the engine has failed.
         """
-        encoded, (params,) = self._encode(prompt), self._params_for(sampling_params, 1)
-        (order,) = _priorities_for(priority, 1)
+        encoded, (params,) = self._calls.encode(prompt), self._calls.params_for(sampling_params, 1)
+        (order,) = priorities_for(priority, 1)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        (adapter,) = adapters_for(lora_request, 1, self._adapters)
-        return self._begin(encoded, params, order, seed_for_sample(seed, 0), adapter=adapter)
+        (adapter,) = adapters_for(lora_request, 1, self._calls.adapters)
+        return self._calls.begin(encoded, params, order, seed_for_sample(seed, 0), adapter=adapter)
 
     def fork(
         self,
@@ -246,122 +234,104 @@ class LLM:
         """
         params = request.params
         if sampling_params is not None:
-            (params,) = self._params_for(sampling_params, 1)
+            (params,) = self._calls.params_for(sampling_params, 1)
         check_int("n", n, 1, MAX_N)
         first = secrets.randbits(64) if seed is None else check_int("seed", seed, -(2**63), 2**64 - 1)
         fork = {"parent": request, "num_shared": num_shared(request, num_tokens, params)}
         order = request.sequence.stream.request.priority
-        return [self._begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
+        return [self._calls.begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        prompt_name: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt. ``options``: as of PoolingOptions, for all of these methods.
+
+        Args:
+            prompts: as of ``generate``.
+            dimensions: entries of a vector that are kept, the first ones; None: all.
+            normalize: make the vectors 1 long, if the model does.
+            prompt_name: the model's prompt that is put before each text; None: the model's default.
+
+        Raises:
+            InvalidRequest: the model makes no vectors, or a prompt or an option is refused; the call is aborted.
+            EngineError: the engine has failed.
+        """
+        return self._pooling.embed(prompts, dimensions, prompt_name, options, normalize=normalize)
+
+    def encode(
+        self,
+        prompts: Prompts,
+        task: PoolingTask = "token_embed",
+        *,
+        prompt_name: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[EncodeRequestOutput]:
+        """Return what any task of the model makes of each prompt: by default a vector for each token."""
+        return self._pooling.encode(prompts, task, prompt_name, options)
+
+    def classify(
+        self, prompts: Prompts, *, use_activation: bool = True, **options: Unpack[PoolingOptions]
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the labels for each prompt; without the activation, the head's values."""
+        return self._pooling.classify(prompts, options, use_activation=use_activation)
+
+    def score(
+        self,
+        text_1: str | list[str],
+        text_2: str | list[str],
+        *,
+        instruction: str = "",
+        use_activation: bool = True,
+        **options: Unpack[PoolingOptions],
+    ) -> list[ScoringOutput]:
+        """Return the scores of one text with one or more others, or of each text with its counterpart.
+
+        ``instruction``: for rerankers with a template for it (Qwen3-Reranker); "": the model's own.
+        """
+        return self._pooling.score(text_1, text_2, instruction, options, use_activation=use_activation)
+
+    def rerank(
+        self,
+        query: str,
+        documents: list[str],
+        top_n: int = 0,
+        *,
+        instruction: str = "",
+        use_activation: bool = True,
+        **options: Unpack[PoolingOptions],
+    ) -> list[RerankResult]:
+        """Return the ``top_n`` best documents for the query, the best first; 0: all. Otherwise as ``score``."""
+        return self._pooling.rerank(query, documents, top_n, instruction, options, use_activation=use_activation)
 
     def session(self) -> OfflineSession:
         """Open a session: a prompt that is given in pieces, with answers in between."""
-        with self._lock:
-            self._num_sessions += 1
-            name = f"session-{self._num_sessions}"
+        name = self._calls.new_session_name()
         job = Job(name, hint="session")
         return OfflineSession(
             name,
-            lambda prompt, special: self._encode(prompt, add_special_tokens=special),
-            lambda prompt, params: self._run([prompt], params, None, False, None, None, [job])[0],
+            lambda prompt, special: self._calls.encode(prompt, add_special_tokens=special),
+            lambda prompt, params: self._calls.run([prompt], params, None, False, None, None, [job])[0],
             self._text_in,
             self,
         )
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the engine's sampling parameters with those that ``generation_config`` changes."""
-        given: dict[str, Any] = dict(self.config.sampling_defaults)
-        return SamplingParams(**given)
+        return self._calls.default_params()
 
     def statistics(self) -> EngineStatistics:
         """Return counters since the start, and current gauges."""
-        return EngineStatistics.of(self._ask(Control("statistics", 1)))
+        return EngineStatistics.of(self._calls.ask(Control("statistics", 1)))
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False if requests hold blocks, without dropping any."""
-        return self._ask(Control("reset_prefix_cache", 1)).done
-
-    def _ask(self, control: Control) -> Statistics:
-        with self._lock:
-            return self._open_client().ask(control)
-
-    def _begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **more: Any) -> RunningRequest:
-        with self._lock:
-            reading = Reading(self._open_client(), self._text_in, self._token_texts, self._lock)
-            self._num_requests += 1
-            return begin(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **more)
-
-    # ---- one call of generate
-
-    def _encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
-        if isinstance(prompt, Mapping):
-            keys = set(prompt) & {"prompt", "prompt_token_ids"}
-            if len(prompt) != 1 or not keys:
-                raise InvalidRequest('a prompt must be {"prompt": str} or {"prompt_token_ids": [...]}', "prompt")
-            prompt = prompt[keys.pop()]
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, str | list):
-            raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
-        return encode_prompt(prompt, self._text_in, self, add_special_tokens=add_special_tokens)
-
-    def _params_for(
-        self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        one = self.default_sampling_params() if given is None else given
-        params = [one] * num_prompts if isinstance(one, SamplingParams) else list(one)
-        if len(params) != num_prompts:
-            raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
-        for each in params:
-            check_params(each, self)
-            plugins.check_params(self._processors, each)
-        return [tokenize_bad_words(each, self._text_in, self) for each in params]
-
-    def _run(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | ListLike[SamplingParams] | None,
-        priority: int | ListLike[int] | None,
-        use_tqdm: bool,
-        on_text: OnText | None,
-        lora_request: LoRAInput,
-        jobs: list[Job],
-    ) -> list[RequestOutput]:
-        each_params = self._params_for(params, len(prompts))
-        each_priority = _priorities_for(priority, len(prompts))
-        each_adapter = adapters_for(lora_request, len(prompts), self._adapters)
-        with self._lock:
-            first = self._num_requests + 1
-            self._num_requests += len(prompts)
-            requests = [
-                BatchRequest(f"offline-{first + i}", *each)
-                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, jobs, strict=True))
-            ]
-            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
-            try:
-                with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
-                    batch.finish(bar)
-            except BaseException:
-                batch.abort()
-                raise
-            return batch.outputs
-
-    def _open_client(self) -> BlockingClient:
-        if self._client is None:
-            raise EngineError("this LLM is closed")
-        return self._client
-
-
-def _is_single(prompts: Any) -> bool:
-    if isinstance(prompts, str | Mapping | np.ndarray):
-        return True
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int | np.integer)
-
-
-def _priorities_for(given: int | ListLike[int] | None, num_prompts: int) -> list[int]:
-    each = list(given) if isinstance(given, ListLike) else [0 if given is None else given] * num_prompts
-    if len(each) != num_prompts:
-        raise InvalidRequest(f"{len(each)} priorities for {num_prompts} prompts", "priority")
-    return [check_int("priority", value, MIN_PRIORITY, MAX_PRIORITY) for value in each]
+        return self._calls.ask(Control("reset_prefix_cache", 1)).done
 
 
 def _close_if_alive(ref: "weakref.ref[LLM]") -> None:

@@ -1,5 +1,6 @@
-"""Answers of a running server for ``quire chat`` and ``quire generate``, streamed over HTTP."""
+"""What a running server answers ``quire chat``, ``quire generate`` and ``quire embed`` over HTTP."""
 
+import base64
 import http.client
 import json
 import os
@@ -17,6 +18,15 @@ from quire.protocol.request.sampling_params import SamplingParams
 TIMEOUT_S = 600.0
 """Seconds without any data from the server, after which a request fails."""
 MAX_EVENT_BYTES = 2**20
+
+
+class _Vector(msgspec.Struct):
+    embedding: str | None = None
+    error: dict[str, Any] | None = None
+
+
+class _Vectors(msgspec.Struct):
+    data: list[_Vector]
 
 
 class RemoteModel:
@@ -55,6 +65,28 @@ class RemoteModel:
     def generate(self, prompt: str, params: SamplingParams, on_text: OnText) -> TerminalAnswer:
         """Complete ``prompt``; otherwise as ``chat``."""
         return self._run("/v1/completions", {"prompt": prompt}, params, on_text)
+
+    def embed(self, texts: list[str], fields: dict[str, Any]) -> list[bytes | str]:
+        """Return the vector of each text, as little-endian float32, or the reason why it has none.
+
+        ``fields``: further ones of the request.
+
+        Raises:
+            ConfigError: the server refused the request.
+            EngineError: the server failed, or the connection ended before the response did.
+        """
+        body = {"model": self.name, "input": texts, "encoding_format": "base64", **fields}
+        try:
+            with self._open("/v1/embeddings", body) as response:
+                entries = msgspec.json.decode(response.read(), type=_Vectors).data
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+            raise EngineError(f"the connection failed: {error}") from None
+        return [
+            str((entry.error or {}).get("message", "failed"))
+            if entry.embedding is None
+            else base64.b64decode(entry.embedding)
+            for entry in entries
+        ]
 
     def _run(self, path: str, fields: dict[str, Any], params: SamplingParams, on_text: OnText) -> TerminalAnswer:
         body = {"model": self.name, **fields, **_fields(params), "stream": True}

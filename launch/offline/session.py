@@ -1,8 +1,9 @@
 """An open session of the offline API: input that is given in pieces, with answers in between."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from quire.launch.offline.prompt_input import PromptInput
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.sessions.chat_piece import check_kind, encode_chat_piece
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece
@@ -12,7 +13,6 @@ from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 
-PromptInput = str | list[int] | Mapping[str, Any]
 Encode = Callable[[PromptInput, bool], Prompt]
 """Returns the tokens of a prompt; whether with the special tokens that the tokenizer adds to text."""
 Run = Callable[[Prompt, SamplingParams | None], RequestOutput]

@@ -68,10 +68,7 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
     if args.url is not None:
         if args.lora is not None:
             raise ConfigError("--url cannot be combined with --lora: give the adapter's name on the server as MODEL")
-        own = [name for name, value in _keywords(options).items() if value != getattr(EngineOptions(), name)]
-        if set(own) - {"model"}:
-            flag = sorted(set(own) - {"model"})[0].replace("_", "-")
-            raise ConfigError(f"--url cannot be combined with --{flag}: the server has settings of its own")
+        check_no_engine_flags(options)
         yield RemoteModel(args.url, options.model, args.server_key)
         return
     if sys.stderr.isatty():
@@ -84,6 +81,14 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
         keywords["enable_lora"] = True
     with LLM(**keywords) as llm:
         yield LocalModel(llm, adapter)
+
+
+def check_no_engine_flags(options: EngineOptions) -> None:
+    """Raise ConfigError for a setting of an engine, which the server at --url has already."""
+    own = [name for name, value in _keywords(options).items() if value != getattr(EngineOptions(), name)]
+    if set(own) - {"model"}:
+        flag = sorted(set(own) - {"model"})[0].replace("_", "-")
+        raise ConfigError(f"--url cannot be combined with --{flag}: the server has settings of its own")
 
 
 def _next_line() -> str:

@@ -247,7 +247,9 @@ class _Load:
                 self._progress(self._now(), self._counts["ended"])
 
     def _fit(self, call: Call) -> tuple[int, str]:
-        """Return the number of prompt tokens to send, and the reason if the prompt is too long to send."""
+        """Return the number of prompt tokens to send, and the reason if the prompt is too long to send, or pooled."""
+        if call.pooling is not None:
+            return 0, "a pooled request, which a live run does not send"
         limits = []
         if self._server.context is not None:
             limits.append((self._server.context - call.num_output_tokens, "the server's context"))

@@ -9,7 +9,10 @@ import msgspec
 
 from quire.protocol.errors import printable
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"),
+)
 MAX_LINE_BYTES = 32 * 2**20
 """A line is read at once; the server limits bodies to the same size."""
 
@@ -100,7 +103,7 @@ def parse_line(text: bytes, number: int) -> Request | InvalidLine:
         return InvalidLine(f"method must be POST (got {printable(request.method)})", known)
     if request.url not in URLS:
         allowed = f"url must be one of {', '.join(URLS)} (got {printable(request.url)})"
-        return InvalidLine(f"{allowed}: this command generates text only", known)
+        return InvalidLine(allowed, known)
     if body.stream:
         return InvalidLine("body.stream must be false: each result is one line", known)
     return request

@@ -54,11 +54,13 @@ class Prompt:
     until: Callable[[], Callable[[str], bool]] | None = None
 
 
-def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
+def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:
     """Split OpenAI's prompt field: a string, a list of token ids, or a list of either.
 
+    ``most``: the largest number of prompts; None: any, for callers that submit a few at a time.
+
     Raises:
-        InvalidRequest: another type, no prompts, or more than ``MAX_PROMPTS``.
+        InvalidRequest: another type, no prompts, or more than ``most``.
     """
     if isinstance(value, str):
         return [value]
@@ -69,8 +71,8 @@ def split_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
     # If the first element is neither a string nor a list, this is one prompt of ids; encode_prompt checks their types.
     if not isinstance(value[0], str | list):
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"{param} must hold at most {MAX_PROMPTS} prompts (got {len(value)})", param)
+    if most is not None and len(value) > most:
+        raise InvalidRequest(f"{param} must hold at most {most} prompts (got {len(value)})", param)
     if not all(isinstance(item, type(value[0])) for item in value):
         raise InvalidRequest(f"{param} must hold either strings or lists of token ids", param)
     return value

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from quire.launch.text.chat_template import (
     MARK_END,
@@ -67,6 +67,8 @@ class TextIn:
         """The checkpoint's description of its answers; see ``parsing/``."""
         self.tokenizer_info: Mapping[str, str] = {}
         """The tokenizer's class, and special tokens such as ``eos_token``, of the checkpoint's configuration."""
+        self.truncation_side: Literal["left", "right"] = "right"
+        """The end of a text that is cut off, if the text may be truncated and the request does not say which."""
         self.is_slow = False
         """Whether a short text took SLOW_SECONDS; see ``_encode``."""
         self._plain: Tokenizer | None = None
@@ -120,6 +122,8 @@ class TextIn:
         config = _read_config(folder)
         text_in = cls(tokenizer, _load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
+        if config.get("truncation_side") == "left":
+            text_in.truncation_side = "left"
         kind = config.get("tokenizer_class")
         named = {"tokenizer_class": kind} if isinstance(kind, str) else {}
         text_in.tokenizer_info = named | _special_variables(config)
@@ -158,6 +162,19 @@ class TextIn:
         if max_tokens is not None:
             self._refuse_overlong(tokenizer, text, max_tokens, param)
         return self._encode(tokenizer, text, add_special_tokens, param)
+
+    def encoding(
+        self, text: str, *, max_tokens: int | None = None, param: str = "prompt", is_plain: bool = False
+    ) -> Encoding:
+        """Return the tokens of a raw text, without special tokens around it, and their offsets in characters.
+
+        Otherwise as ``encode``. ``is_plain``: special tokens in the text stay plain text.
+        """
+        tokenizer = self._require_tokenizer(param)
+        if max_tokens is not None:
+            self._refuse_overlong(tokenizer, text, max_tokens, param)
+        used = self._plain if is_plain and self._plain is not None else tokenizer
+        return self._encoding(used, text, False, param, with_places=True)
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
         """Return the token ids of a conversation; see ``render_chat``."""
@@ -267,7 +284,13 @@ class TextIn:
         return [token for char in text for token in self._encode(tokenizer, char, False)]
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Return the token ids of a text.
+        ids: list[int] = self._encoding(tokenizer, text, add_special_tokens, param).ids
+        return ids
+
+    def _encoding(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str, *, with_places: bool = False
+    ) -> Encoding:
+        """Return the tokens of a text. ``with_places``: with their offsets in it.
 
         ``encode`` holds the interpreter lock until it is done, which would delay every other stream if the text is long
         or the tokenizer slow.
@@ -275,8 +298,9 @@ class TextIn:
         began = time.thread_time()
         try:
             if len(text) > LONG_TEXT_CHARS or self.is_slow:
-                return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+                encode = tokenizer.encode_batch if with_places else tokenizer.encode_batch_fast
+                return encode([text], add_special_tokens=add_special_tokens)[0]
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the library panics, not with an Exception, if a checkpoint's regex takes too long
@@ -286,7 +310,6 @@ class TextIn:
             if len(text) <= LONG_TEXT_CHARS and not self.is_slow and time.thread_time() > began + SLOW_SECONDS:
                 self.is_slow = True
                 log.warning("the tokenizer is slow: every text is processed in a thread")
-        return ids
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

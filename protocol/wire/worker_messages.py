@@ -142,7 +142,7 @@ class Ready(Message, frozen=True, tag=40):
     """The worker can run steps.
 
     Attributes:
-        num_blocks: size of the pool per group, the null block included.
+        num_blocks: size of the pool per group, the null block included; empty for a model that keeps no KV.
         page_bytes: bytes of a page of this rank, which holds one block; 0 if it cannot store blocks in pages.
     """
 
@@ -152,9 +152,14 @@ class Ready(Message, frozen=True, tag=40):
     page_bytes: int = 0
 
     @property
+    def pool_size(self) -> int:
+        """Blocks of the pool that all groups share; without groups 2, of which one is the null block and one unused."""
+        return min(self.num_blocks, default=2)
+
+    @property
     def detail(self) -> dict[str, float]:
         """The seconds of the start, and the size of the pool without the null block."""
-        pool = {"kv_blocks": min(self.num_blocks) - 1, "block_size": self.plan.block_size}
+        pool = {"kv_blocks": min(self.num_blocks, default=1) - 1, "block_size": self.plan.block_size}
         return {**self.timings, "kv_cache_bytes": self.plan.kv_cache, **pool}
 
 

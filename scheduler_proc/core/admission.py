@@ -6,10 +6,14 @@ from typing import Protocol
 import numpy as np
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
+from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -21,6 +25,8 @@ from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 MAX_REQUEST_ID = 256
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
+NO_SAMPLING = SamplingParams()
+"""Sampling parameters of all pooled requests, which do not use them."""
 
 
 class Refusal(Exception):
@@ -60,6 +66,8 @@ class ArrivalFields(Protocol):
     @property
     def is_last_step(self) -> bool: ...
     @property
+    def pooling(self) -> PoolingParams | None: ...
+    @property
     def hint(self) -> str: ...
 
 
@@ -77,18 +85,19 @@ class Admission:
         """Return the Request for ``event``, without a handle. ``parent``: the request from which it is forked.
 
         Raises:
-            Refusal: the request could never generate one token, or a field is out of range.
+            Refusal: the request could never generate one token or a vector, or a field is out of range.
         """
         config = self.config
         self.check_order(event)
         self.check_adapter(event.adapter)
+        self.check_task(event, len(event.prompt_token_ids))
         self._check_fields(event)
         if event.forked_from:
             return self._fork(event, client, parent)
         self._check_prompt(event)
         owner = event.tenant if config.isolate_prefix_cache_by_key else 0
         digest = "" if event.adapter is None else event.adapter.digest.hex()
-        chain = self._hasher.chain(event.cache_salt, digest, tenant=owner) if config.enable_prefix_caching else None
+        chain = self._hasher.chain(event.cache_salt, digest, tenant=owner) if self.kv.pool.enable_caching else None
         request = self.build(event, client, Tokens(_known_tokens(event), chain), len(event.prompt_token_ids))
         if event.sampling.repetition_detection is not None:
             delivered = () if event.output_token_ids is None else event.output_token_ids.tolist()
@@ -128,20 +137,56 @@ class Admission:
                 text = f"the {what} of an adapter must have at most {most} characters (got {len(text)})"
                 raise Refusal("invalid_value", "model", text)
 
-    def check_length(self, num_prompt_tokens: int) -> None:
-        """Raise Refusal unless the prompt and one token fit into the context and the block pool."""
+    def check_task(self, event: ArrivalFields, num_prompt_tokens: int) -> None:
+        """Raise Refusal unless the model does what the request asks for, and the rows of a pooled one are not too many.
+
+        ``num_prompt_tokens``: of a pooled request.
+        """
+        params, can = event.pooling, self.config.model.pooling
+        tasks = "none" if can is None else ", ".join(can.tasks)
+        if params is None:
+            if not self.config.model.generates:
+                raise Refusal("unsupported", "", f"this model cannot generate tokens; its pooling tasks: {tasks}")
+            return
+        if can is None or params.task not in can.tasks:
+            raise Refusal("unsupported", "task", f"this model cannot {params.task}; its pooling tasks: {tasks}")
+        if params.dimensions and params.task == "classify":
+            text = f"dimensions cannot be combined with task classify (got {params.dimensions})"
+            raise Refusal("invalid_value", "dimensions", text)
+        if params.dimensions > can.size:
+            text = f"dimensions must be from 1 to {can.size}, the model's own (got {params.dimensions})"
+            raise Refusal("invalid_value", "dimensions", text)
+        if params.dimensions and can.matryoshka_dimensions and params.dimensions not in can.matryoshka_dimensions:
+            allowed = ", ".join(map(str, can.matryoshka_dimensions))
+            raise Refusal(
+                "invalid_value", "dimensions", f"dimensions must be one of {allowed} (got {params.dimensions})"
+            )
+        num_rows = num_prompt_tokens if params.task == "token_embed" else 1
+        num_bytes = 4 * num_rows * can.width(params.task, params.dimensions)
+        if num_bytes > MAX_SIDE_BYTES:
+            text = (
+                f"the vectors of {num_rows} tokens have {num_bytes} bytes, more than the {MAX_SIDE_BYTES} that a "
+                "request may have: shorten the prompt or lower dimensions"
+            )
+            raise Refusal("invalid_value", "prompt", text)
+
+    def check_length(self, num_prompt_tokens: int, *, is_pooled: bool = False) -> None:
+        """Raise Refusal unless the prompt, and one token if it is not pooled, fit into the context and the KV pool."""
         config, kv = self.config, self.kv
         if num_prompt_tokens < 1:
             raise Refusal("invalid_value", "prompt", "prompt must have at least 1 token")
-        if num_prompt_tokens + 1 > config.max_model_len:
+        num_tokens = num_prompt_tokens + (not is_pooled)
+        if num_tokens > config.max_model_len:
+            what = "of a prompt" if is_pooled else "for prompt and output"
             text = (
-                f"This model's maximum context length is {config.max_model_len} tokens for prompt and output; "
+                f"This model's maximum context length is {config.max_model_len} tokens {what}; "
                 f"the prompt has {num_prompt_tokens}"
             )
             raise Refusal("context_length_exceeded", "prompt", text)
-        if num_prompt_tokens + 1 > kv.max_tokens:
-            needed, present = kv.num_blocks_for(num_prompt_tokens + 1), kv.pool.num_usable_blocks
-            text = f"the prompt and one token need {needed} KV blocks; the pool has {present}"
+        if num_tokens > kv.max_tokens:
+            needed, present = kv.num_blocks_for(num_tokens), kv.pool.num_usable_blocks
+            what = "needs" if is_pooled else "and one token need"
+            text = f"the prompt {what} {needed} KV blocks; the pool has {present}"
             raise Refusal("kv_pool_too_small", "prompt", text)
 
     def _check_fields(self, event: AddRequest) -> None:
@@ -170,15 +215,21 @@ class Admission:
             raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
 
     def _check_prompt(self, event: AddRequest) -> None:
-        vocab_size = self.config.model.vocab_size
-        self.check_length(len(event.prompt_token_ids))
-        for known in (event.prompt_token_ids, event.output_token_ids):
+        vocab_size, delivered = self.config.model.vocab_size, event.output_token_ids
+        if event.pooling is not None and delivered is not None and len(delivered):
+            text = f"a request with pooling has no output (got {len(delivered)} tokens)"
+            raise Refusal("invalid_value", "output_token_ids", text)
+        self.check_length(len(event.prompt_token_ids), is_pooled=event.pooling is not None)
+        for known in (event.prompt_token_ids, delivered):
             if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
                 worst = known.min() if known.min() < 0 else known.max()
                 raise Refusal("invalid_value", "prompt", f"token ids must be from 0 to {vocab_size - 1} (got {worst})")
 
     def _fork(self, event: AddRequest, client: int, parent: Request | None) -> Request:
         """Return a request with the known tokens of its parent."""
+        if event.pooling is not None or (parent is not None and parent.pooling is not None):
+            text = "forked_from cannot be combined with pooling, neither of this request nor of the one to fork"
+            raise Refusal("unsupported_value", "forked_from", text)
         if parent is None:
             text = f"there is no request {event.forked_from!r} to fork"
             raise Refusal("parent_not_found", "forked_from", text)
@@ -225,6 +276,8 @@ class Admission:
         parent: Request | None = None,
     ) -> Request:
         """Return the Request, with the adapter of its parent if it is forked from one."""
+        if event.pooling is not None:
+            return self._build_pooled(event, event.pooling, client, tokens, num_prompt_tokens)
         sampling, config = event.sampling, self.config
         eos = () if sampling.ignore_eos else config.model.eos_token_ids
         # The KV of the last token is never needed, so a sequence can have one token more than the pool has positions.
@@ -252,12 +305,54 @@ class Admission:
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
         return request
 
+    def _build_pooled(
+        self, event: ArrivalFields, pooling: PoolingParams, client: int, tokens: TokenStore, num_prompt_tokens: int
+    ) -> Request:
+        """Return a Request that samples nothing, and belongs to no program."""
+        request = Request(
+            client=client,
+            request_id=event.request_id,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=NO_SAMPLING,
+            seed=event.seed,
+            stop_tokens=frozenset(),
+            max_total_tokens=num_prompt_tokens + 1,  # the placeholder of the vector
+            priority=event.priority,
+            arrival=event.arrival,
+            tenant=event.tenant if self.config.fair_admission else 0,
+            adapter=self._adapters.find(event.adapter),
+            pooling=pooling,
+        )
+        can = self.config.model.pooling
+        request.skip_reading_prefix_cache = can is not None and can.needs_every_token(pooling.task)
+        return request
+
     def _program(self, event: ArrivalFields, tokens: TokenStore) -> Program | None:
         hashes, count, again = tokens.block_hashes, len(tokens), event.resubmitted
         try:
             return self._programs.find(event.tenant, event.job_id, hashes, count, resubmitted=again)
         except JobEnded as error:
             raise Refusal("job_ended", "job_id", str(error)) from None
+
+
+def check_layout_fits(config: EngineConfig, layout: KVLayout) -> None:
+    """Raise ConfigError if a model that keeps no KV is to generate tokens, or to compute a part of a prompt."""
+    if layout.groups:
+        return
+    if config.model.generates:
+        raise ConfigError("a model without a KV cache cannot generate tokens")
+    if config.enable_chunked_prefill or config.long_prefill_token_threshold:
+        raise ConfigError(
+            "a model without a KV cache computes whole prompts: it needs enable_chunked_prefill False and "
+            f"long_prefill_token_threshold 0 (got {config.enable_chunked_prefill}, "
+            f"{config.long_prefill_token_threshold})"
+        )
+    if config.max_num_batched_tokens < config.max_model_len:
+        raise ConfigError(
+            "a model without a KV cache computes whole prompts: max_num_batched_tokens must be at least "
+            f"max_model_len, which is {config.max_model_len} (got {config.max_num_batched_tokens})"
+        )
 
 
 def _known_tokens(event: AddRequest) -> Int32:

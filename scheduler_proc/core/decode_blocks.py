@@ -31,7 +31,7 @@ class SteadyBlockAllocator:
         self._num_skipped = [manager.num_skipped_blocks for manager in windows]
         self._window = windows[0].window if windows else 0
         self._num_full = len(managers) - len(windows)
-        self._block_size = managers[0].block_size
+        self._block_size = kv.block_size
         self._is_regular = (
             len({manager.block_size for manager in managers}) == 1
             and all(manager.window == self._window for manager in windows)

@@ -75,7 +75,7 @@ class TokenEndings:
         return SearchEnding(ending, sum(len(each.tokens) for each in found), found)
 
     def bad_row_detail(self, handle: int) -> str:
-        return "numerical_error: the model's logits are not finite"
+        return "numerical_error: the model's logits or hidden states are not finite"
 
 
 def length_ending(request: Request) -> Ending | None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.steady_decode import SteadyBatch
 from quire.scheduler_proc.core.step import StepRow
@@ -49,6 +51,7 @@ class InFlightStep:
         retired: handles that become free when this step is answered.
         num_tokens: positions that the step computes if the proposer finds all ``num_drafts`` drafts.
         prefill: the positions that belong to prefills.
+        pooled: the rows of pooled requests.
         awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
@@ -58,9 +61,27 @@ class InFlightStep:
     num_tokens: int
     num_drafts: int = 0
     prefill: Prefill = NO_PREFILL
+    pooled: tuple[StepRow, ...] = ()
     steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False
+
+    def add(self, row: StepRow) -> bool:
+        """Count a row of the step, which is sent now, and advance its request. Returns whether it samples."""
+        request = row.request
+        if row.is_prefill:
+            start = request.num_computed_tokens
+            self.prefill += Prefill.between(start, start + row.num_tokens)
+        if request.pooling is not None:
+            self.pooled += (row,)
+            row.first = request.num_computed_tokens
+            row.pools = request.sent(row.num_tokens, 0)
+            return False
+        if not request.sent(row.num_tokens, row.num_drafts):
+            return False
+        row.samples = True
+        self.num_drafts += row.num_drafts
+        return True
 
     @property
     def constrained(self) -> list[StepRow]:
@@ -135,12 +156,13 @@ class Sampled:
 class StepsInFlight:
     """The queue of steps in flight, and the row order of the last result that contained handles."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, pooling: PoolingConfig | None = None) -> None:
         self.records: deque[InFlightStep] = deque()
         self.handles: Int32 = NO_HANDLES
         """Handles of the last result that contained handles; they apply to results without."""
         self._positions: dict[int, int] | None = {}
         self._vocab_size = vocab_size
+        self._pooling = pooling
         self.verified: SteadyBatch | None = None
         """The steady batch if no other request sampled in the last result; otherwise None."""
 
@@ -157,8 +179,11 @@ class StepsInFlight:
             self._positions = dict(zip(self.handles.tolist(), range(len(self.handles)), strict=True))
         return self._positions[handle]
 
-    def match(self, output: ModelRunnerOutput) -> tuple[InFlightStep, Sampled]:
+    def match(self, output: ModelRunnerOutput, *, is_opaque: bool = False) -> tuple[InFlightStep, Sampled]:
         """Validate the result of the oldest step; return that step, which the caller must remove, and its tokens.
+
+        Args:
+            is_opaque: the result is from a trace, which has no vectors.
 
         Raises:
             WorkerFault: ``output`` cannot be the result of the oldest step; nothing has changed.
@@ -175,12 +200,16 @@ class StepsInFlight:
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
-            _raise(output, _marks_fault(output, handles), "bad")
+            _raise(output, _marks_fault(record, output, handles), "bad")
         if output.logprobs is not None:
             token_handles = handles if output.counts is None else np.repeat(handles, output.counts)
             _raise(output, logprobs_fault(record, output, output.logprobs, token_handles, self._vocab_size))
         if output.prompt_logprobs is not None:
             _raise(output, prompt_logprobs_fault(record, output.prompt_logprobs, self._vocab_size))
+        if output.pooled is not None or (record.pooled and not is_opaque):
+            _raise(output, pooled_fault(record, output, self._pooling))
+        if output.routed_experts is not None:
+            _raise(output, experts_fault(record, output.routed_experts))
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
@@ -245,10 +274,15 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
             _raise(output, f"handle {handles[at]} has {counts[at]} tokens, expected 1 to {1 + verified[at]}")
 
 
-def _marks_fault(result: ModelRunnerOutput, handles: Int32) -> str | None:
-    marked = {*result.bad, *(handle for handle, _ in result.failed)}
-    extra = sorted(marked - set(handles.tolist()))
+def _marks_fault(record: InFlightStep, result: ModelRunnerOutput, handles: Int32) -> str | None:
+    pooled = {row.request.handle for row in record.pooled}
+    extra = sorted(_lost(result) - set(handles.tolist()) - pooled)
     return f"bad or failed handles that did not sample: {extra[:8]}" if extra else None
+
+
+def _lost(result: ModelRunnerOutput) -> set[int]:
+    """Return the handles whose part of the result does not count: their clients get an error."""
+    return {*result.bad, *(handle for handle, _ in result.failed)}
 
 
 def logprobs_fault(
@@ -271,8 +305,7 @@ def logprobs_fault(
         return f"log probabilities of {logprobs.arrays.width - 1} tokens at a position, but {most} were requested"
     if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
         return fault
-    # Values of bad and failed rows are not checked: their logits may not be finite, and their clients get an error.
-    lost = {*result.bad, *(handle for handle, _ in result.failed)}
+    lost = _lost(result)  # their values are not checked: the logits may not be finite
     arrays = logprobs.arrays
     if lost:
         arrays = arrays.take(np.array([handle not in lost for handle in handles], np.bool_))
@@ -295,3 +328,52 @@ def prompt_logprobs_fault(record: InFlightStep, prompts: PromptLogprobs, vocab_s
                 f"prompt logprobs of handle {handle} ({part}) outside of its {request.num_prompt_tokens} prompt tokens"
             )
     return prompts.arrays.shape_error(sum(counts), vocab_size)
+
+
+def pooled_fault(record: InFlightStep, result: ModelRunnerOutput, pooling: PoolingConfig | None) -> str | None:
+    """Return why the pooled rows of a result are not those of the step, or None. Values are not checked."""
+    pooled = result.pooled
+    handles = [] if pooled is None else pooled.handles
+    parts = {row.request.handle: _pooled_part(row, pooling) for row in record.pooled}
+    missing = {handle for handle, part in parts.items() if part is not None} - set(handles) - _lost(result)
+    if missing:
+        return f"no pooled rows for handles {sorted(missing)[:8]}"
+    if pooled is None:
+        return None
+    if (fault := pooled.shape_error()) is not None:
+        return f"pooled {fault}"
+    if len(set(handles)) < len(handles):
+        return "a handle occurs twice in the pooled rows"
+    for handle, start, count, width in zip(handles, pooled.starts, pooled.counts, pooled.widths, strict=True):
+        if (expected := parts.get(handle)) is None:
+            return f"pooled rows for handle {handle}, which has none in this step"
+        if (start, count, width) != expected:
+            found = (start, count, width)
+            return f"pooled rows of handle {handle} have start, count and width {found}, expected {expected}"
+    return None
+
+
+def _pooled_part(row: StepRow, pooling: PoolingConfig | None) -> tuple[int, int, int] | None:
+    """Return the start, number and width of the rows that the result has for a row of the step, or None without."""
+    params = row.request.pooling
+    if params is None or pooling is None or not (row.pools or params.task == "token_embed"):
+        return None
+    start, count = (row.first, row.num_tokens) if params.task == "token_embed" else (0, 1)
+    return start, count, pooling.width(params.task, params.dimensions)
+
+
+def experts_fault(record: InFlightStep, experts: RoutedExperts) -> str | None:
+    """Return why the routed experts of a result are invalid, or None."""
+    if (fault := experts.shape_error()) is not None:
+        return f"routed experts: {fault}"
+    if len(widths := set(experts.widths)) > 1:
+        return f"routed experts of different widths: {sorted(widths)[:8]}"
+    for handle, start, count in zip(experts.handles, experts.starts, experts.counts, strict=True):
+        request = record.member(handle)
+        if request is None or not request.sampling.return_routed_experts:
+            return f"routed experts for handle {handle}, which did not request them"
+        most = request.num_tokens + request.num_output_placeholders - 1  # no step in flight computes the last one
+        is_dropped = request.status.is_finished or record.step <= request.ignore_results_until
+        if count < 1 or (start + count > most and not is_dropped):
+            return f"routed experts of handle {handle} (from {start}, {count} rows) outside of its {most} positions"
+    return None

@@ -1,10 +1,11 @@
-"""Step outputs for the front ends: collects tokens, endings and logprobs into one message per client and step."""
+"""Step outputs for the front ends: collects all that a step has for a client into one message."""
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Hypothesis, Introduced, StepOutputs
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 
@@ -14,7 +15,7 @@ _Mask = npt.NDArray[np.bool_]
 class _ClientOutputs:
     """The part of one client in a step."""
 
-    __slots__ = ("ended", "hypotheses", "introduced", "prompts", "sampled")
+    __slots__ = ("ended", "experts", "hypotheses", "introduced", "pooled", "prompts", "sampled")
 
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
@@ -22,6 +23,8 @@ class _ClientOutputs:
         self.sampled: tuple[Sampled, _Mask | None, Logprobs | None] | None = None
         self.prompts: PromptLogprobs | None = None
         self.hypotheses: list[tuple[int, list[Hypothesis]]] = []
+        self.pooled: PooledRows | None = None
+        self.experts: RoutedExperts | None = None
 
 
 class OutputCollector:
@@ -69,9 +72,18 @@ class OutputCollector:
 
     def prompts(self, owners: dict[int, int], logprobs: PromptLogprobs) -> None:
         """Add prompt logprobs. ``owners``: index of a part → client; parts without a client are dropped."""
-        for client in dict.fromkeys(owners.values()):
-            parts = [index for index, owner in owners.items() if owner == client]
+        for client, parts in _by_client(owners):
             self._client(client).prompts = logprobs.take(parts)
+
+    def pooled(self, owners: dict[int, int], rows: PooledRows) -> None:
+        """Add vectors and scores. ``owners``: as of ``prompts``."""
+        for client, parts in _by_client(owners):
+            self._client(client).pooled = rows.take(parts)
+
+    def routed_experts(self, owners: dict[int, int], rows: RoutedExperts) -> None:
+        """Add routed experts. ``owners``: as of ``prompts``."""
+        for client, parts in _by_client(owners):
+            self._client(client).experts = rows.take(parts)
 
     def hypotheses(self, request: Request, found: list[Hypothesis]) -> None:
         """Add the outputs of a beam search."""
@@ -112,6 +124,14 @@ class OutputCollector:
         return found
 
 
+def _by_client(owners: dict[int, int]) -> list[tuple[int, list[int]]]:
+    """Return (client, indices of its parts)."""
+    found: dict[int, list[int]] = {}
+    for index, client in owners.items():
+        found.setdefault(client, []).append(index)
+    return list(found.items())
+
+
 def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
     """Return a mask of the tokens that count."""
     keep = np.ones(len(sampled.tokens), np.bool_)
@@ -123,10 +143,10 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
+    introduced, ended, prompts, found = parts.introduced, parts.ended, parts.prompts, parts.hypotheses
+    pooled, experts = parts.pooled, parts.experts
     if parts.sampled is None:
-        return StepOutputs(
-            parts.introduced, None, None, parts.ended, prompt_logprobs=parts.prompts, hypotheses=parts.hypotheses
-        )
+        return StepOutputs(introduced, None, None, ended, None, None, prompts, found, pooled, experts)
     sampled, keep, logprobs = parts.sampled
     handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
     if keep is not None and counts is None:
@@ -138,5 +158,4 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
     if counts is not None and (counts == 1).all():
         counts = None
     selected = None if logprobs is None else logprobs.filtered(keep)
-    introduced, ended, prompts = parts.introduced, parts.ended, parts.prompts
-    return StepOutputs(introduced, handles, tokens, ended, counts, selected, prompts, parts.hypotheses)
+    return StepOutputs(introduced, handles, tokens, ended, counts, selected, prompts, found, pooled, experts)

@@ -280,8 +280,9 @@ def check_requests(table: RequestTable, kv: KVCacheManager, config: EngineConfig
         assert 0 <= request.num_output_placeholders <= most, f"{request!r}: more placeholders than steps in flight"
         assert request.num_in_flight <= config.pipeline_depth, f"{request!r}: too many steps in flight"
         assert 0 <= request.num_acknowledged_tokens <= request.num_computed_tokens, f"{request!r}: not computed"
-        held = kv.coordinator.managers[0].req_to_blocks.get(request.handle)
-        assert bool(held) == running, f"{request!r}: holds blocks although not running, or the reverse"
+        for manager in kv.coordinator.managers[:1]:
+            held = manager.req_to_blocks.get(request.handle)
+            assert bool(held) == running, f"{request!r}: holds blocks although not running, or the reverse"
     assert len(table.running) <= config.max_num_seqs
     live = {r.handle for r in requests}
     for manager in kv.coordinator.managers:

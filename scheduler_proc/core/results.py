@@ -53,6 +53,9 @@ class Results:
     """Applies the workers' results in order, and ends requests. No other code does either.
 
     Owns the messages to clients (``outputs``) and the last step whose results are ignored (``stale_until``).
+
+    Attributes:
+        num_pooled: pooled requests that have ended with their result.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Results:
         self.outputs = OutputCollector()
         self.stale_until = -1
         """Results of steps up to this one are ignored."""
+        self.num_pooled = 0
         self._stats = stats
         self._decisions = decisions
         self._drafting = drafting
@@ -95,7 +99,7 @@ class Results:
 
         Args:
             endings: rules that end requests; None for the rules by tokens.
-            deliver: whether clients receive the tokens.
+            deliver: whether clients receive the tokens; False for a result from a trace.
 
         Raises:
             WorkerFault: the result belongs to another step or is invalid, or the step was too large (StepTooLarge);
@@ -105,7 +109,7 @@ class Results:
             return
         if output.failure:
             raise StepTooLarge(output.failure)
-        record, sampled = self.in_flight.match(output)
+        record, sampled = self.in_flight.match(output, is_opaque=not deliver)
         judge = self._endings if endings is None else endings
         cut = self._apply(record, sampled, output, judge)
         self._transfers.plan_stores()
@@ -148,7 +152,12 @@ class Results:
         for row in record.rows.values():
             if row.samples and not row.request.introduced and not row.request.status.is_finished:
                 self.outputs.introduce(row.request)
-        self._send_prompt_logprobs(record, output)
+        if (prompts := output.prompt_logprobs) is not None:
+            self.outputs.prompts(self._owners(record, prompts.handles), prompts)
+        if record.pooled:
+            self._end_pooled(record, output, faults)
+        if (experts := output.routed_experts) is not None:
+            self.outputs.routed_experts(self._owners(record, experts.handles, faults), experts)
         cut: dict[int, int] = {}
         for position, request in self._rows_to_check(record, endings.candidates(sampled)):
             if request.is_steady:
@@ -192,26 +201,14 @@ class Results:
         endings: Endings,
     ) -> int:
         """Apply the part of one request in a result. Returns the number of its tokens that count."""
-        tokens, bad = sampled.row(position), faults.bad
+        tokens = sampled.row(position)
         drafts = record.rows[request.handle].num_drafts
         request.sampled(drafts)
         if request.status.is_finished:
             self._stats.dropped_tokens += len(tokens)
             return 0
-        is_reader = request.handle in faults.readers
-        if request.handle in bad and request.status is RequestStatus.PREEMPTED and (is_reader or not request.was_bad):
-            # The request recomputes everything and may be correct then, unless it was bad before without reading bad
-            # blocks. Its tokens in flight follow a bad token.
-            request.was_bad |= not is_reader
-            request.ignore_results_until = self.steady_decode.clock.sent
-        if record.step <= request.ignore_results_until:
-            self._stats.dropped_tokens += len(tokens)
-            return 0
-        if request.handle in bad:
-            self._finish_bad(request, bad[request.handle])
-            return 0
-        if request.handle in faults.failed:  # its cached blocks are correct and stay in the prefix cache
-            self.finish(request, EndReason.ERROR, detail=faults.failed[request.handle])
+        if self._is_lost(record, request, faults):
+            self._stats.dropped_tokens += len(tokens) * (not request.status.is_finished)
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
@@ -228,24 +225,53 @@ class Results:
                 return kept
         return len(tokens)
 
+    def _is_lost(self, record: InFlightStep, request: Request, faults: _Faults) -> bool:
+        """Return whether a request has no result in this step. If it is bad or failed, it ends or is retried."""
+        handle, is_reader = request.handle, request.handle in faults.readers
+        if handle in faults.bad and request.status is RequestStatus.PREEMPTED and (is_reader or not request.was_bad):
+            # The request recomputes everything and may be correct then, unless it was bad before without reading bad
+            # blocks. Its tokens in flight follow a bad token.
+            request.was_bad |= not is_reader
+            request.ignore_results_until = self.steady_decode.clock.sent
+        if record.step <= request.ignore_results_until:
+            return True
+        if handle in faults.bad:
+            self._finish_bad(request, faults.bad[handle])
+        elif handle in faults.failed:  # its cached blocks are correct and stay in the prefix cache
+            self.finish(request, EndReason.ERROR, detail=faults.failed[handle])
+        return request.status.is_finished
+
+    def _end_pooled(self, record: InFlightStep, output: ModelRunnerOutput, faults: _Faults) -> None:
+        """Pass pooled rows to clients, and end the requests whose prompts end in the step, also if preempted since."""
+        if output.pooled is not None:
+            self.outputs.pooled(self._owners(record, output.pooled.handles, faults), output.pooled)
+        for row in record.pooled:
+            request = row.request
+            if row.pools:
+                request.sampled(0)
+            if not request.status.is_finished and not self._is_lost(record, request, faults) and row.pools:
+                self.num_pooled += 1
+                self.finish(request, EndReason.STOPPED)
+
+    def _owners(self, record: InFlightStep, handles: list[int], faults: _Faults = NO_FAULTS) -> dict[int, int]:
+        """Return, by index in ``handles``, the client of each request that still exists and will not compute the step
+        again. Those that are bad or failed have none."""
+        owners: dict[int, int] = {}
+        for index, handle in enumerate(handles):
+            request = record.member(handle)
+            if request is None or request.status.is_finished or record.step <= request.ignore_results_until:
+                continue
+            if handle not in faults.bad and handle not in faults.failed:
+                self.outputs.introduce(request)
+                owners[index] = request.client
+        return owners
+
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Subtract the positions of missing and rejected drafts, and pass the outcome to the draft policy."""
         request.subtract_drafts(drafts - accepted)
         self._stats.num_draft_tokens += verified
         self._stats.num_accepted_tokens += accepted
         self._drafting.verified(request.draft_state, verified, accepted)
-
-    def _send_prompt_logprobs(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
-        """Pass prompt logprobs to clients, for requests that still exist and will not recompute them."""
-        if output.prompt_logprobs is None:
-            return
-        live: dict[int, int] = {}
-        for index, handle in enumerate(output.prompt_logprobs.handles):
-            request = record.member(handle)
-            if request is not None and not request.status.is_finished and record.step > request.ignore_results_until:
-                self.outputs.introduce(request)
-                live[index] = request.client
-        self.outputs.prompts(live, output.prompt_logprobs)
 
     def _continue_search(self, group: BeamGroup, endings: Endings) -> None:
         """Choose the next beams of a search of which all have a result, or end it."""
@@ -283,6 +309,8 @@ class Results:
                     )
                     self.table.preempt(reader)
                     self.kv.free(reader)
+                    if reader.pooling is not None:  # the vector in flight may be of bad blocks
+                        reader.ignore_results_until = self.steady_decode.clock.sent
 
     def _first_own_block(self, request: Request) -> int:
         """Return the index of the first block that the request wrote itself.

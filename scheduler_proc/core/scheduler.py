@@ -26,6 +26,7 @@ from quire.protocol.wire.front_end_messages import (
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.adapters.adapters import Adapters
+from quire.scheduler_proc.core.admission import check_layout_fits
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.beams import Beams
 from quire.scheduler_proc.core.forks import Forks
@@ -38,7 +39,7 @@ from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
 from quire.scheduler_proc.core.transfers import Transfers
-from quire.scheduler_proc.costs.costs import Costs, CostState, Prefill
+from quire.scheduler_proc.costs.costs import Costs, CostState
 from quire.scheduler_proc.eviction.choice import make_eviction
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
@@ -97,6 +98,7 @@ class Scheduler:
             ConfigError: a setting is unknown or contradicts the layout.
         """
         check_drafts_fit(config)
+        check_layout_fits(config, layout)
         value, ranking = make_eviction(config, layout, num_blocks)
         self.kv = KVCacheManager(
             layout,
@@ -110,7 +112,7 @@ class Scheduler:
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
         )
-        self.in_flight = StepsInFlight(config.model.vocab_size)
+        self.in_flight = StepsInFlight(config.model.vocab_size, config.model.pooling)
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.table = RequestTable(config.scheduling_policy, self.steady_decode, self.in_flight, config.model.vocab_size)
         self.suspects = Suspects()
@@ -222,7 +224,7 @@ class Scheduler:
         """
         if new_workers:
             self.stats.num_worker_restarts += 1
-            self.suspects.record_death(self.in_flight.records, self.stats.generation_tokens)
+            self.suspects.record_death(self.in_flight.records, self.num_results)
         self.results.drop_steps(self.last_step)
         self.kv.drop_device_contents()
         self.transfers.begin_epoch(new_workers=new_workers)
@@ -341,14 +343,9 @@ class Scheduler:
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
-            if row.is_prefill:
-                start = request.num_computed_tokens
-                record.prefill += Prefill.between(start, start + row.num_tokens)
-            if not request.sent(row.num_tokens, row.num_drafts):
+            if not record.add(row):
                 continue
-            row.samples = True
             if row.num_drafts:
-                record.num_drafts += row.num_drafts
                 self._drafting.drafts_sent(request.draft_state, step)
             until = self._drafting.next_draft_step(request.draft_state)
             if until > step + 1 and self._may_be_steady(request):
@@ -377,9 +374,9 @@ class Scheduler:
     # ---- statistics and checks
 
     @property
-    def num_generated_tokens(self) -> int:
-        """Number of output tokens since start."""
-        return self.stats.generation_tokens
+    def num_results(self) -> int:
+        """Number of output tokens and of pooled requests that ended since start: it grows while there is progress."""
+        return self.stats.generation_tokens + self.results.num_pooled
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Return current gauges, and counters since start."""

@@ -44,6 +44,8 @@ class StepRow:
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
         forked_from: handle of the request whose blocks it shares since this step, or -1.
+        first: its first position, if it is of a pooled request. Set when the step is sent.
+        pools: its pooled request ends with the result. Set when the step is sent.
     """
 
     request: Request
@@ -54,6 +56,8 @@ class StepRow:
     samples: bool = False
     parent: Request | None = None
     forked_from: int = -1
+    first: int = 0
+    pools: bool = False
 
 
 class StepPlan:
@@ -175,7 +179,7 @@ def build_diff(
         parked=_park_the_rest(plan, unsteady),
         new_requests=new,
         token_ids=np.concatenate(tokens) if tokens else None,
-        block_ids=np.concatenate(new_ids) if new else None,
+        block_ids=np.concatenate(new_ids) if new_ids else None,
         unparked=unparked,
         appended_handles=np.array(handles, np.int32) if handles else None,
         appended_block_ids=np.array(block_ids, np.int32) if handles else None,
@@ -218,6 +222,7 @@ def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData
         sampling=request.sampling,
         seed=request.seed,
         adapter=0 if request.adapter is None else request.adapter.number,
+        pooling=request.pooling,
     )
 
 

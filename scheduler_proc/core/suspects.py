@@ -50,7 +50,7 @@ class Suspects:
         self._total = -1
 
     def record_death(self, steps: Iterable[InFlightStep], total: int) -> None:
-        """Count a death of the workers with ``steps`` in flight. ``total``: output tokens of all requests so far."""
+        """Count a death of the workers with ``steps`` in flight. ``total``: ``Scheduler.num_results``."""
         found: dict[int, Request] = {}
         for step in steps:
             found |= step.requests()

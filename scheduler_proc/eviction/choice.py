@@ -13,8 +13,8 @@ def make_eviction(
 
     The ranking is None if the pool needs neither classes nor pins. ``num_blocks`` includes the null block.
     """
-    if config.eviction_policy == "value" and config.enable_prefix_caching:
-        unit = min(group.block_size for group in layout.groups)
+    if config.eviction_policy == "value" and config.enable_prefix_caching and layout.groups:
+        unit = layout.block_size
         blocks_per_unit = sum(unit / group.block_size for group in layout.groups)
         value = ValueEviction(unit, max(int((num_blocks - 1) / blocks_per_unit), 1))
         return value, value

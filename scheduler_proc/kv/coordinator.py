@@ -27,7 +27,7 @@ def hash_granularity(layout: KVLayout) -> int:
     Raises:
         ConfigError: a block size is not a multiple of it.
     """
-    smallest = min(g.block_size for g in layout.groups)
+    smallest = layout.block_size
     for group in layout.groups:
         if smallest < 1 or group.block_size % smallest:
             raise ConfigError(
@@ -124,7 +124,7 @@ class KVCacheCoordinator(ABC):
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Any number of groups without a prefix cache."""
+    """Any number of groups, also none, without a prefix cache."""
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_length: int, contents: Contents

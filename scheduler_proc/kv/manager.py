@@ -56,7 +56,7 @@ class KVCacheManager:
     Owns the pool and the coordinator. Knows requests only as CacheRequest, and never changes one.
 
     Attributes:
-        block_size: tokens per hash: the smallest block size of the groups.
+        block_size: tokens per hash: the smallest block size of the groups; 1 without groups.
         holds: blocks that copies and waiting requests hold.
         forks: requests that share the blocks of others.
         tiers: the books of host memory and of the disk, in this order, if configured.
@@ -90,7 +90,7 @@ class KVCacheManager:
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
-        self.pool = pool_class(num_blocks, enable_caching)
+        self.pool = pool_class(num_blocks, enable_caching and bool(layout.groups))
         self.coordinator = make_coordinator(layout, self.pool)
         self.holds = Holds(self.pool)
         self.forks = BlockForks(self.coordinator, self.pool)

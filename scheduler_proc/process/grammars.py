@@ -40,8 +40,10 @@ class Grammars:
         return self._manager.has_waiting_requests
 
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
-        """Hold a new request until its grammar is compiled, unless the scheduler has already refused it."""
-        if request.sampling.structured_outputs is None or (client, request.request_id) not in scheduler.table.requests:
+        """Hold a new request until its grammar is compiled, unless the scheduler has refused it or it uses none."""
+        if request.sampling.structured_outputs is None or request.pooling is not None:
+            return
+        if (client, request.request_id) not in scheduler.table.requests:
             return
         if self._manager.begin(client, request):
             self._consume(scheduler, Hold(request.request_id, "grammar"), client)

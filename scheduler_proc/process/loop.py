@@ -259,7 +259,7 @@ class SchedulerLoop:
         return Configure(*told, *resumed)
 
     def _on_step_message(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
-        before = scheduler.num_generated_tokens
+        before = scheduler.num_results
         if isinstance(received.message, Proposed):
             self._grammars.proposed(received.message)
         else:
@@ -269,7 +269,7 @@ class SchedulerLoop:
             self._step_times.result(duration, self._clock() - now)
             self._journal.consumed(0, received.frames, received.message)
         self._grammars.send_inputs(scheduler, workers)
-        if scheduler.num_generated_tokens > before:
+        if scheduler.num_results > before:
             self._num_too_large = 0
             if self._progress_due:
                 self._report_progress()
@@ -332,8 +332,8 @@ class SchedulerLoop:
 
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
-        scheduler = self._scheduler or self._make_scheduler(workers, min(ready.num_blocks), ready.plan.block_size)
-        found = min(ready.num_blocks), ready.plan.block_size
+        scheduler = self._scheduler or self._make_scheduler(workers, ready.pool_size, ready.plan.block_size)
+        found = ready.pool_size, ready.plan.block_size
         expected = scheduler.kv.pool.num_usable_blocks + 1, self._config.block_size
         if found != expected:
             pools = "the new workers have {} KV blocks of {} tokens, but the previous workers had {} of {}"

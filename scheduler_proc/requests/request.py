@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -61,6 +62,8 @@ class Request:
         turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
         stop_tokens: token ids that end the request.
         max_total_tokens: limit for prompt and output tokens together.
+        pooling: what its prompt is turned into; None if it generates tokens. Its one placeholder, from the step that
+            computes the last token of its prompt until the result, stands for its vector.
         was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
         ignore_results_until: results of steps up to this one no longer apply to this request.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
@@ -115,6 +118,7 @@ class Request:
         "order",
         "parent",
         "parked",
+        "pooling",
         "priority",
         "program",
         "repetition",
@@ -150,6 +154,7 @@ class Request:
         tenant: int = 0,
         handle: int = -1,
         adapter: "Adapter | None" = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.number = self.order = 0
         self.adapter = adapter
@@ -160,6 +165,7 @@ class Request:
         self.tokens = tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
+        self.pooling = pooling
         self.seed = seed
         self.stop_tokens = stop_tokens
         self.max_total_tokens = max_total_tokens
@@ -272,7 +278,7 @@ class Request:
     def sent(self, num_tokens: int, num_drafts: int) -> bool:
         """Record a sent step with ``num_tokens`` positions, the last ``num_drafts`` for drafts.
 
-        Returns whether the step samples a token: it does if no known token is left to compute after it.
+        Returns whether the step samples a token, or completes a vector: if no known token is left to compute after it.
         """
         samples = num_tokens - num_drafts == self.num_tokens_to_compute
         self._num_computed_tokens += num_tokens

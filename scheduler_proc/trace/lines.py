@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop
@@ -89,7 +90,8 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     ``sampling`` has the parameters that affect scheduling, but no texts, schemas or token lists. ``block_hashes``:
     hashes of its full blocks, concatenated. ``forked_from``: id of the request whose tokens it continues;
     ``hashes``: (handle, hash) of the blocks of that request that became full when it was asked for its tokens.
-    ``adapter``: its LoRA adapter, without the folder.
+    ``adapter``: its LoRA adapter, without the folder. ``pooling``: what its prompt is turned into; its vectors are not
+    in the trace.
     """
 
     now: float
@@ -110,6 +112,7 @@ class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     hashes: list[tuple[int, bytes]] = []
     block_hashes: bytes = b""
     prompt_token_ids: list[int] | None = None
+    pooling: PoolingParams | None = None
 
 
 OtherEvent: TypeAlias = (

@@ -138,6 +138,7 @@ def arrival_line(
         hashes=hashes,
         block_hashes=b"".join([block_hash[:HASH_BYTES] for block_hash in block_hashes]),
         prompt_token_ids=_to_list(event.prompt_token_ids) if prompts else None,
+        pooling=event.pooling,
     )
 
 

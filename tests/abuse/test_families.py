@@ -36,4 +36,4 @@ def test_unused_lists_are_an_error(source: Source) -> None:
 
 def test_parameters_are_counted_as_pytest_does() -> None:
     """For a test with three parametrize marks, one of them on its class."""
-    assert Source("test_routes.py::TestMatrix.test_upgrade_is_ignored", 0).num_mutations() == 22 * 6 * 2
+    assert Source("test_routes.py::TestMatrix.test_upgrade_is_ignored", 0).num_mutations() == 31 * 6 * 2

@@ -37,6 +37,8 @@ EXPECTED = {
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
     "/v1/sessions": ({"POST"}, 200),
     "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),
+    **dict.fromkeys(("/v1/embeddings", "/pooling", "/score", "/v1/score"), ({"POST"}, 400)),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"), ({"POST"}, 400)),
     "/tokenize": ({"POST"}, 400),
     "/detokenize": ({"POST"}, 400),
     "/tokenizer_info": ({"GET", "HEAD"}, 400),

@@ -35,9 +35,9 @@ def test_answers_are_those_of_separate_requests(
     sent: list[AddRequest] = []
     settings = {"max_model_len": 128, "dtype": "float32", "block_size": 16, **WAYS[way]}
     with LLM(folder, **settings) as llm:
-        assert llm._client is not None
-        post = llm._client.session._post
-        monkeypatch.setattr(llm._client.session, "_post", lambda message: (sent.append(message), post(message)))
+        assert llm._calls.client is not None
+        post = llm._calls.client.session._post
+        monkeypatch.setattr(llm._calls.client.session, "_post", lambda message: (sent.append(message), post(message)))
         together = answers(llm, PROMPT, PROMPT[::-1])
         computed = llm.statistics()
         arrivals = [message for message in sent if isinstance(message, AddRequest)]

@@ -69,7 +69,7 @@ def summary(request: RunningRequest) -> tuple[Any, ...]:
 @pytest.mark.parametrize("feature", thinned(list(FEATURES), keep=2))
 def test_children_equal_requests_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
     sent: list[AddRequest] = []
-    session = llm._client.session if llm._client is not None else None
+    session = llm._calls.client.session if llm._calls.client is not None else None
     assert session is not None
     post = session._post
     monkeypatch.setattr(session, "_post", lambda message: (sent.append(message), post(message)))

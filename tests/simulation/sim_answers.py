@@ -5,8 +5,8 @@ from math import isclose
 from typing import TYPE_CHECKING
 
 from fake_adapters import mix_of
-from fake_worker import extend_context, next_token
-from scheduler_load import EOS, MAX_MODEL_LEN, prompt_logprobs_of
+from fake_worker import extend_context, next_token, pooled_row, routed_row
+from scheduler_load import EOS, MAX_MODEL_LEN, contexts_of, prompt_logprobs_of
 from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, SimRequest
 
@@ -35,6 +35,8 @@ def expected_answer(world: "World", request: SimRequest, known: list[int]) -> tu
         known: output tokens with which the request was forked.
     """
     assert world.max_tokens is not None
+    if request.task:
+        return [], EndReason.STOPPED
     context = reduce(extend_context, [*request.prompt, *known], 0)
     limit = most_output_tokens(request, world.max_tokens)
     adapter = world.adapter_of(request)
@@ -60,6 +62,10 @@ def check_update(world: "World", client: "SimClient", update: Update) -> None:
     if update.prompt_logprobs is not None:
         ids, values, _ = (column.ravel().tolist() for column in update.prompt_logprobs.columns(1))
         _check_prompt(request, ids, values, whole=bool(client.tokens))
+    client.pooled += [] if update.pooled is None else update.pooled.tolist()
+    client.experts += [] if update.routed_experts is None else update.routed_experts.tolist()
+    num_known = len(request.prompt) + len(client.tokens)
+    assert len(client.experts) < num_known, f"{request.name}: experts of its last token"
     if update.ended is not None:
         client.ended, client.detail = update.ended, update.detail
         client.num_counted = update.num_output_tokens
@@ -125,8 +131,23 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
     assert client.ended is reason, f"{name} ended with {client.ended}, not {reason}"
     assert client.tokens == want, f"{name} got {len(client.tokens)} of {len(want)} tokens"
     assert client.num_counted == len(want), f"{name}: {client.num_counted} tokens are counted"
+    _check_rows(world, client, [*request.prompt, *want])
     if request.poison is not None:
         assert request.poison >= len(want), f"{name} did not kill a worker"
+
+
+def _check_rows(world: "World", client: "SimClient", tokens: list[int]) -> None:
+    """Check the pooled rows and the routed experts of a request that ended well, with these tokens."""
+    request, pooling = world.requests[client.request.name], world.config.model.pooling
+    contexts, adapter = contexts_of(tokens), world.adapter_of(request)
+    assert client.experts == ([routed_row(c) for c in contexts[:-1]] if request.experts else []), "other experts"
+    want = []
+    if request.task:
+        assert pooling is not None
+        mix = 0 if adapter is None else mix_of(adapter.digest)
+        contexts = contexts if request.task == "token_embed" else contexts[-1:]
+        want = [pooled_row(c ^ mix, pooling.width(request.task)) for c in contexts]
+    assert client.pooled == want, f"{request.name}: other pooled rows"
 
 
 def _check_rejection(world: "World", front: "SimFront", client: "SimClient", error: InvalidRequest) -> None:
@@ -141,7 +162,7 @@ def _check_rejection(world: "World", front: "SimFront", client: "SimClient", err
         assert _has_bad_adapter(world, request), f"{request.name} was rejected for its adapter without a fault"
         return
     assert error.code == "kv_pool_too_small", f"{request.name} was rejected: {error.code}"
-    assert world.max_tokens is not None and len(request.prompt) + 1 > world.max_tokens
+    assert world.max_tokens is not None and len(request.prompt) + (not request.task) > world.max_tokens
 
 
 def _has_bad_adapter(world: "World", request: SimRequest) -> bool:

@@ -44,6 +44,8 @@ class SimClient:
     stream: Stream
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
+    pooled: list[list[float]] = field(default_factory=list)
+    experts: list[list[int]] = field(default_factory=list)
     ended: EndReason | None = None
     detail: str = ""
     num_counted: int = -1

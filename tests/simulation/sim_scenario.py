@@ -4,7 +4,17 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler_load import EOS, MAX_MODEL_LEN, adapter_settings, program_settings, random_settings
+from scheduler_load import (
+    EOS,
+    MAX_MODEL_LEN,
+    adapter_settings,
+    encoder_settings,
+    pooling_settings,
+    program_settings,
+    random_settings,
+)
+
+from quire.protocol.request.pooling_params import POOLING_TASKS
 
 VOCAB_SIZE = 1000
 
@@ -45,10 +55,18 @@ ADAPTER_SEEDS = (5, 7)
 """Seeds modulo 9 with LoRA adapters; none of them is a seed of a mutation."""
 PROGRAM_SEEDS = (8, 11)
 """Seeds modulo 13 with a policy that needs programs; none of them is a seed of a mutation."""
+POOLING_SEEDS = (0, 8)
+"""Seeds modulo 13 in which requests are pooled, or ask for routed experts; none of them is a seed of a mutation."""
+ENCODER_SEEDS = (13, 60)
+"""Seeds modulo 78 of these whose model keeps no KV, and only pools."""
 NUM_ADAPTERS = 5
 PAGE_BYTES = 4096
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
+
+
+SWITCHES = ("disk", "adapters", "pooling", "encoder")
+"""Fields of a Scenario that are true or false."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,8 @@ class SimRequest:
         adapter: number of its LoRA adapter; -1: none. Its content is that of the folder when the name is first used.
         session: name of the session of which it is a piece, or "". It arrives when the piece before it is over.
         so_far: the session's tokens when it arrives, which come before its own.
+        task: what its prompt is turned into, or "" if it generates.
+        experts: it asks for routed experts.
     """
 
     at: float
@@ -100,6 +120,8 @@ class SimRequest:
     adapter: int = -1
     session: str = ""
     so_far: tuple[int, ...] = ()
+    task: str = ""
+    experts: bool = False
 
     @property
     def prompt(self) -> list[int]:
@@ -117,13 +139,15 @@ class SimRequest:
 @dataclass(frozen=True)
 class Scenario:
     """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk.
-    ``adapters``: requests have LoRA adapters."""
+    ``adapters``: requests have LoRA adapters. ``pooling``: the model pools. ``encoder``: it does nothing else."""
 
     seed: int
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
     disk: bool = False
     adapters: bool = False
+    pooling: bool = False
+    encoder: bool = False
 
     @property
     def has_forks(self) -> bool:
@@ -135,9 +159,7 @@ class Scenario:
         lines += [f"        {request!r}," for request in self.requests]
         lines += ["    ),\n    ("]
         lines += [f"        {fault!r}," for fault in self.faults]
-        return "\n".join(
-            [*lines, "    ),", *(f"    {name}=True," for name in ("disk", "adapters") if getattr(self, name)), ")"]
-        )
+        return "\n".join([*lines, "    ),", *(f"    {name}=True," for name in SWITCHES if getattr(self, name)), ")"])
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,15 @@ class Shape:
     real_runner: bool
 
 
-def shape_of(seed: int, *, disk: bool = False, forks: bool = False, adapters: bool = False) -> Shape:
+def shape_of(
+    seed: int,
+    *,
+    disk: bool = False,
+    forks: bool = False,
+    adapters: bool = False,
+    pooling: bool = False,
+    encoder: bool = False,
+) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
     num_host_pages = settings.pop("num_host_pages")
@@ -179,8 +209,10 @@ def shape_of(seed: int, *, disk: bool = False, forks: bool = False, adapters: bo
             **(_fork_settings(seed, settings) if forks else {}),
             **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
             **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
+            **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
+            **(_encoder_settings(seed) if encoder else {}),
         },
-        real_runner=not adapters and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=not (adapters or pooling) and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 
@@ -194,6 +226,12 @@ def _disk_settings(seed: int, num_ranks: int) -> dict[str, Any]:
         "ssd_cache_bytes": rng.choice((12, 80, 300)) * page,
         "cpu_offload_bytes": rng.choice((0, 4, 12)) * page,
     }
+
+
+def _encoder_settings(seed: int) -> dict[str, Any]:
+    settings = encoder_settings(random.Random(f"encoder {seed}"))
+    del settings["num_host_pages"]
+    return {**settings, "cpu_offload_bytes": 0}
 
 
 def _fork_settings(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +279,10 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     of_forks = random.Random(f"forks {seed}")
     if of_forks.random() < FORK_SHARE * (shape.settings["max_num_seqs"] > 1):
         requests = _with_forks(of_forks, requests)
+    pooling, encoder = seed % 13 in POOLING_SEEDS, seed % 78 in ENCODER_SEEDS
+    if pooling:
+        requests = _with_pooling(random.Random(f"pooled requests {seed}"), requests, encoder=encoder)
+        disk = disk and not encoder
     adapters = seed % 9 in ADAPTER_SEEDS
     if adapters:
         of_adapters = random.Random(f"requests with adapters {seed}")
@@ -248,7 +290,21 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         requests = [replace(each, adapter=of_adapters.choice(chosen)) for each in requests]
         kinds = ["new content"] * 3 + ["unload"] * 6
         faults += [Fault(round(of_adapters.uniform(0, at), 3), kind, of_adapters.randrange(30)) for kind in kinds]
-    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters)
+    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder)
+
+
+def _with_pooling(rng: random.Random, requests: list[SimRequest], *, encoder: bool) -> list[SimRequest]:
+    """Return requests of which many are pooled, all for an encoder; others ask for routed experts."""
+    parents = {request.fork[0] for request in requests}
+    made = []
+    for request in requests:
+        may_generate = not encoder and (request.fork[0] or request.name in parents or rng.random() < 0.5)
+        task = "" if may_generate else rng.choice(POOLING_TASKS)
+        own = (request.own[0], rng.choice((request.own[1], 1, 16)))
+        request = replace(request, task=task, own=own, fork=("", 0)) if task else request
+        asks = not task and not request.fork[1]  # a client that forks itself does not tell its stream the known tokens
+        made.append(replace(request, experts=asks and rng.random() < 0.4))
+    return made
 
 
 def _with_forks(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:

@@ -21,7 +21,9 @@ PIECES_S = (0.05, 0.5, 4.0)
 
 
 def with_sessions(scenario: Scenario) -> Scenario:
-    """Return the scenario with further requests: the pieces of two to five sessions."""
+    """Return the scenario with further requests: the pieces of two to five sessions, if the model generates."""
+    if scenario.encoder:
+        return scenario
     rng = random.Random(f"sessions {scenario.seed}")
     last = max(each.at for each in (*scenario.requests, *scenario.faults))
     pieces: list[SimRequest] = []

@@ -252,6 +252,7 @@ class SimWorker(SimProcess):
             num_speculative_tokens=config.num_speculative_tokens,
             max_loras=config.max_loras if config.enable_lora else 0,
             max_cpu_loras=config.max_cpu_loras,
+            pooling=config.model.pooling,
         )
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
         self.model.logprobs_of = self.world.logprobs_of
@@ -261,8 +262,8 @@ class SimWorker(SimProcess):
             self.runner.begin_worker_epoch(self.model, configure.last_step)
         self.model.host.fault = self.world.faults.page_fault
         page_bytes = PAGE_BYTES if config.cpu_offload_bytes or config.ssd_cache_bytes else 0
-        plan = MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, layout.block_size)
-        self._channel.send(Ready([num_blocks], plan, {}, page_bytes))
+        plan = MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size)
+        self._channel.send(Ready([num_blocks] * len(layout.groups), plan, {}, page_bytes))
 
     # ---- steps
 
@@ -397,7 +398,8 @@ class SimWorker(SimProcess):
         world = self.world
         sampled = result.tokens is not None and self.model is not None and -1 not in self.model._last_handles
         if sampled and world.faults.take_worker_fault("nan", 0):
-            handle = world.faults.tamper.rng.choice(self.model._last_handles)  # type: ignore[union-attr]
+            pooled = [] if result.pooled is None else result.pooled.handles
+            handle = world.faults.tamper.rng.choice([*self.model._last_handles, *pooled])  # type: ignore[union-attr]
             world.faults.bad_logits.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
             return msgspec.structs.replace(result, bad=[handle])
         if sampled and world.faults.take_worker_fault("wrong", 0):

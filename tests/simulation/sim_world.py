@@ -21,7 +21,7 @@ from sim_front import SimClient, SimFront
 from sim_grammars import InlinePool, even_helpers
 from sim_net import Net
 from sim_process import SimProcess
-from sim_scenario import EOS, NUM_ADAPTERS, Scenario, SimRequest, shape_of
+from sim_scenario import EOS, NUM_ADAPTERS, SWITCHES, Scenario, SimRequest, shape_of
 from sim_scheduler import SimScheduler
 from sim_violation import Violation
 from sim_worker import SimWorker
@@ -34,6 +34,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Command, Report
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
@@ -76,17 +77,17 @@ class World:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.shape = shape = shape_of(
-            scenario.seed, disk=scenario.disk, forks=scenario.has_forks, adapters=scenario.adapters
-        )
+        switches = {name: getattr(scenario, name) for name in SWITCHES}
+        self.shape = shape = shape_of(scenario.seed, forks=scenario.has_forks, **switches)
         settings = dict(shape.settings)
         layout = settings.pop("layout")
         self.host_pages: dict[str, dict[int, Page]] = {}
         """Host memory by its path: it outlives workers."""
         self.num_blocks: int = settings.pop("num_blocks")
         self.config: EngineConfig = make_config(**settings)
-        self.layout = layout or make_layout(self.config)
-        self.config = msgspec.structs.replace(self.config, block_size=self.layout.block_size)
+        self.layout = make_layout(self.config) if layout is None else layout
+        if self.layout.groups:
+            self.config = msgspec.structs.replace(self.config, block_size=self.layout.block_size)
         self.page_files = SimPageFiles(self.config)
         self.events = Events()
         self.faults = Faults(self, scenario.seed)
@@ -316,6 +317,8 @@ class World:
             prompt_logprobs=request.prompt_logprobs,
             structured_outputs=StructuredOutputs(regex="even") if request.even else None,
             adapter=self.adapter_of(request),
+            pooling=PoolingParams(request.task) if request.task else None,
+            return_routed_experts=request.experts,
         )
 
     def adapter_of(self, request: SimRequest) -> AdapterRef | None:
@@ -367,9 +370,9 @@ class World:
         if scheduler is not None:
             self.max_tokens = scheduler.kv.max_tokens
             scheduler.check()
-            if scheduler.num_generated_tokens > process.num_generated:
+            if scheduler.num_results > process.num_generated:
                 self.faults.token_committed()
-            process.num_generated = scheduler.num_generated_tokens
+            process.num_generated = scheduler.num_results
 
     def step_executed(self, worker: SimWorker, step: int) -> None:
         """``worker`` answered ``step``. If it is the newest step, its rows must equal the scheduler's view (I6)."""

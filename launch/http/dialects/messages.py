@@ -19,7 +19,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 async def create_message(server: Server, request: Request) -> ASGIApp:
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     parsed, size = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
     prompt, new_reader = await encode_conversation(server, parsed.chat, size)
     formatter = MessageFormatter(

@@ -39,7 +39,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 async def create_response(server: Server, request: Request) -> ASGIApp:
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     parsed, size = await _read(server, request)
     store = None
     if parsed.store and server.response_store.is_enabled:

@@ -41,7 +41,7 @@ LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "to
 
 
 async def compact(server: Server, request: Request) -> ASGIApp:
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     body = await read_body(request)
     parsed = await read_with_stored(server, request.scope["state"][TENANT], body, partial(_parse, server.parser))
     prompt, new_reader = await encode_request(server, parsed, len(body))

@@ -82,7 +82,7 @@ class _Conversation:
 
         self._previous = None
         try:
-            self._server.require_serving()
+            self._server.require_generation(scope["path"])
             parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
             transport = Transport(lambda kind, data: frame(Opcode.TEXT, data), error=self._failed)
             newest, session = self._newest, OpenSession(self._tenant, 0.0)

@@ -123,7 +123,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     parsed, size, elsewhere = await read_piece(server, request, server.parser.chat)
     if elsewhere is not None:
         return elsewhere

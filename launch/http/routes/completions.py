@@ -56,7 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 async def completions(server: Server, request: Request) -> ASGIApp:
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     parsed, size, elsewhere = await read_piece(server, request, server.parser.completion)
     if elsewhere is not None:
         return elsewhere

@@ -13,13 +13,17 @@ from quire.launch.http.serving.server import Server
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """``root``, ``parent``: an adapter has the name of its folder, and the model that it belongs to."""
+    """``root``, ``parent``: an adapter has the name of its folder, and the model that it belongs to.
+
+    ``tasks``: what the model can do, as of ``Capabilities``.
+    """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "quire"
     max_model_len: int
+    tasks: list[str]
     root: str | UnsetType = UNSET
     parent: str | UnsetType | None = UNSET
 
@@ -43,10 +47,13 @@ async def show_model(server: Server, request: Request) -> Response:
 
 async def _cards(server: Server) -> list[ModelCard]:
     settings, context = server.settings, server.engine.max_model_len
-    served, created = settings.served_model_names, settings.created
+    served, created, tasks = settings.served_model_names, settings.created, settings.capabilities.tasks
     if settings.adapters is None:
-        return [ModelCard(id=name, created=created, max_model_len=context) for name in served]
-    cards = [ModelCard(id=name, created=created, max_model_len=context, root=name, parent=None) for name in served]
+        return [ModelCard(id=name, created=created, max_model_len=context, tasks=tasks) for name in served]
+    cards = [
+        ModelCard(id=name, created=created, max_model_len=context, tasks=tasks, root=name, parent=None)
+        for name in served
+    ]
     adapters = [each for each in await settings.adapters.listed() if each.name not in served]
     return cards + [adapter_card(server, each) for each in adapters]
 
@@ -56,6 +63,7 @@ def adapter_card(server: Server, adapter: NamedAdapter) -> ModelCard:
         id=adapter.name,
         created=adapter.created or server.settings.created,
         max_model_len=server.engine.max_model_len,
+        tasks=server.capabilities.tasks,
         root=Path(adapter.path).name,
         parent=server.settings.served_model_names[0],
     )

@@ -42,7 +42,7 @@ class SessionObject(msgspec.Struct, frozen=True, kw_only=True):
 
 async def open_session(server: Server, request: Request) -> Response:
     """Open a session, which begins without tokens."""
-    server.require_serving()
+    server.require_generation(request.scope["path"])
     tenant = request.scope["state"][TENANT]
     with _counted(server):
         session_id = server.sessions.open(tenant)

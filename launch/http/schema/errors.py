@@ -136,10 +136,14 @@ class ApiError(QuireError):
         return {} if seconds is None else {"retry-after": str(seconds)}
 
     def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail()))
+
+    def detail(self) -> ErrorDetail:
+        """Return the error object, also for the entry of one input among many."""
         kind = TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         # A field name may contain a lone surrogate, which cannot be encoded.
         message, param = one_line(self.message), None if self.param is None else _encodable(self.param)
-        return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, self.code)))
+        return ErrorDetail(message, kind, param, self.code)
 
     def messages_body(self) -> bytes:
         """Return the body in Anthropic's format."""

@@ -22,6 +22,7 @@ from quire.launch.http.schema.bodies import (
 )
 from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.job_hints import job_of
+from quire.launch.http.schema.pooling_bodies import ClassificationBody
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.sampling_fields import constraint, sampling_objects
 from quire.launch.http.schema.tools import ToolUse, answer_or_calls, parse_tools
@@ -182,7 +183,7 @@ class Parser:
             has_only_calls=form is not None,
         )
 
-    def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Message], ChatOptions]:
+    def conversation(self, body: ChatBody | TokenizeBody | ClassificationBody) -> tuple[list[Message], ChatOptions]:
         """Return the messages and the template options to render them with."""
         messages = check_messages(body.messages)
         continues = body.continue_final_message

@@ -16,7 +16,7 @@ class KeyQueues:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._num_waiting: Counter[int] = Counter()
 
     def enter(self, tenant: int, num_sequences: int) -> "WaitingSequences":
@@ -25,12 +25,12 @@ class KeyQueues:
         Raises:
             InvalidRequest: the request alone exceeds the limit, or (rate_limit_exceeded) it does with those waiting.
         """
-        if self._limit and num_sequences > self._limit:
-            text = f"prompts times n must be at most {self._limit} per API key or address (got {num_sequences})"
+        if self.limit and num_sequences > self.limit:
+            text = f"prompts times n must be at most {self.limit} per API key or address (got {num_sequences})"
             raise InvalidRequest(text, "n")
         waiting = self._num_waiting[tenant]
-        if self._limit and waiting + num_sequences > self._limit:
-            text = f"{waiting} sequences of this API key or address are waiting (limit {self._limit}): retry later"
+        if self.limit and waiting + num_sequences > self.limit:
+            text = f"{waiting} sequences of this API key or address are waiting (limit {self.limit}): retry later"
             raise InvalidRequest(text, None, "rate_limit_exceeded")
         return WaitingSequences(self._num_waiting, tenant, num_sequences)
 
@@ -52,6 +52,14 @@ class WaitingSequences:
         if index in self._waiting:
             self._waiting.discard(index)
             self._subtract(1)
+
+    def reduce_to(self, num_sequences: int) -> None:
+        """Remove sequences until this many are left."""
+        surplus = len(self._waiting) - num_sequences
+        if surplus > 0:
+            self._subtract(surplus)
+            for _ in range(surplus):
+                self._waiting.pop()
 
     def __enter__(self) -> "WaitingSequences":
         return self

@@ -23,6 +23,7 @@ from quire.launch.http.stored.response_peers import ResponsePeers
 from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import AnswerFormat
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
@@ -59,6 +60,7 @@ class ServerSettings:
         fork_peers: sockets of the other front ends, which may have a request to fork.
         sessions: the open sessions of this front end.
         session_peers: sockets of the other front ends, by their numbers, for requests that continue their sessions.
+        capabilities: what the model can do.
     """
 
     text_in: TextIn
@@ -86,6 +88,7 @@ class ServerSettings:
     fork_peers: tuple[Path, ...] = ()
     sessions: SessionStore = field(default_factory=SessionStore)
     session_peers: Mapping[int, Path] = field(default_factory=dict)
+    capabilities: Capabilities = field(default_factory=Capabilities)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -133,6 +136,7 @@ class Server:
             unknown_fields=UnknownFields(settings.unknown_fields),
             writer=None if settings.answer_format is None else settings.answer_format.writer,
         )
+        self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
         self.response_peers = settings.response_peers
@@ -168,6 +172,11 @@ class Server:
         if self.settings.adapters is None or model in self.settings.served_model_names:
             return None
         return await self.settings.adapters.find(model)
+
+    def require_generation(self, path: str) -> None:
+        """Raise InvalidRequest unless the model generates text, ApiError 503 unless new requests are accepted."""
+        self.capabilities.require_generation(path)
+        self.require_serving()
 
     def require_serving(self) -> None:
         """Raise ApiError 503 unless new requests are accepted. While the engine recovers, they wait."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
@@ -38,6 +39,7 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
     job_id: str = ""
     is_last_step: bool = False
     hint: str = ""
+    pooling: PoolingParams | None = None
 
     @property
     def names(self) -> list[bytes]:

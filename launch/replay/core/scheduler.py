@@ -71,7 +71,8 @@ class ReplayScheduler(Scheduler):
         admission = self.arrivals.admission
         admission.check_order(event)
         admission.check_adapter(event.adapter)
-        admission.check_length(event.num_prompt_tokens)
+        admission.check_task(event, event.num_prompt_tokens)
+        admission.check_length(event.num_prompt_tokens, is_pooled=event.pooling is not None)
         if event.num_output_tokens < 0:
             text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
             raise Refusal("invalid_value", "num_output_tokens", text)
@@ -79,7 +80,7 @@ class ReplayScheduler(Scheduler):
             sizes = f"got {len(event.block_hashes)} bytes and hash_bytes {event.hash_bytes}"
             text = f"length of block_hashes must be a multiple of hash_bytes ({sizes})"
             raise Refusal("invalid_value", "block_hashes", text)
-        names = event.names if self.config.enable_prefix_caching else []
+        names = event.names if self.kv.pool.enable_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
         return admission.build(event, client, tokens, event.num_prompt_tokens, self.forks.parent_of(event, client))
 

@@ -12,11 +12,15 @@ from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 @dataclass(slots=True)
 class _Row:
-    """A row. Its computed tokens are ``base`` plus the number of steps while it is active, and ``base`` otherwise."""
+    """A row. Its computed tokens are ``base`` plus the number of steps while it is active, and ``base`` otherwise.
+
+    ``pools``: it never samples, and is not active after its last token.
+    """
 
     base: int
     num_known: int
     active: bool = True
+    pools: bool = False
 
 
 class SimulatedRows:
@@ -85,7 +89,7 @@ class SimulatedRows:
         return list(self._sampling)
 
     def _add(self, new: NewRequestData, num_computed: int) -> None:
-        row = _Row(num_computed - self._step, new.num_tokens)
+        row = _Row(num_computed - self._step, new.num_tokens, pools=new.pooling is not None)
         self._rows[new.handle] = self._prefilling[new.handle] = row
         self._num_active += 1
         self._sum_base += row.base
@@ -140,5 +144,8 @@ class SimulatedRows:
             for handle, row in list(self._prefilling.items()):
                 if row.active and row.base + self._step >= row.num_known:
                     del self._prefilling[handle]
+                    if row.pools:
+                        self._deactivate(handle)
+                        continue
                     self._sampling[handle] = None
                     self._changed, self._longest_known = True, False

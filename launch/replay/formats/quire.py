@@ -63,7 +63,7 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
     """Make the call of a request; output tokens from before its arrival (a resubmission) are part of the prompt."""
     line = outcome.arrival
     num_prompt_tokens = line.num_prompt_tokens + line.num_output_tokens
-    unit = min(group.block_size for group in header.kv_layout.groups)
+    unit = header.kv_layout.block_size
     total = line.num_prompt_tokens + outcome.num_tokens
     ids = _ids(outcome.names, header.hash_bytes)[: total // unit]  # a stop string removes tokens
     return Call(
@@ -71,12 +71,13 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         line.req_id,
         arrival,
         num_prompt_tokens,
-        faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
+        0 if line.pooling else faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
         Content(ids[: num_prompt_tokens // unit], unit),
         priority=line.priority,
         tokens=line.prompt_token_ids if not line.num_output_tokens else None,
         answer=Content(ids, unit) if ids else None,
         adapter="" if line.adapter is None else f"{line.adapter.name} {line.adapter.digest[:8].hex()}",
+        pooling=line.pooling,
     )
 
 

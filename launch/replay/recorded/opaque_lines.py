@@ -25,6 +25,7 @@ def opaque_request(line: Arrival, hash_bytes: int) -> OpaqueRequest:
         adapter=line.adapter,
         job_id=line.job_id,
         is_last_step=line.is_last_step,
+        pooling=line.pooling,
     )
 
 

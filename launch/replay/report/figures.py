@@ -19,7 +19,7 @@ class Latency(NamedTuple):
     Attributes:
         ttft: from arrival to the first token.
         tpot: mean time between tokens after the first; None for a single output token.
-        e2e: from arrival to the end.
+        e2e: from arrival to the end, also of a pooled request, which has no token.
         queue: from arrival to the first admission; None in a live run, whose client cannot measure it.
     """
 
@@ -31,14 +31,18 @@ class Latency(NamedTuple):
 
 def latency(run: RequestRun) -> Latency:
     """Return the latencies of a request, all None if it was rejected, failed, aborted or unfinished."""
-    if run.finish in UNSUCCESSFUL or run.first_token < 0:
+    if run.finish in UNSUCCESSFUL or run.end < 0:
         return Latency()
+    e2e = (run.end - run.arrival) * 1e3
+    queue = (run.scheduled - run.arrival) * 1e3 if run.scheduled >= 0 else None
+    if run.first_token < 0:
+        return Latency(e2e=e2e, queue=queue)
     gaps = run.num_output_tokens - 1
     return Latency(
         (run.first_token - run.arrival) * 1e3,
         (run.end - run.first_token) * 1e3 / gaps if gaps > 0 else None,
-        (run.end - run.arrival) * 1e3,
-        (run.scheduled - run.arrival) * 1e3 if run.scheduled >= 0 else None,
+        e2e,
+        queue,
     )
 
 

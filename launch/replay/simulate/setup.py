@@ -205,6 +205,8 @@ def _num_usable_blocks(
     cost: CostModel | None,
     notes: list[str],
 ) -> int:
+    if not layout.groups:
+        return 1  # which no request needs
     if wanted == "infinite":
         return len(layout.groups) * max_blocks(workload.calls, config.block_size, config.max_num_seqs)
     if wanted is not None:

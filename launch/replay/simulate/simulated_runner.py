@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.step_shape import StepShape
+from quire.launch.replay.simulate.simulated_side_rows import SimulatedSideRows
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
 
 _UInt64 = npt.NDArray[np.uint64]
@@ -24,6 +26,7 @@ class LaunchedStep:
     Attributes:
         handles, tokens: int32 ``[n]``: the sampling requests and their tokens before any grammar mask.
         send_handles: the result must contain ``handles``.
+        prompts, pooled, routed_experts: as of ModelRunnerOutput.
     """
 
     step: int
@@ -33,6 +36,8 @@ class LaunchedStep:
     tokens: Int32
     send_handles: bool
     prompts: PromptLogprobs | None
+    pooled: PooledRows | None
+    routed_experts: RoutedExperts | None
 
 
 @dataclass(slots=True)
@@ -97,26 +102,30 @@ class SimulatedRunner:
         self._rows = SimulatedRows()
         self._columns = _Columns.of(256)
         self._options = _RowOptions()
+        self._side_rows = SimulatedSideRows(config.model)
         self._handles = np.zeros(0, np.int32)
 
     def launch(self, diff: SchedulerOutput) -> LaunchedStep:
         """Apply one step's diff to the rows and sample its tokens."""
         for handle in diff.removed:
             self._options.forget(handle)
-        at = 0
+            self._side_rows.forget(handle)
+        at, forked = 0, {handle for handle, _ in diff.forks}
         for new in diff.new_requests:
             assert diff.token_ids is not None
-            self._add(new, diff.token_ids[at : at + new.num_tokens])
+            token_ids = diff.token_ids[at : at + new.num_tokens]
+            self._add(new, token_ids)
+            self._side_rows.add(new, token_ids, is_forked=new.handle in forked)
             at += new.num_tokens
         prompts = self._prompt_logprobs(diff) if self._options.prompts else None
+        beside = self._side_rows.compute(diff) if self._side_rows else (None, None)
         shape = self._rows.apply(diff)
         changed = self._rows.take_handles()
         if changed is not None:
             self._handles = changed
         send = changed is not None or bool(diff.removed or diff.new_requests)
-        return LaunchedStep(
-            diff.step, diff.awaits_sample_inputs, shape, self._handles, self._sample(self._handles), send, prompts
-        )
+        awaits, tokens = diff.awaits_sample_inputs, self._sample(self._handles)
+        return LaunchedStep(diff.step, awaits, shape, self._handles, tokens, send, prompts, *beside)
 
     def finish(self, launched: LaunchedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
         """Return the step's result; ``inputs`` is None if the step awaits none."""
@@ -129,6 +138,8 @@ class SimulatedRunner:
             failed=failed,
             logprobs=self._logprobs(launched) if self._options.num_logprobs else None,
             prompt_logprobs=launched.prompts,
+            pooled=launched.pooled,
+            routed_experts=launched.routed_experts,
         )
 
     # ---- rows

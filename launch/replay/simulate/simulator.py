@@ -158,7 +158,7 @@ class Simulator:
             self._end(call)
             return
         names = block_names(call, self.scheduler.kv.block_size, reuse_answers=self._reuse_answers)
-        sampling = SamplingParams(max_tokens=call.num_output_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max(call.num_output_tokens, 1), ignore_eos=True)
         adapter = None
         if call.adapter and self.scheduler.config.enable_lora:
             adapter = AdapterRef(call.adapter, sha256(call.adapter.encode()).digest(), "")
@@ -175,6 +175,7 @@ class Simulator:
                 arrival=self._now,
                 adapter=adapter,
                 job_id=call.conversation if self._score is None else "",
+                pooling=call.pooling,
             )
         )
         if self._score is not None and (request := self.scheduler.table.requests.get((0, known_as))) is not None:
@@ -190,7 +191,7 @@ class Simulator:
         if total > limit:
             return f"prompt and answer of {total} tokens exceed max_model_len {limit}"
         kv = self.scheduler.kv
-        needed = kv.num_blocks_for(total - 1)
+        needed = kv.num_blocks_for(total - (call.pooling is None))
         if needed > kv.pool.num_usable_blocks:
             return f"needs {needed} KV blocks; the pool has {kv.pool.num_usable_blocks}"
         return ""

@@ -216,6 +216,8 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
     Raises:
         ConfigError: not even one block fits.
     """
+    if not layout.groups:
+        return MemoryPlan("simulated", 0, 0, 0, 0, 0, config.block_size)
     per_rank = layout.rank_block_bytes(num_ranks)
     per_request = -(-config.max_model_len // config.block_size)
     if config.num_blocks_override:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.protocol.request.pooling_params import PoolingParams
+
 SHORT_HASH_BYTES = 16
 _NAME = np.dtype([("space", "<u4"), ("offset", "<u4"), ("id", "<u8")])
 _OWN_PROMPT, _OWN_ANSWER = 2**32 - 2, 2**32 - 1
@@ -33,7 +35,7 @@ class Call:
     Attributes:
         number: index in the workload, from 0, in order of arrival.
         arrival: seconds from the workload's start, in an open loop.
-        num_output_tokens: forced length of the answer, at least 1.
+        num_output_tokens: forced length of the answer, at least 1; 0 of a pooled request.
         after: in a closed loop, the number of the call that must finish first; None: arrives at ``arrival``.
         pause: seconds from that finish to this call's arrival (tool calls, think time).
         conversation: id that groups calls; empty if the trace has none.
@@ -42,6 +44,7 @@ class Call:
         tool: name of the tool that the answer calls, as far as the trace knows it; empty if it calls none.
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
         agent: the sub-agent of the conversation that sends it, or empty.
+        pooling: what its prompt is turned into instead of an answer, or None.
     """
 
     number: int
@@ -61,6 +64,7 @@ class Call:
     adapter: str = ""
     agent: str = ""
     tool: str = ""
+    pooling: PoolingParams | None = None
 
 
 @dataclass(slots=True)

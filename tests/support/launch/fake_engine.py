@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
+from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 from tokenizers import Tokenizer
 
@@ -13,6 +15,7 @@ from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
 from quire.launch.frontend.job import NO_JOB, Job
 from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
@@ -39,8 +42,14 @@ class FakeSequence(PulledSequence):
     tool: str = ""
     delivered: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    pooled: Callable[[], Update] | None = None
 
     async def updates(self) -> AsyncIterator[Update]:
+        if self.pooled is not None:
+            await asyncio.sleep(0)
+            self.delivered = 1
+            yield self.pooled()
+            return
         if self.delivered == 0 and isinstance(self.ending, InvalidRequest):
             raise self.ending
         tokens = self.tokens[: self.params.max_tokens]
@@ -129,6 +138,8 @@ class FakeEngine:
     adapters: list[AdapterRef | None] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     unloaded: list[tuple[AdapterRef, bool]] = field(default_factory=list)
+    pool: Callable[[list[int], PoolingParams], Update] = pooled_update
+    pooling: list[PoolingParams | None] = field(default_factory=list)
     figures: Statistics = field(
         default_factory=lambda: Statistics(
             query=1, num_running=3, num_waiting=2, num_usable_blocks=100, num_free_blocks=75, prefix_cache_hit_tokens=16
@@ -149,6 +160,7 @@ class FakeEngine:
         num_shared: int = 0,
         adapter: AdapterRef | None = None,
         job: Job = NO_JOB,
+        pooling: PoolingParams | None = None,
         on_update: Callable[[], None],
     ) -> FakeSequence:
         if self.refuse is not None:
@@ -157,7 +169,7 @@ class FakeEngine:
         assert params.stop == params.bad_words == []
         assert params.max_tokens is not None
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tolist()
-        assert len(prompt) + params.max_tokens <= self.max_model_len
+        assert len(prompt) + (0 if pooling else params.max_tokens) <= self.max_model_len
         sequence = FakeSequence(
             request_id,
             prompt,
@@ -171,6 +183,9 @@ class FakeEngine:
             self.on_abort,
             self.on_hang,
         )
+        if pooling is not None:
+            sequence.pooled = partial(self.pool, prompt, pooling)
+        self.pooling.append(pooling)
         sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.priorities.append((priority, cache_salt))

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 
 from quire.launch.frontend.client import Readers
@@ -20,6 +21,7 @@ from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
@@ -36,11 +38,18 @@ class EndlessSequence(PulledSequence):
     engine: "EndlessEngine"
     prompt: list[int]
     params: SamplingParams
+    pooling: PoolingParams | None = None
     delivered: int = 0
     aborted: bool = False
 
     async def updates(self) -> AsyncIterator[Update]:
         assert self.params.max_tokens is not None
+        if self.pooling is not None:
+            await self.engine.pause()
+            if not self.aborted:
+                self.engine.live.discard(self)
+                yield pooled_update(self.prompt, self.pooling)
+            return
         while True:
             await self.engine.pause()
             if self.aborted:
@@ -110,10 +119,11 @@ class EndlessEngine:
         num_shared: int = 0,
         adapter: Any = None,
         job: Any = None,
+        pooling: PoolingParams | None = None,
         on_update: Callable[[], None],
     ) -> EndlessSequence:
         self.tenants.append(tenant)
-        sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params)
+        sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params, pooling)
         sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.live.add(sequence)

@@ -17,7 +17,10 @@ from fake_pages import FakePages
 from log_replay import appended_blocks
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
+from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
@@ -49,6 +52,16 @@ def prompt_logprob(context: int) -> float:
     return -float(context % 97)
 
 
+def pooled_row(context: int, width: int) -> list[float]:
+    """Return the row that the fake model makes of the hidden state after ``context``."""
+    return [float((context >> 8 + 3 * at) % 9973) for at in range(width)]
+
+
+def routed_row(context: int) -> list[int]:
+    """Return the experts to which the fake model routes the position with which the context becomes this one."""
+    return [context % 61, (context >> 8) % 61]
+
+
 def first_read(group: KVGroup, position: int) -> int:
     """Return the first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
     if group.kind == "sliding_window":
@@ -62,7 +75,8 @@ class Row:
 
     ``tables``: block ids per group; entries that no later position reads may belong to other requests by now.
     ``prompt_width``: log probabilities per prompt token; 0 for none. ``num_candidates``: those of a sampled token.
-    ``adapter``: number of its adapter, or 0.
+    ``adapter``: number of its adapter, or 0. ``num_routed``: positions whose routed experts were sent; -1: not
+    requested.
     """
 
     handle: int
@@ -78,6 +92,8 @@ class Row:
     num_candidates: int = 0
     active: bool = True
     adapter: int = 0
+    pooling: PoolingParams | None = None
+    num_routed: int = -1
 
     @property
     def blocks(self) -> list[int]:
@@ -97,7 +113,8 @@ class Row:
 
 @dataclass
 class Chunk:
-    """What one row computes in a step: ``drafts`` are its last tokens, of which ``num_accepted`` are correct."""
+    """What one row computes in a step: ``drafts`` are its last tokens, of which ``num_accepted`` are correct.
+    ``pools``: it completes what its prompt is turned into, and samples nothing."""
 
     row: Row
     start: int
@@ -105,6 +122,7 @@ class Chunk:
     samples: bool
     drafts: list[int]
     num_accepted: int = 0
+    pools: bool = False
 
     @property
     def end(self) -> int:
@@ -144,16 +162,18 @@ class FakeWorker:
         num_speculative_tokens: int = 0,
         max_loras: int = 0,
         max_cpu_loras: int = 0,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         self.adapters = FakeAdapters(max_loras, max_cpu_loras)
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
-        self.groups = groups or [KVGroup("full_attention", block_size, [0])]
+        self.groups = [KVGroup("full_attention", block_size, [0])] if groups is None else groups
+        self.pooling = pooling
         self.num_speculative_tokens = num_speculative_tokens
         self.sizes = [g.block_size for g in self.groups]
         self.rows: dict[int, Row] = {}
         self.holders: dict[int, dict[int, tuple[int, int]]] = {}
         """Block → handle → (group, index in its table)."""
-        widest = max(g.block_size for g in self.groups)
+        widest = max((g.block_size for g in self.groups), default=1)
         self.slots = [[_NOTHING] * widest for _ in range(num_blocks)]
         self.host = FakePages(lambda block: self.slots[block])
         self.forced: dict[tuple[str, int], int] = {}
@@ -197,7 +217,44 @@ class FakeWorker:
         for chunk in chunks:
             self._read(chunk)
         prompts = self._prompt_logprobs(chunks)
-        return msgspec.structs.replace(self._sample(chunks), prompt_logprobs=prompts)
+        result = msgspec.structs.replace(self._sample(chunks), prompt_logprobs=prompts)
+        return msgspec.structs.replace(self._pool(chunks, result), routed_experts=self._routed_experts(chunks))
+
+    def _pool(self, chunks: list[Chunk], result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return the result with the pooled rows. Those of bad requests are not numbers; failed ones have none."""
+        parts, bad, failed = [], [*result.bad], [*result.failed]
+        for chunk in chunks:
+            row, params = chunk.row, chunk.row.pooling
+            if params is None:
+                continue
+            each = params.task == "token_embed"
+            if not each and not chunk.pools:
+                continue
+            assert self.pooling is not None
+            width = self.pooling.width(params.task, params.dimensions)
+            contexts = row.contexts[chunk.start : chunk.end] if each else row.contexts[-1:]
+            rows = np.array([pooled_row(c ^ self.adapters.mix(row.adapter), width) for c in contexts], np.float32)
+            once = (row.request_id, 1)
+            if chunk.pools and (self.bad_from.get(row.request_id) == 0 or once in self.bad_once):
+                self.bad_once.discard(once)
+                bad.append(row.handle)
+                rows[:] = np.nan
+            if chunk.pools and self.failed_at.get(row.request_id) == 0:
+                failed.append((row.handle, "no reason"))
+                continue
+            parts.append((row.handle, chunk.start if each else 0, rows))
+        return msgspec.structs.replace(result, pooled=PooledRows.of(parts) if parts else None, bad=bad, failed=failed)
+
+    def _routed_experts(self, chunks: list[Chunk]) -> RoutedExperts | None:
+        """Return those of the positions of each sampling row that were not sent yet. Rows must be settled."""
+        parts = []
+        for chunk in chunks:
+            row = chunk.row
+            if row.num_routed >= 0 and chunk.samples and row.num_computed > row.num_routed:
+                rows = [routed_row(context) for context in row.contexts[row.num_routed : row.num_computed]]
+                parts.append((row.handle, row.num_routed, np.array(rows, np.int32)))
+                row.num_routed = row.num_computed
+        return RoutedExperts.of(parts) if parts else None
 
     def _prompt_logprobs(self, chunks: list[Chunk]) -> PromptLogprobs | None:
         """Return a part for each chunk that has a successor in its prompt: see ``prompt_logprob``."""
@@ -267,6 +324,11 @@ class FakeWorker:
         row.prompt_width = 0 if wanted is None else wanted + 1
         row.num_candidates = new.sampling.num_candidates or 0
         row.adapter = new.adapter
+        row.pooling = new.pooling
+        row.num_routed = 0 if new.sampling.return_routed_experts else -1
+        if new.pooling is not None:
+            assert self.pooling is not None and new.num_tokens == new.num_prompt_tokens
+            assert not row.num_computed or not self.pooling.needs_every_token(new.pooling.task), "tokens are missing"
         assert not row.prompt_width or not row.num_computed, "a cached prefix has no logits"
         for token in tokens:
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
@@ -331,6 +393,9 @@ class FakeWorker:
         self._check_blocks(row, start + count)
         samples = start + num_known == len(row.tokens)
         assert samples or not most_drafts, "drafts before the prompt is computed"
+        if row.pooling is not None:
+            assert not most_drafts, "drafts of a request that samples nothing"
+            return Chunk(row, start, num_known, False, [], pools=samples)
         chunk = Chunk(row, start, num_known, samples, [])
         context, right = row.contexts[-1], True
         for ahead in range(num_drafts):

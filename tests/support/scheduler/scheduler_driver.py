@@ -67,6 +67,8 @@ def make_config(**settings: Any) -> EngineConfig:
         num_kv_heads=1,
         head_dim=4,
         eos_token_ids=settings.pop("eos", []),
+        generates=settings.pop("generates", True),
+        pooling=settings.pop("pooling", None),
     )
     adaptive = settings.pop("adaptive", False)
     defaults = {
@@ -121,6 +123,10 @@ class Answer:
     prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Position → (token, log probability)."""
     hypotheses: list[Hypothesis] = field(default_factory=list)
+    pooled: dict[int, list[float]] = field(default_factory=dict)
+    """Row → values."""
+    experts: dict[int, list[int]] = field(default_factory=dict)
+    """Position → experts."""
 
     @property
     def reason(self) -> EndReason | None:
@@ -152,7 +158,7 @@ class Driver:
         one group of full attention. ``before``: the engine whose disk this one finds. ``costs``: what the scheduler
         has learned before."""
         self.config = config = make_config(**settings)
-        layout = layout or make_layout(config)
+        layout = make_layout(config) if layout is None else layout
         forgotten = 0 if before is None or before.scheduler.kv.disk is None else before.scheduler.kv.disk.forgotten
         self.header = TraceHeader(config, layout, num_blocks, num_host_pages, num_disk_pages, forgotten, costs)
         self.scheduler = self.header.make_scheduler(steady_decode=steady_decode)
@@ -169,6 +175,7 @@ class Driver:
             num_speculative_tokens=config.num_speculative_tokens,
             max_loras=config.max_loras if config.enable_lora else 0,
             max_cpu_loras=config.max_cpu_loras,
+            pooling=config.model.pooling,
         )
         pages = self.worker.host
         pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)
@@ -499,6 +506,17 @@ class Driver:
             del entries[:count]
         assert not entries
 
+    def _take_rows(self, client: int, message: StepOutputs) -> None:
+        """Keep pooled rows and routed experts. Repeats must be equal, and there is no gap."""
+        for told, name in ((message.pooled, "pooled"), (message.routed_experts, "experts")):
+            for handle, start, rows in () if told is None else told.parts():
+                answer = self.answers[self._clients[client, handle]]
+                kept = getattr(answer, name)
+                assert answer.ended is None, "rows after the end"
+                assert start <= len(kept), "rows after a gap"
+                for at, values in enumerate(rows.tolist(), start):
+                    assert kept.setdefault(at, values) == values, f"row {at} is sent again with other values"
+
     def _take_outputs(self, client: int, message: StepOutputs) -> None:
         for introduced in message.introduced:
             answer = self.answers[introduced.request_id]
@@ -506,6 +524,7 @@ class Driver:
             answer.num_cached_tokens = introduced.num_cached_tokens
             self._clients[client, introduced.handle] = introduced.request_id
         self._take_prompt_logprobs(client, message)
+        self._take_rows(client, message)
         if message.handles is not None and message.tokens is not None:
             handles = message.handles if message.counts is None else np.repeat(message.handles, message.counts)
             for handle, token in zip(handles.tolist(), message.tokens.tolist(), strict=True):
@@ -532,7 +551,8 @@ def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
         assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
         unused = request.leader is not None and not request.num_output_placeholders and row.num_computed > 0
         unused = unused and row.num_computed == request.num_tokens  # the sampled token of a beam is not used
-        assert len(row.tokens) == request.num_tokens + request.num_output_placeholders - rejected + unused
+        num_sampled = 0 if request.pooling is not None else request.num_output_placeholders
+        assert len(row.tokens) == request.num_tokens + num_sampled - rejected + unused
         _compare_tables(scheduler, request, worker, row)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 from fake_adapters import adapter_ref, mix_of
-from fake_worker import candidates_after, extend_context, prompt_logprob
+from fake_worker import candidates_after, extend_context, pooled_row, prompt_logprob, routed_row
 from log_replay import appended_blocks, describe
 from scheduler_driver import VOCAB_SIZE, Answer, Driver, change, expected_tokens, make_request
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.request.pooling_params import POOLING_TASKS, PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
@@ -53,6 +55,8 @@ class Asked:
     search: SamplingParams | None = None
     adapter: AdapterRef | None = None
     may_fail: bool = False
+    pooling: PoolingParams | None = None
+    experts: bool = False
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -112,6 +116,31 @@ def program_settings(rng: random.Random) -> dict[str, Any]:
     return {"scheduling_policy": policy, "eviction_policy": eviction, "enable_prefix_caching": True}
 
 
+def pooling_settings(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of a Driver whose model generates, and pools in all ways."""
+    pooling = PoolingConfig(
+        tasks=["embed", "token_embed", "classify"],
+        pooling=rng.choice(("last", "last", "mean", "cls")),
+        size=6,
+        labels=["yes", "no"],
+    )
+    return {"pooling": pooling}
+
+
+def encoder_settings(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of a Driver whose model keeps no KV, and only pools."""
+    return pooling_settings(rng) | {
+        "generates": False,
+        "layout": KVLayout([], num_kv_heads=1, head_dim=4, dtype="float32"),
+        "num_blocks": 2,
+        "num_host_pages": 0,
+        "enable_chunked_prefill": False,
+        "long_prefill_token_threshold": 0,
+        "max_num_batched_tokens": rng.choice((MAX_MODEL_LEN, 64)),
+        "num_speculative_tokens": 0,
+    }
+
+
 EVENTS = {
     "arrive": 30,
     "fork": 10,
@@ -139,6 +168,10 @@ ADAPTER_EVENTS = EVENTS | {"reload_adapter": 4, "unload_adapter": 6, "kill_worke
 
 PROGRAM_EVENTS = EVENTS | {"pass_time": 10, "call_tool": 6, "kill_worker": 1}
 """The same for engines with programs."""
+
+
+POOLING_EVENTS = EVENTS | {"pool": 30, "kill_worker": 1}
+"""The same for models that pool."""
 
 
 FLOOD = (0, 0, 0, 1, 0, 2, 0, 1)
@@ -171,6 +204,8 @@ class Load:
         self.program_rng = (
             random.Random(f"programs {rng.getstate()[1][0]}") if self.driver.config.uses_programs else None
         )
+        self.pooling_rng = random.Random(f"pooling {rng.getstate()[1][0]}")
+        """Chance for pooled requests and routed experts, for the same reason."""
         self.now, self.num_jobs = 0.0, 4
         self._contents = [0] * NUM_ADAPTERS if self.driver.config.enable_lora else []
         """A content for each name of an adapter."""
@@ -181,7 +216,9 @@ class Load:
     def arrive(self) -> None:
         """Add a request, perhaps with a shared prefix, perhaps resubmitted after a crash."""
         rng = self.rng
-        if len(self.driver.scheduler.table.requests) >= 14:
+        if not self.driver.config.model.generates:
+            self.pool()
+        if len(self.driver.scheduler.table.requests) >= 14 or not self.driver.config.model.generates:
             return
         own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(0, 12))]
         prompt = (rng.choice(self.prefixes)[: rng.choice((0, 5, 8, 16, 24))] + own)[: MAX_MODEL_LEN - 2] or [1]
@@ -204,6 +241,7 @@ class Load:
         if rng.random() < 0.1:
             asked.repetition = RepetitionDetection(max_pattern_size=3, min_count=2)
         grammar = StructuredOutputs(regex="a*") if not ignore_eos and rng.random() < 0.2 else None
+        asked.experts = self._asks_for_experts()
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
         tenant = FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
@@ -227,11 +265,46 @@ class Load:
                 cache_salt=salt,
                 min_tokens=asked.min_tokens,
                 prompt_logprobs=asked.prompt_logprobs,
+                return_routed_experts=asked.experts,
                 repetition_detection=asked.repetition,
                 structured_outputs=grammar,
                 tenant=tenant,
                 adapter=asked.adapter,
                 **job,
+            )
+
+    def _asks_for_experts(self) -> bool:
+        return self.driver.config.model.pooling is not None and self.pooling_rng.random() < 0.4
+
+    def pool(self) -> None:
+        """Add a request whose prompt is turned into vectors or scores."""
+        rng, request_id = self.pooling_rng, f"r{len(self.asked)}"
+        if len(self.driver.scheduler.table.requests) >= 14:
+            return
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((0, 1, 5, 11, 30)))]
+        prompt = (rng.choice(self.prefixes)[: rng.choice((0, 5, 8, 16, 24))] + own)[:MAX_MODEL_LEN] or [1]
+        asked = Asked(rng.randrange(NUM_CLIENTS), prompt, 0, frozenset(), [])
+        task = rng.choice(POOLING_TASKS)
+        asked.pooling = PoolingParams(task, 0 if task == "classify" else rng.choice((0, 0, 3, 6)))
+        asked.bad = rng.choice((None,) * 12 + (0,))
+        asked.salt, asked.tenant = rng.choice(("", "", "salt")), FLOOD[len(self.asked) % len(FLOOD)] % self.num_tenants
+        asked.adapter = self._any_adapter()
+        fails, priority = rng.random() < 0.3, rng.choice((0, 0, 1, 5, -3))
+        self.asked[request_id] = asked
+        for driver in self.drivers:
+            if asked.bad is not None:
+                (driver.worker.failed_at if fails else driver.worker.bad_from)[request_id] = asked.bad
+            driver.add(
+                request_id,
+                prompt,
+                client=asked.client,
+                pooling=asked.pooling,
+                structured_outputs=StructuredOutputs(regex="a*"),
+                priority=priority,
+                arrival=float(len(self.asked)),
+                cache_salt=asked.salt,
+                tenant=asked.tenant,
+                adapter=asked.adapter,
             )
 
     def _any_job(self) -> dict[str, Any]:
@@ -294,7 +367,7 @@ class Load:
     def search(self) -> None:
         """Add a beam search."""
         rng, request_id = self.rng, f"r{len(self.asked)}"
-        if len(self.driver.scheduler.table.requests) >= 14:
+        if len(self.driver.scheduler.table.requests) >= 14 or not self.driver.config.model.generates:
             return
         prompt = [*rng.choice(self.prefixes)[: rng.choice((1, 5, 8, 16))], rng.randrange(VOCAB_SIZE)]
         asked = Asked(rng.randrange(NUM_CLIENTS), prompt, rng.randrange(1, 9), frozenset(EOS), [])
@@ -324,7 +397,7 @@ class Load:
     def fork(self) -> None:
         """Fork any request into several, at any token."""
         parent = self._anyone()
-        if parent is None or self.asked[parent].search is not None:
+        if parent is None or self.asked[parent].search is not None or self.asked[parent].pooling is not None:
             return
         of, request = self.asked[parent], self.driver.request(parent, self.asked[parent].client)
         known = (
@@ -335,7 +408,7 @@ class Load:
             request_id = f"r{len(self.asked)}"
             max_tokens = self.rng.randrange(len(output) + 1, max(40, len(output) + 2))
             asked = Asked(of.client, of.prompt, max_tokens, frozenset(), output, salt=of.salt, tenant=of.tenant)
-            asked.adapter, asked.may_fail = of.adapter, of.may_fail
+            asked.adapter, asked.may_fail, asked.experts = of.adapter, of.may_fail, self._asks_for_experts()
             if self.rng.random() < 0.1:
                 asked.bad = self.rng.randrange(6)
             self.asked[request_id] = asked
@@ -357,6 +430,7 @@ class Load:
                     arrival=float(len(self.asked)),
                     cache_salt=of.salt,
                     structured_outputs=grammar,
+                    return_routed_experts=asked.experts,
                     tenant=of.tenant,
                 )
 
@@ -461,6 +535,8 @@ class Load:
     def random_event(self) -> None:
         """Apply any of EVENTS, then a few steps."""
         events = ADAPTER_EVENTS if self._contents else PROGRAM_EVENTS if self.program_rng is not None else EVENTS
+        if self.driver.config.model.pooling is not None:
+            events = events | POOLING_EVENTS
         (name,) = self.rng.choices(list(events), list(events.values()))
         getattr(self, name)()
         for _ in range(self.rng.randrange(1, 10)):
@@ -524,7 +600,7 @@ class Load:
             before, idle = -1, 0
             while driver.scheduler.table.requests or driver.scheduler.in_flight:
                 driver.step()
-                done = driver.scheduler.num_generated_tokens + sum(a.ended is not None for a in driver.answers.values())
+                done = driver.scheduler.num_results + sum(a.ended is not None for a in driver.answers.values())
                 idle = 0 if done > before else idle + 1
                 before = max(done, before)
                 assert idle < patience, f"nothing happens: {list(driver.scheduler.table.requests.values())}"
@@ -545,7 +621,10 @@ class Load:
                 answer.rejected.code
                 in ("kv_pool_too_small", "queue_full", "invalid_grammar", "invalid_value", "job_ended")
                 or (asked.may_fail and answer.rejected.code == "adapter_not_loaded")
-            ) and not answer.tokens
+            ) and not (answer.tokens or answer.pooled or answer.experts)
+            return
+        if asked.pooling is not None:
+            check_pooled(driver, asked, answer)
             return
         if asked.search is not None:
             check_search(driver, asked, answer)
@@ -573,8 +652,50 @@ class Load:
             assert answer.tokens == want, f"{request_id}: not all of its tokens"
             assert answer.reason is reason
             assert answer.ended.num_output_tokens == len(want) + len(asked.output)
+        if answer.tokens or not asked.experts:
+            check_experts(asked, answer)
         if asked.prompt_logprobs is not None and answer.tokens:
             assert answer.num_cached_tokens == 0 and answer.prompt_logprobs == prompt_logprobs_of(asked.prompt)
+
+
+def check_pooled(driver: Driver, asked: Asked, answer: Answer) -> None:
+    """Check that a pooled request got the rows that its prompt alone gives, all of them unless it ended early."""
+    params, pooling = asked.pooling, driver.config.model.pooling
+    assert params is not None and pooling is not None and answer.ended is not None and not answer.tokens
+    mix, width = (
+        0 if asked.adapter is None else mix_of(asked.adapter.digest),
+        pooling.width(params.task, params.dimensions),
+    )
+    contexts = contexts_of(asked.prompt)
+    contexts = contexts if params.task == "token_embed" else contexts[-1:]
+    want = dict(enumerate(pooled_row(context ^ mix, width) for context in contexts))
+    assert answer.pooled == {at: want[at] for at in answer.pooled}, "other rows than alone"
+    assert answer.ended.num_output_tokens == 0
+    assert answer.num_cached_tokens <= 0 or not pooling.needs_every_token(params.task)
+    if asked.gone or (asked.may_fail and answer.ended.detail.startswith("adapter_not_loaded")):
+        return
+    if asked.bad is not None:
+        assert answer.reason is EndReason.ERROR and len(answer.pooled) < len(want), "bad hidden states passed"
+    else:
+        assert answer.reason is EndReason.STOPPED and answer.pooled == want, "not all of its rows"
+
+
+def check_experts(asked: Asked, answer: Answer) -> None:
+    """Check that a request got the routed experts of all its tokens but the last, if it asked for them."""
+    known = [*asked.prompt, *asked.output]
+    tokens = [*known, *expected_tokens(known, MAX_MODEL_LEN, adapter=asked.adapter)]  # also drafts after its end
+    want = dict(enumerate(map(routed_row, contexts_of(tokens))))
+    assert answer.experts == {at: want[at] for at in answer.experts}, "other experts than alone"
+    least = len(known) + len(answer.tokens) - 1 if asked.experts else 0
+    assert len(answer.experts) >= least and (asked.experts or not answer.experts), "not the experts of all its tokens"
+
+
+def contexts_of(tokens: list[int]) -> list[int]:
+    """Return the context up to each token."""
+    contexts = [0]
+    for token in tokens:
+        contexts.append(extend_context(contexts[-1], token))
+    return contexts[1:]
 
 
 def check_search(driver: Driver, asked: Asked, answer: Answer) -> None:
@@ -616,10 +737,8 @@ def first_repetition(answer: list[int], asked: Asked) -> int | None:
 
 def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
     """Return the fake worker's log probabilities of the tokens of a prompt, without the first."""
-    contexts = [0]
-    for token in prompt:
-        contexts.append(extend_context(contexts[-1], token))
-    return {at: (token, prompt_logprob(contexts[at + 1])) for at, token in enumerate(prompt) if at}
+    contexts = contexts_of(prompt)
+    return {at: (token, prompt_logprob(contexts[at])) for at, token in enumerate(prompt) if at}
 
 
 def counters_of(driver: Driver) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -646,6 +765,14 @@ def told_to_clients(driver: Driver) -> str:
 
 def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
     """Return results that no worker that follows the protocol would send."""
+    if (pooled := result.pooled) is not None and kind:
+        handles, starts, widths = pooled.handles, pooled.starts, pooled.widths
+        wrong = ([*handles[1:], 999], starts, widths), (handles, [1 + each for each in starts], widths)
+        told = *wrong, (handles, starts, [1 + each for each in widths])
+        handles, starts, widths = told[kind - 1]
+        return change(result, pooled=change(pooled, handles=handles, starts=starts, widths=widths))
+    if (experts := result.routed_experts) is not None and kind == 1:
+        return change(result, routed_experts=change(experts, widths=[each + 1 for each in experts.widths]))
     if kind == 1 and result.tokens is not None:
         return change(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
     if kind == 2 and result.tokens is not None:

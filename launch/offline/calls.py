@@ -1,0 +1,168 @@
+"""The calls of one ``LLM``, which run one after the other."""
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.launch.adapters.reader import AdapterReader
+from quire.launch.frontend.job import Job
+from quire.launch.offline.batch import Batch, BatchRequest
+from quire.launch.offline.blocking_client import BlockingClient
+from quire.launch.offline.lora_request import LoRARequest, adapters_for
+from quire.launch.offline.pooled_batch import PooledBatch, PooledInputs, RowsOutput
+from quire.launch.offline.pooling_calls import PoolingOptions
+from quire.launch.offline.prompt_input import PromptInput, plain_prompt, priorities_for
+from quire.launch.offline.request_output import RequestOutput
+from quire.launch.offline.running import Reading, RunningRequest
+from quire.launch.offline.running import begin as begin_running
+from quire.launch.text.pooling.capabilities import METHODS, Capabilities
+from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput
+from quire.launch.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words
+from quire.launch.text.text_in import TextIn
+from quire.launch.text.text_out import TokenTexts
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.request import plugins
+from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.front_end_messages import Control, Statistics
+
+LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
+OnText = Callable[[int, str], None]
+
+
+class Limits:
+    """The two numbers of a model that bound a request, as of ``ModelLimits``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.max_model_len = config.max_model_len
+        self.vocab_size = config.model.vocab_size
+
+
+class Calls:
+    """Checks the arguments of calls, numbers their requests, and runs them with the one client of the engine.
+
+    Attributes:
+        client: None before the engine is ready and after ``close``.
+        adapters: reads adapters; None if the engine has none.
+        capabilities: what the model can do.
+    """
+
+    def __init__(self, config: EngineConfig, text_in: TextIn) -> None:
+        self.client: BlockingClient | None = None
+        self.adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
+        self.capabilities = Capabilities(config.model.generates, config.model.pooling, METHODS)
+        self._defaults: dict[str, Any] = dict(config.sampling_defaults)
+        self._limits = Limits(config)
+        self._text_in = text_in
+        self._token_texts = TokenTexts(text_in.tokenizer)
+        self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
+        self._lock = threading.Lock()
+        self._num_requests = self._num_sessions = 0
+
+    def close(self) -> None:
+        """Close the client. May be called twice."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+    def new_session_name(self) -> str:
+        with self._lock:
+            self._num_sessions += 1
+            return f"session-{self._num_sessions}"
+
+    def default_params(self) -> SamplingParams:
+        """Return the engine's sampling parameters with those that ``generation_config`` changes."""
+        return SamplingParams(**self._defaults)
+
+    def ask(self, control: Control) -> Statistics:
+        with self._lock:
+            return self._open_client().ask(control)
+
+    def begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **more: Any) -> RunningRequest:
+        self.capabilities.require_generation("LLM.start")
+        with self._lock:
+            reading = Reading(self._open_client(), self._text_in, self._token_texts, self._lock)
+            self._num_requests += 1
+            return begin_running(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **more)
+
+    def encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
+        return encode_prompt(plain_prompt(prompt), self._text_in, self._limits, add_special_tokens=add_special_tokens)
+
+    def params_for(
+        self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        one = self.default_params() if given is None else given
+        params = [one] * num_prompts if isinstance(one, SamplingParams) else list(one)
+        if len(params) != num_prompts:
+            raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        for each in params:
+            check_params(each, self._limits)
+            plugins.check_params(self._processors, each)
+        return [tokenize_bad_words(each, self._text_in, self._limits) for each in params]
+
+    def run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None,
+        priority: int | ListLike[int] | None,
+        use_tqdm: bool,
+        on_text: OnText | None,
+        lora_request: LoRAInput,
+        jobs: list[Job],
+    ) -> list[RequestOutput]:
+        self.capabilities.require_generation("LLM.generate")
+        each_params = self.params_for(params, len(prompts))
+        each_priority = priorities_for(priority, len(prompts))
+        each_adapter = adapters_for(lora_request, len(prompts), self.adapters)
+        with self._lock:
+            first = self._num_requests + 1
+            self._num_requests += len(prompts)
+            requests = [
+                BatchRequest(f"offline-{first + i}", *each)
+                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, jobs, strict=True))
+            ]
+            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
+            try:
+                with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
+                    batch.finish(bar)
+            except BaseException:
+                batch.abort()
+                raise
+            return batch.outputs
+
+    def pool(
+        self,
+        inputs: ListLike[PoolingInput],
+        field_of: Callable[[int], str],
+        params: PoolingParams,
+        options: PoolingOptions,
+    ) -> list[RowsOutput]:
+        """Compute the inputs of one call for vectors or scores."""
+        encoder = InputEncoder(self._text_in, self._limits, self.capabilities.require_pooling("LLM"))
+        truncation = encoder.truncation(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
+        special, count = options.get("add_special_tokens", True), len(inputs)
+        adapters = adapters_for(options.get("lora_request"), count, self.adapters)
+        priorities = priorities_for(options.get("priority"), count)
+
+        def encode(index: int) -> Prompt:
+            return encoder.encode(inputs[index], truncation, field_of(index), add_special_tokens=special)
+
+        with self._lock:
+            pooled = PooledInputs(self._num_requests + 1, encode, params, priorities, adapters)
+            self._num_requests += count
+            batch = PooledBatch(self._open_client(), pooled)
+            try:
+                with tqdm(total=count, desc="Requests", disable=not options.get("use_tqdm")) as bar:
+                    return batch.finish(bar)
+            except BaseException:
+                batch.abort()
+                raise
+
+    def _open_client(self) -> BlockingClient:
+        if self.client is None:
+            raise EngineError("this LLM is closed")
+        return self.client

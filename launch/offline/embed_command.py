@@ -1,0 +1,135 @@
+"""``quire embed``: the vectors of the lines of a file, by an engine of this process or a running server."""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.launch.config.options import EngineOptions
+from quire.launch.offline.llm import LLM
+from quire.launch.offline.pooling_calls import PoolingOptions
+from quire.launch.offline.remote import RemoteModel
+from quire.launch.offline.terminal import check_no_engine_flags
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
+
+CHUNK = 4096
+"""Lines that are embedded before their vectors are written."""
+
+Vector = npt.NDArray[np.float32]
+Embed = Callable[[list[str]], list[Vector | str]]
+"""Returns the vector of each text, or the reason why it has none."""
+
+
+def run(args: argparse.Namespace, options: EngineOptions) -> None:
+    """Write the vector of each line, in order.
+
+    Raises:
+        ConfigError: a file or a flag cannot be used.
+        InvalidRequest: a line is refused, with its number; the vectors of earlier chunks are written.
+        EngineError: the engine or the server failed, or lines have no vector: those are written with an error.
+    """
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(_input(args.file))
+        output = stack.enter_context(_output(args.output_file))
+        embed = stack.enter_context(_embedder(args, options))
+        num_lines = num_failed = 0
+        arrays: list[Vector] = []
+        while texts := [line.rstrip("\r\n") for line in islice(lines, CHUNK)]:
+            found = _embed_chunk(embed, texts, num_lines)
+            num_failed += sum(isinstance(each, str) for each in found)
+            if args.format == "npy":
+                arrays += _rows(found)
+            else:
+                for index, each in enumerate(found, num_lines):
+                    output.write(_json_line(index, each))
+                output.flush()
+            num_lines += len(texts)
+        if args.format == "npy":
+            np.save(output, np.stack(arrays) if arrays else np.zeros((0, 0), np.float32))
+    if num_failed:
+        raise EngineError(f"{num_failed} of {num_lines} lines have no vector")
+
+
+def _embed_chunk(embed: Embed, texts: list[str], num_before: int) -> list[Vector | str]:
+    try:
+        return embed(texts)
+    except InvalidRequest as refused:
+        match = re.fullmatch(r"(?:prompts|input)\[(\d+)\]", refused.param or "")
+        if match is None:
+            raise
+        line = f"line {num_before + int(match[1]) + 1}"
+        raise InvalidRequest(refused.message.replace(match[0], line), line, refused.code) from None
+
+
+def _json_line(index: int, found: Vector | str) -> bytes:
+    content: dict[str, Any] = {"error": found} if isinstance(found, str) else {"embedding": found.tolist()}
+    return msgspec.json.encode({"index": index, **content}) + b"\n"
+
+
+def _rows(found: list[Vector | str]) -> list[Vector]:
+    """Return the vectors; those of failed lines are NaN."""
+    size = next((len(each) for each in found if not isinstance(each, str)), 0)
+    return [np.full(size, np.nan, np.float32) if isinstance(each, str) else each for each in found]
+
+
+@contextlib.contextmanager
+def _embedder(args: argparse.Namespace, options: EngineOptions) -> Iterator[Embed]:
+    if args.url is not None:
+        check_no_engine_flags(options)
+        remote = RemoteModel(args.url, options.model, args.server_key)
+        given = {
+            "dimensions": args.dimensions,
+            "truncate_prompt_tokens": args.truncate_prompt_tokens,
+            "prompt_name": args.prompt_name,
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
+
+        def ask(texts: list[str]) -> list[Vector | str]:
+            found = remote.embed(texts, fields)
+            return [each if isinstance(each, str) else np.frombuffer(each, "<f4") for each in found]
+
+        yield ask
+        return
+    more: PoolingOptions = {}
+    if args.truncate_prompt_tokens is not None:
+        more["truncate_prompt_tokens"] = args.truncate_prompt_tokens
+    with LLM(**msgspec.structs.asdict(options)) as llm:
+
+        def embed(texts: list[str]) -> list[Vector | str]:
+            outputs = llm.embed(texts, dimensions=args.dimensions, prompt_name=args.prompt_name, **more)
+            return [each.error or "failed" if each.outputs is None else each.outputs.embedding for each in outputs]
+
+        yield embed
+
+
+@contextlib.contextmanager
+def _input(name: str) -> Iterator[TextIO]:
+    if name == "-":
+        yield sys.stdin
+        return
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            yield file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read as text: {error}") from None
+
+
+@contextlib.contextmanager
+def _output(name: str) -> Iterator[BinaryIO]:
+    if name == "-":
+        yield sys.stdout.buffer
+        return
+    try:
+        file = Path(name).open("wb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"--output-file {name} cannot be used: {error.strerror}") from None
+    with file:
+        yield file

@@ -1,0 +1,46 @@
+"""What callers of the offline API may give as prompts and priorities."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+import numpy as np
+
+from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.sampling_params import check_int
+
+PromptInput = str | list[int] | Mapping[str, Any]
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether this is one prompt, and not a list of prompts."""
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return True
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int | np.integer)
+
+
+def plain_prompt(prompt: Any) -> str | list[int]:
+    """Return a prompt as text or as a list of ids.
+
+    Raises:
+        InvalidRequest: it is neither of them, nor an object with one.
+    """
+    if isinstance(prompt, Mapping):
+        keys = set(prompt) & {"prompt", "prompt_token_ids"}
+        if len(prompt) != 1 or not keys:
+            raise InvalidRequest('a prompt must be {"prompt": str} or {"prompt_token_ids": [...]}', "prompt")
+        prompt = prompt[keys.pop()]
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
+    return prompt
+
+
+def priorities_for(given: int | ListLike[int] | None, num_prompts: int) -> list[int]:
+    """Return the priority of each prompt; raise InvalidRequest if the numbers differ, or one is out of range."""
+    each = list(given) if isinstance(given, ListLike) else [0 if given is None else given] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequest(f"{len(each)} priorities for {num_prompts} prompts", "priority")
+    return [check_int("priority", value, MIN_PRIORITY, MAX_PRIORITY) for value in each]

@@ -1,0 +1,1 @@
+"""Prompts of requests for vectors and scores."""

@@ -1,0 +1,70 @@
+"""A pair of texts, such as a query and a document, as one prompt."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""The instruction of Qwen3-Reranker for requests without one."""
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+PREFIX = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class TextPair(NamedTuple):
+    """Two texts of one prompt. ``instruction``: for models with a template for it; "": the model's own."""
+
+    first: str
+    second: str
+    instruction: str = ""
+
+
+def judged_text(pair: TextPair) -> str:
+    """Return the text between PREFIX and SUFFIX in the prompt of a model that answers yes or no (Qwen3-Reranker)."""
+    return f"<Instruct>: {pair.instruction or INSTRUCTION}\n<Query>: {pair.first}\n<Document>: {pair.second}"
+
+
+def kept_tokens(num_first: int, num_second: int, most: int) -> tuple[int, int]:
+    """Return how many tokens are kept of two texts with these numbers of tokens, which may have ``most`` together.
+
+    The longer one is cut, or both to the same length: the truncation of pairs in transformers ("longest first").
+    """
+    short, long = sorted((num_first, num_second))
+    if short + long > most:
+        long = max(short, most - short)
+    if short + long > most:
+        short, long = most // 2, most - most // 2
+    return (long, short) if num_first > num_second else (short, long)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """What a tokenizer adds before, between and after texts."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, is_pair: bool) -> "SpecialTokens":
+        """Find them by encoding short texts."""
+        found = tokenizer.encode(_SHORT, _SHORT) if is_pair else tokenizer.encode(_SHORT)
+        places = [index for index, text in enumerate(found.sequence_ids) if text is not None]
+        if not places:
+            return cls(found.ids, [], [])
+        ids, inner = found.ids, range(places[0], places[-1])
+        between = [ids[index] for index in inner if found.sequence_ids[index] is None]
+        return cls(ids[: places[0]], between, ids[places[-1] + 1 :])
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def around(self, first: list[int], second: list[int] | None = None) -> list[int]:
+        return [*self.before, *first, *self.between, *(second or ()), *self.after]
+
+
+_SHORT = "a"
