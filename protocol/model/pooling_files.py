@@ -13,6 +13,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, read_json_list
+from quire.protocol.model.encoder_config import EncoderConfig
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 
 Pooling = Literal["last", "mean", "cls"]
