@@ -1,4 +1,4 @@
-"""Attention within rows, the layer norm and activations of linear layers: equal to torch, whatever the batch."""
+"""Attention within rows, the layer norm and activations of linear layers: equal to torch in any batch."""
 
 from collections.abc import Callable
 
