@@ -204,6 +204,8 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     field = _merged(raw, family, where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
+    if not field.flag("is_causal", default=True):
+        raise ConfigError(f"{where}: is_causal false (attention in both directions) is not supported for decoders")
     hidden, heads = field.size("hidden_size"), field.size("num_attention_heads")
     num_layers = field.size("num_hidden_layers", high=4096)
     if not field.has("head_dim") and hidden % heads:

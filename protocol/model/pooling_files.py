@@ -99,10 +99,12 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
     Raises:
         ConfigError: one line that names the file and the field.
     """
-    fields = Fields(raw, str(folder / "config.json"))
-    files = _Files(folder)
     has_labels = raw["architectures"][0].endswith("ForSequenceClassification")
-    if (folder / MODULES).is_file():
+    has_modules = (folder / MODULES).is_file()
+    if model.generates and not (has_modules or has_labels or scores_by_tokens(raw)):
+        return None
+    fields, files = Fields(raw, str(folder / "config.json")), _Files(folder)
+    if has_modules:
         modules = _modules(folder)
         kinds = [kind for kind, _ in modules]
         task = files.transformer.raw.get("transformer_task") or "feature-extraction"
@@ -110,7 +112,7 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
             return _embedding(folder, modules, files, fields, model)
         if kinds[1:] == ["LogitScore"] and task == "text-generation":
             return _yes_no(_fields_of(folder, modules[1]), files, fields, model)
-        if kinds[1:] or (task != "sequence-classification" and not has_labels):
+        if kinds[1:] or not has_labels:
             raise ConfigError(
                 f"{folder / MODULES}: modules {', '.join(kinds)} with transformer_task {printable(task)} are not "
                 f"supported; {_SUPPORTED}"
@@ -119,8 +121,6 @@ def read_pooling(folder: Path, raw: dict[str, Any], model: Shape) -> PoolingConf
         return _from_tokens(folder, files, fields, model)
     if has_labels:
         return _classification(files, fields, model)
-    if model.generates:
-        return None
     # sentence-transformers takes the mean too, for a model without a configuration and without a head for tokens.
     return _sized(files, fields, model, "mean", normalize=True)
 
@@ -140,7 +140,8 @@ class _Files:
         if longest is None:
             # Tokenizers without a limit have 1e30, some of them as a float.
             limit = self.tokenizer.raw.get("model_max_length")
-            longest = int(limit) if isinstance(limit, int | float) and 1 <= limit < model.max_position else 0
+            limit = limit if isinstance(limit, int | float) and not isinstance(limit, bool) else 0
+            longest = int(limit) if 1 <= limit < model.max_position else 0
         else:
             longest = self.transformer.size("max_seq_length", high=2**31 - 1)
         prompts = self.whole.raw.get("prompts") or {}
@@ -200,7 +201,7 @@ def _embedding(
     name = "embedding_dimension" if own.has("embedding_dimension") else "word_embedding_dimension"
     if own.size(name) != model.hidden_size:
         raise ConfigError(
-            f"{own.where}: {name} {own.size(name)} differs from the model's hidden_size {model.hidden_size}"
+            f"{own.where}: {name} must be the model's hidden_size {model.hidden_size} (got {own.size(name)})"
         )
     modes = own.raw.get("pooling_mode")
     if modes is None:

@@ -61,7 +61,7 @@ class InFlightStep:
     num_tokens: int
     num_drafts: int = 0
     prefill: Prefill = NO_PREFILL
-    pooled: list[StepRow] = field(default_factory=list)
+    pooled: tuple[StepRow, ...] = ()
     steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False
@@ -73,7 +73,7 @@ class InFlightStep:
             start = request.num_computed_tokens
             self.prefill += Prefill.between(start, start + row.num_tokens)
         if request.pooling is not None:
-            self.pooled.append(row)
+            self.pooled += (row,)
             row.first = request.num_computed_tokens
             row.pools = request.sent(row.num_tokens, 0)
             return False
@@ -372,7 +372,7 @@ def experts_fault(record: InFlightStep, experts: RoutedExperts) -> str | None:
         request = record.member(handle)
         if request is None or not request.sampling.return_routed_experts:
             return f"routed experts for handle {handle}, which did not request them"
-        most = request.num_tokens + request.num_output_placeholders
+        most = request.num_tokens + request.num_output_placeholders - 1  # no step in flight computes the last one
         is_dropped = request.status.is_finished or record.step <= request.ignore_results_until
         if count < 1 or (start + count > most and not is_dropped):
             return f"routed experts of handle {handle} (from {start}, {count} rows) outside of its {most} positions"

@@ -143,9 +143,10 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
-    introduced, ended, beside = parts.introduced, parts.ended, (parts.prompts, parts.hypotheses, parts.pooled)
+    introduced, ended, prompts, found = parts.introduced, parts.ended, parts.prompts, parts.hypotheses
+    pooled, experts = parts.pooled, parts.experts
     if parts.sampled is None:
-        return StepOutputs(introduced, None, None, ended, None, None, *beside, parts.experts)
+        return StepOutputs(introduced, None, None, ended, None, None, prompts, found, pooled, experts)
     sampled, keep, logprobs = parts.sampled
     handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
     if keep is not None and counts is None:
@@ -157,4 +158,4 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
     if counts is not None and (counts == 1).all():
         counts = None
     selected = None if logprobs is None else logprobs.filtered(keep)
-    return StepOutputs(introduced, handles, tokens, ended, counts, selected, *beside, parts.experts)
+    return StepOutputs(introduced, handles, tokens, ended, counts, selected, prompts, found, pooled, experts)

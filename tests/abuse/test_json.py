@@ -9,10 +9,17 @@ from abused_app import AbusedApp
 from tiers import thinned
 
 from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody, TokenizeBody
+from quire.launch.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 from quire.launch.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)
-PATHS = (*GENERATING, "/tokenize", "/detokenize")
+POOLING: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "/v1/embeddings": (EmbeddingBody, {"input": [5]}),
+    "/pooling": (EmbeddingBody, {"input": "x", "task": "token_embed"}),
+    "/v1/score": (ScoreBody, {"text_1": "x", "text_2": "y"}),
+    "/v1/rerank": (RerankBody, {"query": "x", "documents": ["y"]}),
+}
+PATHS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank")
 NOT_JSON: list[bytes] = [
     *(b"", b" ", b"\x00", b"hello", b"'x'", b"{", b"}", b"{]", b"[}", b'{"prompt"}', b'{"prompt":}', b"{prompt: 1}"),
     *(b'{"prompt": "x",}', b'{"prompt": [5,]}', b'{"prompt": [,5]}', b'{"prompt": "x"} {}', b'{"prompt": "x"}x'),
@@ -137,6 +144,8 @@ def names(path: str) -> list[str]:
         return sorted({*CompletionBody.__struct_fields__, *SAMPLING_FIELDS})
     if path == CHAT:
         return sorted({*ChatBody.__struct_fields__, *SAMPLING_FIELDS})
+    if path in POOLING:
+        return sorted(POOLING[path][0].__struct_fields__)
     return sorted(TokenizeBody.__struct_fields__) if path == "/tokenize" else ["model", "tokens"]
 
 
@@ -150,6 +159,8 @@ NEIGHBOURS = (
     "continue_final_message",
     "ignore_eos",
     "beam_width",
+    "input",
+    "task",
 )
 
 
@@ -158,6 +169,7 @@ NEIGHBOURS = (
 def test_every_value_in_every_field(app: AbusedApp, path: str, values: list[Any]) -> None:
     """A refusal names the field."""
     right = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
+    right |= {of: body for of, (_, body) in POOLING.items()}
     length = {"max_tokens": 1} if path in GENERATING else {"tokens": [5]} if path == "/detokenize" else {}
     for name in names(path):
         for value in values:

@@ -158,11 +158,10 @@ class Decoder(Module):
         With ``label_token_ids`` it is the logit of a token, less that of the other one if there are two: the sigmoid of
         the difference is the probability of the last token among the two.
         """
-        tokens = self._label_token_ids
-        if tokens:
+        if self._label_token_ids:
             logits = self.logits(hidden)
-            last = logits[:, tokens[-1:]]
-            return last if len(tokens) == 1 else last - logits[:, tokens[:1]]
+            *other, last = [logits[:, token : token + 1] for token in self._label_token_ids]
+            return last - other[0] if other else last.contiguous()
         assert self.score is not None, "the model has no head for labels"
         return self.score(hidden)
 

@@ -60,12 +60,20 @@ class Pooler:
 
     def _taken(self, inputs: StepInputs, holding: npt.NDArray[np.bool_]) -> "_Taken":
         """Return the tokens that ``held`` takes in this step."""
-        wanted = np.repeat(holding, inputs.query_lens)
+        starts, lengths = inputs.query_start_loc[:-1].astype(np.int64), inputs.query_lens.astype(np.int64)
+        is_first = inputs.seq_lens == lengths
         if self._config.pooling == "cls":
-            wanted &= inputs.positions == 0
-        places = np.flatnonzero(wanted)
-        index, rows = self._transfer(places, inputs.token_rows[places])
-        return _Taken(index, rows)
+            first, rows = self._transfer(starts[holding & is_first], inputs.rows[holding & is_first])
+            return _Taken(rows, first)
+        whole = None if holding.all() else np.flatnonzero(np.repeat(holding, lengths))
+        lengths, is_first = lengths[holding], is_first[holding]
+        joins = None
+        if not is_first.all():
+            lengths = lengths + 1  # the sum so far is the first of each row's terms
+            sums = np.cumsum(lengths) - lengths
+            joins = self._transfer(sums, np.delete(np.arange(lengths.sum()), sums))
+        rows, terms = self._transfer(inputs.rows[holding], lengths)
+        return _Taken(rows, None if whole is None else self._transfer(whole)[0], terms, joins)
 
     def _group(self, inputs: StepInputs, kind: "_Kind", members: Ints) -> "_Group":
         rows, counts = inputs.rows[members], inputs.query_lens[members]
@@ -86,13 +94,16 @@ class Pooler:
     def hold(self, hidden: torch.Tensor, taken: "_Taken") -> None:
         """Take the tokens of a step into ``held``."""
         assert self.held is not None
-        values = hidden[taken.index].float()
-        if self._config.pooling == "cls":
-            self.held.index_copy_(0, taken.rows, values)
-        elif values.is_cpu:
-            self.held.index_add_(0, taken.rows, values)
-        else:  # index_add_ would add in any order there
-            self.held.index_put_((taken.rows,), values, accumulate=True)
+        values = (hidden if taken.index is None else hidden[taken.index]).float()
+        if taken.terms is not None:
+            if taken.joins is not None:
+                sums, tokens = taken.joins
+                joined = values.new_empty(len(sums) + len(tokens), values.shape[1])
+                joined.index_copy_(0, sums, self.held[taken.rows])
+                values = joined.index_copy_(0, tokens, values)
+            # Adds one term after another, on each device.
+            values = torch.segment_reduce(values, "sum", lengths=taken.terms, axis=0, unsafe=True)
+        self.held.index_copy_(0, taken.rows, values)
 
     def values(self, hidden: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a group, float32 ``[rows, width]``, and whether each row is not finite."""
@@ -128,10 +139,19 @@ class Pooler:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Tokens that ``Pooler.held`` takes: int64 ``[n]`` indices among the step's tokens, and the row of each."""
+    """What ``Pooler.held`` takes of a step; all int64.
 
-    index: torch.Tensor
+    Attributes:
+        rows: ``[n]``: the rows that change.
+        index: the tokens that are taken, by row; None: all of the step.
+        terms: ``[n]``: number of terms of each row's sum; None: one token replaces the row.
+        joins: indices among the terms of each row's sum so far, ``[n]``, and of the tokens; None: all rows begin.
+    """
+
     rows: torch.Tensor
+    index: torch.Tensor | None
+    terms: torch.Tensor | None = None
+    joins: list[torch.Tensor] | None = None
 
 
 class _Kind(NamedTuple):

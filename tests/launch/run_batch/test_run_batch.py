@@ -50,7 +50,7 @@ class TestLines:
             (b'{"custom_id": "\xff"}', None, "line 1 must be a JSON object"),
             (line(custom_id=5), None, "custom_id"),
             (line(method="GET"), "good", "method must be POST (got 'GET')"),
-            (line(url="/v1/embeddings"), "good", "(got '/v1/embeddings')"),
+            (line(url="/v1/audio/speech"), "good", "(got '/v1/audio/speech')"),
             (line(url="http://elsewhere/v1/completions"), "good", "url must be one of"),
             (line(body=[1]), "good", "Expected `object`"),
             (line(body=None), "good", "Expected `object`"),

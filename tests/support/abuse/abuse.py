@@ -57,7 +57,7 @@ class Door:
 
 
 class AbusedServer(Door):
-    """``quire serve`` on the demo model, a connection to it, and its canary.
+    """``quire serve`` on the demo model, which makes vectors too, a connection to it, and its canary.
 
     Attributes:
         served: the processes.
@@ -65,7 +65,7 @@ class AbusedServer(Door):
     """
 
     def __init__(self, *flags: str) -> None:
-        self.served = Served("--dtype", "float32", *flags)
+        self.served = Served("--dtype", "float32", "--pooling", "last", *flags)
         SHARED.add(self.served.process.pid)
         self.client = httpx.Client(base_url=self.served.url, timeout=30)
         # the first grammar starts a process of its own

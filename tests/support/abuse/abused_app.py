@@ -14,9 +14,11 @@ import httpx
 from abuse import SLOWEST_S, Door
 from fake_engine import FakeEngine, FakeSequence
 from grammar_cases import DEMO, VOCAB_SIZE, demo_config
+from pooled_vectors import BOTH
 
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.grammar_checks import GrammarRefused
@@ -54,7 +56,8 @@ class AbusedApp(Door):
         self._text_in = TextIn.load(DEMO)
         self.engine = GuardedEngine(self._text_in.tokenizer, max_model_len=CONTEXT, vocab_size=VOCAB_SIZE)
         self.engine.guard = Guard(demo_config())
-        served = ServerSettings(text_in=self._text_in, served_model_names=("quire-demo",), **settings)
+        can = Capabilities(pooling=BOTH)
+        served = ServerSettings(text_in=self._text_in, served_model_names=("quire-demo",), capabilities=can, **settings)
         app = make_app(self.engine, served)
         self._loop = asyncio.Runner()
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)

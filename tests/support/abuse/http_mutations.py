@@ -10,6 +10,7 @@ from typing import Any
 from abuse import CHAT, COMPLETIONS
 
 from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
+from quire.launch.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 
 TOOL = {
     "type": "function",
@@ -78,11 +79,21 @@ RIGHT: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (CHAT, {"messages": MESSAGES, "max_tokens": 4, "response_format": {"type": "json_object"}}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 4, "chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/embeddings", {"model": "quire-demo", "input": "hello world", "encoding_format": "base64", "user": "x"}),
+    ("/v1/embeddings", {"input": ["a", "b c"], "dimensions": 8, "truncate_prompt_tokens": -1, "normalize": False}),
+    ("/v1/embeddings", {"input": [[5, 6], [7]], "truncate_prompt_tokens": 1, "truncation_side": "left", "priority": 1}),
+    ("/v1/embeddings", {"messages": MESSAGES, "add_generation_prompt": True, "cache_salt": "x"}),
+    ("/v1/embeddings", {"input": ["a"] * 70, "add_special_tokens": False}),
+    ("/pooling", {"input": [5, 6, 7], "task": "token_embed", "use_activation": False}),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "c d"], "truncate_prompt_tokens": 4}),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d"]}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}),
     ("/tokenize", {"prompt": "hello world", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6, 700]}),
 )
-FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *SAMPLING_FIELDS})
+BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody)
+FIELDS = sorted({*SAMPLING_FIELDS, *(name for body in BODIES for name in body.__struct_fields__)})
 NUMBERS = (0, 1, -1, 2, 127, 128, 129, 1023, 1024, 1025, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64, -(2**63), 2**70)
 NUMBERS += (10**309, -(10**400))
 NUMBERS_TOO = (0.5, -0.0, 1.0, 1e-300, 1e300, 1.5, -2.5, 100.0, 0.1)

@@ -47,6 +47,7 @@ class FakeSequence(PulledSequence):
     async def updates(self) -> AsyncIterator[Update]:
         if self.pooled is not None:
             await asyncio.sleep(0)
+            self.delivered = 1
             yield self.pooled()
             return
         if self.delivered == 0 and isinstance(self.ending, InvalidRequest):

@@ -772,7 +772,7 @@ def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
         handles, starts, widths = told[kind - 1]
         return change(result, pooled=change(pooled, handles=handles, starts=starts, widths=widths))
     if (experts := result.routed_experts) is not None and kind == 1:
-        return change(result, routed_experts=change(experts, starts=[each + MAX_MODEL_LEN for each in experts.starts]))
+        return change(result, routed_experts=change(experts, widths=[each + 1 for each in experts.widths]))
     if kind == 1 and result.tokens is not None:
         return change(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
     if kind == 2 and result.tokens is not None:

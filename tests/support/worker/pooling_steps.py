@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -10,13 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.startup.setup import make_runner
 
@@ -67,6 +71,20 @@ class PoolingRunner:
         self._blocks: dict[int, list[int]] = {}
         self._free = list(range(NUM_BLOCKS, 0, -1))
         self._leaving: list[int] = []
+
+    def load_adapter(self, folder: Path, *, number: int, slot: int) -> None:
+        """Load a LoRA adapter into a slot."""
+        assert self.runner.adapters is not None
+        woken = Event()
+        self.loader = loader = AdapterLoader(self.runner.adapters, self.config.model, woken.set)
+        digest = read_adapter(folder, self.config.model, self.config.max_lora_rank).digest
+        loader.submit(LoadAdapter(number, digest, str(folder), slot))
+        answers: list[AdapterLoaded] = []
+        while not answers:
+            assert woken.wait(10), "no answer to LoadAdapter"
+            woken.clear()
+            answers = loader.take_answers()
+        assert not answers[0].problem, answers[0].problem
 
     def step(self, **fields: Any) -> ModelRunnerOutput:
         """Run a step, and collect the tokens that it samples."""

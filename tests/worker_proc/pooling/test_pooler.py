@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ def test_a_causal_model_embeds_beside_chatting(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.concatenate(mixed[1:-1]), embedding(tmp_path, PROMPTS, pooling="mean"), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3ForSequenceClassification", pytest.param("LlamaForSequenceClassification", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classification_equals_transformers(name: str, num_labels: int, tmp_path: Path) -> None:
     model = save_model(tmp_path, name, num_labels=num_labels)
@@ -226,6 +229,7 @@ def test_two_ranks(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(first, want, atol=1e-4)
 
 
+@pytest.mark.full
 def test_int8_weights(folders: Folders) -> None:
     folder, reference = folders["qwen3 last"]
     plain = PoolingRunner(folder).config.model
@@ -233,6 +237,40 @@ def test_int8_weights(folders: Folders) -> None:
     got = embedding(folder, PROMPTS, model=quantised)
     agreement = cosines(got, reference.vectors(PROMPTS))
     assert agreement.min() > 0.9 and agreement.max() < 0.999999
+
+
+@pytest.mark.full
+def test_vectors_in_bfloat16(folders: Folders) -> None:
+    for name in BI_ENCODERS:
+        folder, reference = folders[name]
+        assert cosines(embedding(folder, PROMPTS, dtype="bfloat16"), reference.vectors(PROMPTS)).min() > 0.99
+
+
+@pytest.mark.full
+def test_vectors_of_an_adapter(tmp_path: Path) -> None:
+    """One batch with and without an adapter, against the checkpoint into whose weights it is merged."""
+    folder, merged, adapter = tmp_path / "base", tmp_path / "merged", tmp_path / "adapter"
+    save_embedding(folder, "Qwen3Model", "lasttoken")
+    shutil.copytree(folder, merged)
+    generator = torch.Generator().manual_seed(1)
+    down, up = torch.randn(2, 32, generator=generator), torch.randn(32, 2, generator=generator) * 0.2
+    adapter.mkdir()
+    name = "layers.0.self_attn.q_proj"
+    save_file(
+        {f"base_model.model.model.{name}.lora_A.weight": down, f"base_model.model.model.{name}.lora_B.weight": up},
+        adapter / "adapter_model.safetensors",
+    )
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    tensors = load_file(merged / "model.safetensors")
+    tensors[f"{name}.weight"] += 2.0 * (up @ down)
+    save_file(tensors, merged / "model.safetensors")
+    runner = PoolingRunner(folder, enable_lora=True, max_loras=2)
+    runner.load_adapter(adapter, number=1, slot=0)
+    got = np.concatenate(runner.pool([Pooled(prompt, adapter=at % 2) for at, prompt in enumerate(PROMPTS)], chunk=9))
+    want = np.stack([embedding(folder, PROMPTS), embedding(merged, PROMPTS)])
+    np.testing.assert_allclose(got, want[np.arange(8) % 2, np.arange(8)], atol=1e-5)
+    assert cosines(want[0], want[1]).min() < 0.99
 
 
 def test_rows_that_are_not_finite_are_bad(folders: Folders) -> None:

@@ -1,0 +1,129 @@
+"""``quire embed`` with a running server."""
+
+import base64
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.launch import cli
+from quire.launch.offline import embed_command
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Lists one model. The vector of a text is its length; a text with "!" has an error, "?" is refused."""
+
+    server: "FakeServer"
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "one"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append((self.path, body, self.headers.get("authorization")))
+        if "?" in body["input"]:
+            self._send({"error": {"message": "too hot"}}, 400)
+            return
+        self._send({"data": [self._entry(text) for text in body["input"]]})
+
+    def _entry(self, text: str) -> dict[str, Any]:
+        if "!" in text:
+            return {"embedding": None, "error": {"message": "not finite"}}
+        return {"embedding": base64.b64encode(np.array([len(text), 0.5], "<f4").tobytes()).decode()}
+
+    def _send(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+class FakeServer(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[tuple[str, dict[str, Any], str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    made = FakeServer()
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def run(*arguments: str) -> None:
+    cli.main(["embed", *arguments])
+
+
+def test_lines(server: FakeServer, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    (tmp_path / "in").write_text("a\nbcd\n\n", encoding="utf-8")
+    given = ("--dimensions", "2", "--truncate-prompt-tokens", "-1", "--prompt-name", "query", "--api-key", "k")
+    run(str(tmp_path / "in"), "--url", server.url, *given)
+    sys.stdout.flush()
+    found = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert found == [{"index": i, "embedding": [size, 0.5]} for i, size in enumerate([1.0, 3.0, 0.0])]
+    ((path, body, key),) = server.bodies
+    assert (path, key) == ("/v1/embeddings", "Bearer k")
+    assert body == {
+        "model": "one",
+        "input": ["a", "bcd", ""],
+        "encoding_format": "base64",
+        "dimensions": 2,
+        "truncate_prompt_tokens": -1,
+        "prompt_name": "query",
+    }
+
+
+def test_array_from_standard_input(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed_command, "CHUNK", 2)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nbb\nccc"))
+    run("-", "--url", server.url, "--format", "npy", "-o", str(tmp_path / "out"))
+    assert np.load(tmp_path / "out").tolist() == [[1, 0.5], [2, 0.5], [3, 0.5]]
+    assert [body["input"] for _, body, _ in server.bodies] == [["a", "bb"], ["ccc"]]
+
+
+def test_failures(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A line without a vector has an error; a refusal ends the command."""
+    (tmp_path / "in").write_text("a\nb!\n")
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        run(str(tmp_path / "in"), "--url", server.url, "-o", str(out))
+    assert "1 of 2 lines have no vector" in capfd.readouterr().err
+    assert json.loads(out.read_text().splitlines()[1]) == {"index": 1, "error": "not finite"}
+    (tmp_path / "in").write_text("?\n")
+    with pytest.raises(SystemExit):
+        run(str(tmp_path / "in"), "--url", server.url)
+    assert "400 too hot" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("/nowhere/x",), "/nowhere/x cannot be read"),
+        (("-", "-o", "/nowhere/x"), "--output-file /nowhere/x cannot be used"),
+        (("-", "--dtype", "float32"), "--url cannot be combined with --dtype"),
+        (("-", "--format", "csv"), "invalid choice: 'csv'"),
+    ],
+)
+def test_bad_arguments(
+    server: FakeServer, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments, "--url", server.url)
+    assert ended.value.code
+    assert message in capfd.readouterr().err
