@@ -15,7 +15,7 @@ from pooling_checkpoints import save_bi_encoder, save_cross_encoder, save_model,
 from served import QUIRE, Served
 
 from quire import LLM
-from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.errors import InvalidRequest
 
 pytestmark = pytest.mark.full
 CHANCE = random.Random(1)
@@ -154,8 +154,3 @@ class TestOffline:
             assert [each.prompt_token_ids for each in llm.embed(prompts)] == prompts
             assert made.outputs is not None and np.linalg.norm(made.outputs.embedding) == pytest.approx(1.0, abs=1e-5)
             assert llm.generate([[7, 8, 9]])[0].outputs[0].token_ids
-
-    def test_flags(self, tmp_path: Path) -> None:
-        save_model(tmp_path, "Qwen3ForCausalLM")
-        with pytest.raises(ConfigError, match="--enable-return-routed-experts needs a model with experts"):
-            LLM(tmp_path, enable_return_routed_experts=True)
