@@ -15,7 +15,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MXFP4 = 3
 
 # As in activations.h.
-ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 4, "tanh": 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 4, "tanh": 5}
 NO_ACTIVATION = -1
 
 # Tolerance of a sum of float32 products, relative to the sum of their magnitudes. Sums are chains of at most 576 fused

@@ -23,7 +23,7 @@ struct Rows {
     const float* rotary;    // [2][positions][rotary_dim]: cosines, and sines whose first half is negated; or null
     int64_t stride, positions;
     int32_t rows, heads, head_dim, rotary_dim;
-    int32_t reach;  // tokens on each side that a token attends to; negative: all
+    int32_t reach;  // tokens on each side that a token attends to; 0: all
     int32_t is_bf16;
     float scale;
 };
@@ -139,7 +139,7 @@ class Piece {
 
     // Computes the outputs of some queries, which see keys of a range of panels.
     void attend(int query, int count) {
-        const bool all = call_.reach < 0;
+        const bool all = call_.reach == 0;
         const int low = all ? 0 : std::max(0, query - call_.reach);
         const int high = all ? length_ : int(std::min<long>(length_, long(query) + count + call_.reach));
         const int panel = low / PANEL, panels = (high + PANEL - 1) / PANEL - panel, begin = panel * PANEL;

@@ -1,4 +1,4 @@
-"""Bidirectional attention within rows of tokens by the native library: the checked launcher, and a reference in torch."""
+"""Bidirectional attention within rows of tokens by the native library: its checked launcher, and a torch reference."""
 
 import ctypes
 
@@ -44,7 +44,7 @@ def attend_rows_reference(
     starts: npt.NDArray[np.int32],
     num_heads: int,
     *,
-    reach: int | None = None,
+    reach: int = 0,
     rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the attention of each row by torch, on any device; arguments and result are those of ``RowAttention``.
@@ -58,11 +58,12 @@ def attend_rows_reference(
         length, end = lengths[row], row + 1
         while end < len(lengths) and lengths[end] == length:
             end += 1
-        query, key, value = qkv[starts[row] : starts[end]].unflatten(0, (end - row, length)).permute(2, 0, 3, 1, 4)
+        same = qkv[starts[row] : starts[end]].view(end - row, length, *qkv.shape[1:])
+        query, key, value = same.permute(2, 0, 3, 1, 4)
         if rotary is not None:
             query, key = _rotate(query, rotary[:, :length]), _rotate(key, rotary[:, :length])
         mask = None
-        if reach is not None:
+        if reach:
             at = torch.arange(length, device=qkv.device)
             mask = (at[:, None] - at).abs() <= reach
         parts.append(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2).flatten(0, 1))
@@ -72,8 +73,9 @@ def attend_rows_reference(
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate ``[rows, heads, length, head_dim]`` by ``[2, length, rotary_dim]``."""
-    turned, rest = x.split([table.shape[2], x.shape[3] - table.shape[2]], -1)
-    swapped = turned.roll(table.shape[2] // 2, -1)
+    dim = table.shape[2]
+    turned, rest = x[..., :dim], x[..., dim:]
+    swapped = turned.roll(dim // 2, -1)
     return torch.cat([(turned.float() * table[0] + swapped.float() * table[1]).to(x.dtype), rest], -1)
 
 
@@ -89,7 +91,7 @@ class RowAttention:
         starts: npt.NDArray[np.int32],
         num_heads: int,
         *,
-        reach: int | None = None,
+        reach: int = 0,
         rotary: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Let each token attend to the tokens of its row. A row's bits depend on that row alone.
@@ -99,7 +101,7 @@ class RowAttention:
                 strided.
             starts: int32 ``[num_rows + 1]``, contiguous, from 0 to ``num_tokens``: the first token of each row, which
                 has one token or more.
-            reach: tokens on each side that a token attends to; None: all.
+            reach: tokens on each side that a token attends to; 0: all.
             rotary: float32 ``[2, positions, rotary_dim]``, contiguous: cosines, and sines whose first half is negated;
                 None: queries and keys are not rotated.
 
@@ -139,7 +141,7 @@ class RowAttention:
             heads=num_heads,
             head_dim=head_dim,
             rotary_dim=0 if rotary is None else rotary.shape[2],
-            reach=-1 if reach is None else reach,
+            reach=reach,
             is_bf16=qkv.dtype is torch.bfloat16,
             scale=head_dim**-0.5,
         )

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import read_json
+from quire.protocol.model.encoder_config import decoder_style
 from quire.protocol.model.gguf_file import QUANTISED, GgufTensor, is_gguf, read_gguf
 from quire.protocol.model.gguf_model import interleaved_rows, named_tensors
 from quire.protocol.model.model_config import ModelConfig
@@ -166,6 +167,7 @@ def full_name(name: str) -> str:
     """Return the tensor's name in a text model with a head, with all families' names for experts alike.
 
     A model saved without its head lacks the prefix ``model.``; in a vision-language model the text part is nested.
+    Tensors of an encoder have the names of the corresponding ones of a decoder.
     """
     for old, new in _RENAMED:
         name = name.replace(old, new)
@@ -175,7 +177,9 @@ def full_name(name: str) -> str:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
-    return name if name.startswith("model.") or name in (HEAD, SCORE) else f"model.{name}"
+    if name in (HEAD, SCORE):
+        return name
+    return decoder_style(name if name.startswith("model.") else f"model.{name}")
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:

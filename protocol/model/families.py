@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.config_fields import Fields
+from quire.protocol.model.encoder_config import ENCODERS
 
 Head: TypeAlias = Literal["tokens", "labels", "none"]
 """What a model computes from its hidden states: logits of tokens, logits of a classification's labels, or nothing."""
@@ -168,17 +169,23 @@ _NESTED = ("Gemma3",)
 
 
 def family_of(architecture: str) -> tuple[str, Head]:
-    """Return the causal language model that an architecture is a variant of, and the head that the variant has.
+    """Return the causal language model or encoder that an architecture is a variant of, and the variant's head.
 
-    For example ``Qwen3Model`` and ``Qwen3ForSequenceClassification`` are variants of ``Qwen3ForCausalLM``. Any other
-    name is returned with the head for tokens.
+    For example ``Qwen3Model`` and ``Qwen3ForSequenceClassification`` are variants of ``Qwen3ForCausalLM``, and
+    ``BertForMaskedLM`` is one of ``BertModel``. Any other name is returned with the head for tokens.
     """
-    heads: tuple[tuple[str, Head], ...] = (("ForSequenceClassification", "labels"), ("Model", "none"))
+    heads: tuple[tuple[str, Head], ...] = (
+        ("ForSequenceClassification", "labels"),
+        ("ForMaskedLM", "none"),
+        ("Model", "none"),
+    )
     for suffix, head in heads:
         base = architecture.removesuffix(suffix)
         name = f"{_TEXT_PARTS.get(base, base)}ForCausalLM"
         if base != architecture and base not in _NESTED and name in FAMILIES:
             return name, head
+        if base != architecture and f"{base}Model" in ENCODERS:
+            return f"{base}Model", head
     return architecture, "tokens"
 
 

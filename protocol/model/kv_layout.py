@@ -112,6 +112,8 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     others have as many tokens as fit in the same bytes, if that is a whole multiple; otherwise ``block_size`` too, in
     tensors of their own.
     """
+    if model.encoder is not None:
+        return KVLayout(groups=[], num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
     kinds: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for layer in range(model.num_layers):
         if model.cache_source(layer) == layer:

@@ -13,6 +13,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, token_ids
+from quire.protocol.model.encoder_config import ENCODERS, EncoderConfig, encoder_settings
 from quire.protocol.model.families import (
     FAMILIES,
     Family,
@@ -31,7 +32,7 @@ from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes
 from quire.protocol.model.weight_format import WeightFormat
 
-SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {
     "silu": "silu",
@@ -70,7 +71,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder as scheduler, worker and front end need it, without weights.
+    """The shape of a model as scheduler, worker and front end need it, without weights.
 
     Attributes:
         architecture: name of the causal language model of the family, also if the checkpoint has another head.
@@ -94,6 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             it from the files.
         generates: it has a head for tokens, so that requests may sample.
         pooling: how it makes vectors and scores; None: it does not.
+        encoder: what makes it an encoder, whose tokens attend to all tokens of their prompt, so that it keeps no KV;
+            None: a decoder.
     """
 
     architecture: str
@@ -135,6 +138,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: WeightFormat | None = None
     generates: bool = True
     pooling: PoolingConfig | None = None
+    encoder: EncoderConfig | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -199,6 +203,9 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         ConfigError: unsupported architecture or feature, or a field is missing, of a wrong type or out of range.
     """
     architecture, head = _architecture(raw, where)
+    if architecture in ENCODERS:
+        dtype, eos = _dtype(Fields(raw, where)), sorted(set(eos_token_ids or []))
+        return ModelConfig(**encoder_settings(raw, architecture, where), dtype=dtype, eos_token_ids=eos)
     family = FAMILIES[architecture]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
     field = _merged(raw, family, where)
@@ -255,7 +262,7 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
-    if name not in FAMILIES:
+    if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
             f"{where}: architecture {printable(architecture)} is not supported{_own_code(raw)}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -13,6 +13,7 @@ import msgspec
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, read_json_list
+from quire.protocol.model.encoder_config import EncoderConfig
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 
 Pooling = Literal["last", "mean", "cls"]
@@ -50,6 +51,8 @@ class Shape(Protocol):
     def generates(self) -> bool: ...
     @property
     def pooling(self) -> PoolingConfig | None: ...
+    @property
+    def encoder(self) -> EncoderConfig | None: ...
 
 
 _Model = TypeVar("_Model", bound=Shape)
@@ -248,6 +251,7 @@ def _classification(files: _Files, fields: Fields, model: Shape) -> PoolingConfi
     labels = [names[str(index)] for index in range(count)]
     return PoolingConfig(
         tasks=["classify"],
+        pooling="last" if model.encoder is None else model.encoder.classifier_pooling,
         size=model.hidden_size,
         labels=labels,
         activation=_activation(files, fields, count),

@@ -19,6 +19,8 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
         dimensions: entries of a vector that are kept, the first ones; 0: all.
         use_activation: normalise vectors to length 1 if the model does, and apply the sigmoid or softmax of a
             classification. Otherwise the values are returned as the model's head computes them.
+        second_text: index of the first token of the second text of a pair, for models that embed the two differently
+            (BERT's token types); 0: one text.
 
     Raises:
         InvalidRequest: a field has a wrong type or is out of range.
@@ -27,12 +29,14 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
     task: PoolingTask = "embed"
     dimensions: int = 0
     use_activation: bool = True
+    second_text: int = 0
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:
             allowed = ", ".join(POOLING_TASKS)
             raise InvalidRequest(f"task must be one of {allowed} (got {printable(self.task)})", "task")
         check_int("dimensions", self.dimensions, 0, MAX_DIMENSIONS)
+        check_int("second_text", self.second_text, 0, 2**31 - 1)
         if not isinstance(self.use_activation, bool):
             text = f"use_activation must be true or false (got {printable(self.use_activation)})"
             raise InvalidRequest(text, "use_activation", "invalid_type")

@@ -43,6 +43,8 @@ class StepBatch:
             window of a row's first query are undefined, because the scheduler may have freed them.
         prefixes: prefixes that rows share; a row is in at most one. A backend may ignore them.
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
+        second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0;
+            None for decoders.
         send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
             copies them itself.
     """
@@ -57,6 +59,7 @@ class StepBatch:
     window: int = 0
     prefixes: tuple[SharedPrefix, ...] = ()
     layer_shapes: tuple[AttentionShape, ...] = ()
+    second_texts: npt.NDArray[np.int32] | None = None
     send: Callable[..., list[torch.Tensor]] | None = None
 
     @property
@@ -86,6 +89,7 @@ class AttentionSpec:
         q_norm, k_norm: ``[head_dim]`` in the activations' dtype: weights of the RMS norm of each head's query and key
             before rotation (Qwen3, Gemma 3); None: no norm.
         norm_eps: epsilon of these norms.
+        reach: in an encoder, the tokens on each side that a token attends to; 0: all.
         layout: equal for layers whose launches differ only in the addresses of weights and caches.
     """
 
@@ -100,6 +104,7 @@ class AttentionSpec:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 1e-6
+    reach: int = 0
     layout: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

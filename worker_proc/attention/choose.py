@@ -14,6 +14,7 @@ from quire.protocol.settings import MAX_BLOCK_SIZE
 from quire.version import install_command
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.supports import Needs, Supports
+from quire.worker_proc.attention.whole_rows import WholeRows
 
 log = event_logger("worker")
 
@@ -67,10 +68,16 @@ def pick_backend(
         capability: the GPU's compute capability; None on a CPU.
         head_scales: the fp8 cache has scales per head.
 
+    An encoder has a backend of its own, whatever the flag says.
+
     Raises:
         ConfigError: the requested backend cannot run here or with this model; the message has the flag, the missing
             features and the backends that can.
     """
+    if config.model.encoder is not None:
+        rows = WholeRows(device)
+        log.info("attention backend", name=rows.describe(), reason="the model is an encoder")
+        return rows
     wanted = config.attention_backend
     if device.type == "cpu":
         if wanted not in ("auto", "cpu"):
@@ -97,6 +104,8 @@ def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[At
     Raises:
         ConfigError: the kernels can read none of the sizes up to MAX_BLOCK_SIZE.
     """
+    if not layout.groups:
+        return config.block_size
     for size in range(layout.block_size, MAX_BLOCK_SIZE + 1):
         blocks = {group.block_size for group in layout.with_block_size(size).groups}
         if all(backend.supports.kernel_block_size(block) for backend in backends for block in blocks):

@@ -332,14 +332,14 @@ def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: i
         if len(request.num_blocks) != num_groups:
             given = f"block counts for {len(request.num_blocks)} KV groups"
             raise StepRefused(f"handle {request.handle} has {given}, expected {num_groups}")
-        if min(request.num_blocks) < 0:
+        if min(request.num_blocks, default=0) < 0:
             group = request.num_blocks.index(min(request.num_blocks))
             raise StepRefused(f"handle {request.handle} has {request.num_blocks[group]} blocks in KV group {group}")
     lengths = [count for request in new for count in request.num_blocks]
     if len(ids) != sum(lengths):
         raise StepRefused(f"number of block ids is {len(ids)}, but the new requests have {sum(lengths)} blocks")
     pieces = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
-    return [pieces[start : start + num_groups] for start in range(0, len(pieces), num_groups)]
+    return [pieces[at * num_groups : (at + 1) * num_groups] for at in range(len(new))]
 
 
 def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints, Ints, Ints]:

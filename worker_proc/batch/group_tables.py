@@ -35,7 +35,9 @@ class MultiGroupBlockTable:
         self.tables = list(tables)
         self._owners = owners
         self.version = 0
-        self.table_set = TableSet.of([t.device_copy for t in tables], [t.block_size for t in tables])
+        none = TableSet((), (), torch.empty(0, dtype=torch.int64))  # of a model without KV groups
+        sizes = [table.block_size for table in tables]
+        self.table_set = TableSet.of([table.device_copy for table in tables], sizes) if tables else none
         self._transfer = transfer or Transfer(self.table_set.device)
 
     def add_row(self, row: int, block_ids: Sequence[Sequence[int] | Ints]) -> None:
@@ -48,6 +50,8 @@ class MultiGroupBlockTable:
 
     def add_new(self, step: SchedulerOutput, rows: Sequence[int]) -> None:
         """Set the blocks of the step's new requests, which are in ``rows``."""
+        if not self.tables:
+            return
         start = 0
         for request, row in zip(step.new_requests, rows, strict=True):
             assert step.block_ids is not None
@@ -135,7 +139,7 @@ class MultiGroupBlockTable:
         """Raise AssertionError unless every table's ``check`` holds and no two rows write to one block."""
         for table in self.tables:
             table.check()
-        if self._owners is not None:
+        if self._owners is not None and self.tables:
             max_rows = len(self.tables[0].num_blocks_per_row)
             self._owners.check([[table.block_ids(row) for table in self.tables] for row in range(max_rows)])
 

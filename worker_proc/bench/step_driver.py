@@ -47,6 +47,7 @@ def dummy_model(model: ModelConfig, dtype: torch.dtype, device: torch.device, ma
     """Build the model with random weights."""
     built = build_model(model, dtype, device, max_model_len, ops=ops)
     init_dummy_weights(built, seed=0)
+    assert isinstance(built, Decoder)
     return built
 
 

@@ -24,7 +24,7 @@ class DeviceInputs:
 
     Attributes:
         token_ids, positions: int64 ``[num_tokens]``.
-        batches: attention's inputs, per KV group.
+        batches: attention's inputs, per KV group; one for all layers of a model without groups.
         sampled_tokens: int64 ``[num_positions]``: index of each sampled position among the tokens; None if all tokens
             are sampled, in order.
         sampled_rows: int64 ``[num_positions]``: the batch row of each sampled position.
@@ -98,14 +98,32 @@ class InputSender:
                 self._tables.tables, self._groups, self._shapes, self._prefixes, slots, strict=True
             )
         ]
+        if not batches:
+            batches = [self._without_blocks(inputs, starts, lens)]
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
         return DeviceInputs(token_ids, positions, batches, None if samples_all else index, own_rows)
+
+    def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:
+        params = [self._batch.pooling.data[row] for row in inputs.rows.tolist()]
+        return StepBatch(
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=lens.new_empty(len(lens), 0),
+            slot_mapping=lens.new_empty(0, dtype=torch.int64),
+            query_lens_cpu=inputs.query_lens,
+            seq_lens_cpu=inputs.seq_lens,
+            block_size=1,
+            second_texts=np.array([0 if own is None else own.second_text for own in params], np.int32),
+            send=self._transfer,
+        )
 
     def _slots(
         self, inputs: StepInputs, starts: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return each group's slots, int64 ``[num_tokens]``: computed on a GPU, or by the host for a CPU."""
+        if not self._tables.tables:
+            return ()
         if positions.is_cpu:
             own = (table.slots(inputs.token_rows, inputs.positions) for table in self._tables.tables)
             return self._transfer(*own)

@@ -1,17 +1,19 @@
 """The forward pass that all kinds of steps share: the model, its attention backend, and its KV caches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 
 _NO_LENGTHS = np.zeros(0, np.int32)
 """Host lengths of a ``StepBatch`` whose lengths are only on the device."""
@@ -22,22 +24,46 @@ class Forward:
     """All memory belongs to the runner.
 
     Attributes:
-        kv_caches: one per layer; layers that share a cache have the same.
-        group_of_layer: index into ``groups`` of each layer.
+        kv_caches: one per layer; layers that share a cache have the same. Empty without groups.
+        group_of_layer: index into ``groups`` of each layer; empty without groups.
         experts: keeps the experts of each position; None: they are not kept.
     """
 
-    model: Decoder
+    model: Model
     backend: AttentionBackend
     tables: MultiGroupBlockTable
     groups: Sequence[KVGroup]
     kv_caches: Sequence[torch.Tensor]
     group_of_layer: Sequence[int]
-    experts: RoutedExpertTable | None = None
+    experts: RoutedExpertTable | None
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        backend: AttentionBackend,
+        tables: MultiGroupBlockTable,
+        groups: Sequence[KVGroup],
+        caches: Mapping[int, torch.Tensor],
+        experts: RoutedExpertTable | None,
+    ) -> "Forward":
+        """Connect the layers to their groups. ``caches``: by layer that owns one."""
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)] if groups else []
+        caches_of_layers = [caches[source] for source in sources]
+        groups_of_layers = [group_of[source] for source in sources]
+        return cls(model, backend, tables, groups, caches_of_layers, groups_of_layers, experts)
+
+    def shapes(self) -> list[tuple[AttentionShape, ...]]:
+        """Return the shapes of the queries in each group's layers."""
+        if not isinstance(self.model, Decoder):
+            return []
+        shape_of = self.model.attention_shape
+        return [tuple(dict.fromkeys(shape_of(layer) for layer in group.layers)) for group in self.groups]
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
-        """Run the model; ``plans``: one per group. Returns ``[num_tokens, hidden_size]``."""
-        layer_plans = [plans[group] for group in self.group_of_layer]
+        """Run the model; ``plans``: one per group, or one without groups. Returns ``[num_tokens, hidden_size]``."""
+        layer_plans = [plans[group] for group in self.group_of_layer] if self.groups else plans
         return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
 
     def keep_experts(self, batches: Sequence[StepBatch]) -> None:

@@ -40,7 +40,7 @@ from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.execute.steady_decode import SteadyDecode
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -60,7 +60,7 @@ class ModelRunner:
         config: EngineConfig,
         layout: KVLayout,
         num_blocks: int,
-        model: Decoder,
+        model: Model,
         backend: AttentionBackend,
         device: torch.device,
         draft: DraftModel | None = None,
@@ -100,8 +100,6 @@ class ModelRunner:
         self._sampling_handles = HANDLES_UNSENT
         self._copies = HostCopies(device)
         self._dropped: set[int] = set()
-        group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
-        sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)]
         self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
         routes, tables = model.build.routes, self.tables.tables
         self._experts = None
@@ -110,19 +108,9 @@ class ModelRunner:
         self._extras = ExtraReader(model, self.batch, self._transfer, self._experts)
         by_slot = None if self._experts is None else self._experts.values
         self._block_copies = BlockCopies(caches.values(), num_blocks, by_slot)
-        self.forward = Forward(
-            model,
-            backend,
-            self.tables,
-            layout.groups,
-            [caches[source] for source in sources],
-            [group_of[source] for source in sources],
-            self._experts,
-        )
+        self.forward = Forward.of(model, backend, self.tables, layout.groups, caches, self._experts)
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
-        shapes = [
-            tuple(dict.fromkeys(model.attention_shape(layer) for layer in group.layers)) for group in layout.groups
-        ]
+        shapes = self.forward.shapes()
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
         self.steady = None
         if not backend.needs_host_lengths and config.model.generates:

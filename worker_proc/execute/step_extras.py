@@ -13,7 +13,7 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRows
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.pooled_values import PooledValues
 from quire.worker_proc.pooling.pooler import Pooler, PoolTargets
 from quire.worker_proc.sampling.prompt_logprobs import PromptRows, PromptTargets
@@ -78,7 +78,7 @@ NO_EXTRAS = StepExtras()
 class ExtraTargets:
     """The tokens of a step from whose hidden states extras are made. ``routed``: what needs no hidden states."""
 
-    model: Decoder
+    model: Model
     prompts: PromptTargets | None
     pooled: PoolTargets | None
     routed: RoutedRows | None
@@ -94,9 +94,7 @@ class ExtraTargets:
 class ExtraReader:
     """Finds the ``ExtraTargets`` of each step. Owns the pooler, if the model has a pooling configuration."""
 
-    def __init__(
-        self, model: Decoder, batch: InputBatch, transfer: Transfer, experts: RoutedExpertTable | None
-    ) -> None:
+    def __init__(self, model: Model, batch: InputBatch, transfer: Transfer, experts: RoutedExpertTable | None) -> None:
         """``experts``: the experts of each position; None: they are not kept."""
         self._experts = experts
         self._model, self._batch, self._transfer = model, batch, transfer

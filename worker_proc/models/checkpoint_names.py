@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import HEAD, SCORE, StoredTensor
+from quire.protocol.model.encoder_config import is_unread_head
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.weight_slot import WeightSlot
 
@@ -98,8 +99,10 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     These are the vision parts of a multimodal model, keys and values of layers that read an earlier layer's KV cache,
     scales of attention (``kv_scale_of``), and tensors of a quantised layer that change nothing here: scales of
     activations, which are not rounded to floats, and the weight's shape, which ``config.json`` has. A model that makes
-    vectors ignores heads for tokens and labels.
+    vectors ignores heads for tokens and labels, and so does an encoder.
     """
+    if config.encoder is not None and is_unread_head(name):
+        return True
     if name == SCORE or (name == HEAD and not config.generates):
         return config.pooling is not None
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):

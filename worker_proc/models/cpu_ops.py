@@ -38,6 +38,20 @@ class CpuOps(TorchOps):
             return self.rms_norm(residual, weight, eps)
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None = None,
+        *,
+        keeps_sum: bool = False,
+    ) -> torch.Tensor:
+        if x.dtype not in DTYPES or not _adjacent(x) or (residual is not None and not residual.is_contiguous()):
+            return super().layer_norm(x, weight, bias, eps, residual, keeps_sum=keeps_sum)
+        return self._kernels.layer_norm(x, weight, bias, eps, residual, keeps_sum=keeps_sum)
+
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if gate_up.dtype not in DTYPES or not _adjacent(gate_up):
             return super().gate(gate_up, activation)

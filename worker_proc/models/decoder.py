@@ -19,6 +19,7 @@ from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.embedding import Embedding
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.routes import Routes
@@ -28,7 +29,7 @@ from quire.worker_proc.models.weights import Build
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
-class Decoder(Module):
+class Decoder(Model):
     """One rank's share of a decoder-only transformer, for all families; its ModelConfig has their settings.
 
     Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
@@ -132,10 +133,6 @@ class Decoder(Module):
         for layer, source in zip(self.layers, self._cache_sources, strict=True):
             layer.attention.set_kv_scales(*scales[source])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
-        return self.logits_of(self.scores(hidden))
-
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Multiply by the head: ``[rows, hidden_size]`` → float32, this rank's part of the vocabulary."""
         assert self.lm_head is not None, "the model has no head for tokens"
@@ -164,12 +161,6 @@ class Decoder(Module):
             return last - other[0] if other else last.contiguous()
         assert self.score is not None, "the model has no head for labels"
         return self.score(hidden)
-
-    def pack_as_read(self) -> None:
-        """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack_as_read()
 
     def prepack(self, *, deterministic: bool = False) -> bool:
         """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.

@@ -22,6 +22,14 @@ CONVERTED_ELEMENTS = 2**24
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
+ACTIVATIONS: dict[str, Product] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
 
 class Linear(Module):
     """``x @ weight.T + bias``, ``[tokens, inputs]`` → ``[tokens, outputs]`` of ``x``'s dtype.
@@ -36,6 +44,7 @@ class Linear(Module):
             between 16 and 32 that are rounded to bfloat16 are multiples of 0.125, so that the best tokens often tie.
         cuts: the projections that are concatenated by outputs, for ``weight_slots``; all with the same columns.
         stored_bias: the checkpoint has biases. A layer sharded by inputs holds them on rank 0 only.
+        activation: one of ACTIVATIONS, which is applied to the outputs; "": none.
     """
 
     def __init__(
@@ -46,14 +55,16 @@ class Linear(Module):
         float32_output: bool = False,
         cuts: Sequence[Cut] = (),
         stored_bias: bool = False,
+        activation: str = "",
     ) -> None:
         self.weight = weight
         self.bias = bias
         self.cuts = cuts
         self._stored_bias = stored_bias
         # A view that is made once; None: another product is used.
-        self._transposed: torch.Tensor | None = None if float32_output else weight.T
+        self._transposed: torch.Tensor | None = None if float32_output or activation else weight.T
         self._float32_output = float32_output
+        self._activation = activation
         self._native: PackedLinear | None = None
         self._product: Product | None = None
 
@@ -122,6 +133,8 @@ class Linear(Module):
         elif deterministic and self._product is None:
             self._transposed = None
             self._product = in_tiles(self._plain, self.weight.data)
+        if self._native is not None and self._activation:
+            self._native.set_activation(self._activation)
         return self._native is not None
 
     def _library(self) -> Native | None:
@@ -135,7 +148,8 @@ class Linear(Module):
         self.weight = torch.nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
+        y = (_float32_linear if self._float32_output else _linear)(x, self.weight, self.bias)
+        return ACTIVATIONS[self._activation](y) if self._activation else y
 
 
 def write_rows(packed: PackedLinear, first: int, rows: torch.Tensor, *, dtype: torch.dtype) -> str | None:

@@ -79,6 +79,25 @@ class Ops(Protocol):
         """Add ``x`` to ``residual`` in place, and return the norm of the sum. All ``[num_tokens, hidden_size]``."""
         ...
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None = None,
+        *,
+        keeps_sum: bool = False,
+    ) -> torch.Tensor:
+        """Normalise ``x + residual`` to mean 0 and variance 1 in float32, and apply weight and bias.
+
+        Args:
+            x: ``[num_tokens, hidden_size]``.
+            residual: of the same shape; None: zero.
+            keeps_sum: ``residual`` becomes the sum, in place.
+        """
+        ...
+
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Compute ``activation(gate) * up``: ``[num_tokens, 2 * width]`` → ``[num_tokens, width]``.
 
@@ -134,6 +153,20 @@ class TorchOps:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         residual += x
         return self.rms_norm(residual, weight, eps)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None = None,
+        *,
+        keeps_sum: bool = False,
+    ) -> torch.Tensor:
+        if residual is not None:
+            x = residual.add_(x) if keeps_sum else x + residual
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation == "swiglu_oai":

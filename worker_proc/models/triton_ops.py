@@ -33,6 +33,7 @@ class TritonOps:
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
         self._one_by_one = TorchOps()
+        self.layer_norm = self._one_by_one.layer_norm
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), 1)

@@ -12,7 +12,7 @@ from quire.worker_proc.batch.input_batch import Column, InputBatch
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.pooled_values import PooledPart, PooledValues
 
 _EPSILON = 1e-30
@@ -28,7 +28,7 @@ class Pooler:
             so that its bits depend neither on the chunks of the prompt nor on other rows.
     """
 
-    def __init__(self, model: Decoder, pooling: PoolingConfig, batch: InputBatch, transfer: Transfer) -> None:
+    def __init__(self, model: Model, pooling: PoolingConfig, batch: InputBatch, transfer: Transfer) -> None:
         self._model, self._config, self._batch, self._transfer = model, pooling, batch, transfer
         self.held: torch.Tensor | None = None
         if pooling.pooling != "last":

@@ -9,7 +9,7 @@ from quire.kernels.common.logits import TopLogprobs
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.sampling.logprobs import token_logprobs
 
 SLICE = 256
@@ -72,7 +72,7 @@ class PromptTargets:
             num_best=int(batch.num_prompt_logprobs[own_rows].max()),
         )
 
-    def logprobs(self, model: Decoder, hidden: torch.Tensor) -> PromptRows:
+    def logprobs(self, model: Model, hidden: torch.Tensor) -> PromptRows:
         """Compute the log probabilities. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
         parts = [
             token_logprobs(

@@ -16,9 +16,10 @@ from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.startup.loader import fill_model
 
-Build = Callable[[ModelConfig, torch.device | str], Decoder]
+Build = Callable[[ModelConfig, torch.device | str], Model]
 """Builds an unsharded model on each rank: a draft model is small, and sharded it would wait for sums in every layer."""
 
 
@@ -96,6 +97,8 @@ def load_draft(
     """
     config = plan.config
     model = plan.build(config.model, device)
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"draft model {_name(config.model_path)} is an encoder, which cannot generate")
     fill_model(model, config, model.dtype, device, progress)
     caches = allocate_kv_caches(plan.layout, num_blocks, backend, device)
     sources = [config.model.cache_source(layer) for layer in range(config.model.num_layers)]

@@ -20,16 +20,16 @@ from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor
 from quire.protocol.model.checksums import verify_checksums
 from quire.protocol.model.gguf_file import is_gguf
 from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
 
 _CODES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 _DESCRIPTIONS = ("config.json", "generation_config.json", INDEX)
 
 
-def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
+def fill_model(model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: bool) -> None:
     """Load the weights that ``config`` names into ``model`` as ``dtype``; prepack them on a CPU.
 
     On a GPU quantised layers choose their product, and in deterministic mode all layers; it takes the loaded tensors.
@@ -52,7 +52,7 @@ def fill_model(model: Decoder, config: EngineConfig, dtype: torch.dtype, device:
                 layer.prepack(deterministic=config.deterministic)
 
 
-def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: bool) -> None:
+def load_weights(model: Model, folder: Path, dtype: torch.dtype, progress: bool) -> None:
     """Fill the model from ``model.safetensors`` or the shards of ``model.safetensors.index.json``.
 
     Rank 0 compares the files with the folder's checksums, if there are any.
@@ -95,7 +95,7 @@ def load_weights(model: Decoder, folder: Path, dtype: torch.dtype, progress: boo
             _check_tied(head, TensorSource(stored[EMBEDDING], slots[EMBEDDING]), model.dtype, files)
 
 
-def init_dummy_weights(model: Decoder, seed: int) -> None:
+def init_dummy_weights(model: Model, seed: int) -> None:
     """Fill the model with dummy weights: norms are 1, all others normal with standard deviation 0.02.
 
     Quantised weights are uniform codes, with about that deviation. They depend only on the seed and the model's shape:

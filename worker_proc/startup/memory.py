@@ -53,7 +53,9 @@ def plan_memory(
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
     block_bytes = layout.block_bytes + other_block_bytes
-    if config.num_blocks_override:
+    if not layout.groups:
+        num_blocks = 2  # the null block and an unused one
+    elif config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
     else:
         default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left, block_bytes)
@@ -104,7 +106,7 @@ def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
         block_size=plan.block_size,
     )
     tokens = num_blocks * plan.block_size
-    if tokens < max_model_len:
+    if plan.kv_cache and tokens < max_model_len:
         log.warning(
             "KV cache is smaller than the context: longer requests are refused or end early with finish reason length",
             tokens=tokens,
@@ -125,8 +127,9 @@ def _activation_bytes(config: EngineConfig) -> int:
         experts = 2 * model.moe.intermediate_size + 2 * model.hidden_size
         per_token = max(per_token, 4 * model.hidden_size + model.moe.num_experts_per_token * experts)
     hidden = config.max_num_batched_tokens * per_token * DTYPE_BYTES[config.dtype]
-    logits = 3 * config.max_num_seqs * (1 + config.num_speculative_tokens) * model.vocab_size * 4
-    counts = config.max_num_seqs * model.vocab_size * 4
+    samples = config.max_num_seqs if model.generates else 0
+    logits = 3 * samples * (1 + config.num_speculative_tokens) * model.vocab_size * 4
+    counts = samples * model.vocab_size * 4
     rotary = 2 * config.max_model_len * head_dim * 4 * (1 if model.local_rope is None else 2)
     tables = 2 * config.max_num_seqs * (config.max_model_len // config.block_size + 1) * 4
     return max(hidden, logits) + counts + rotary + tables

@@ -24,6 +24,7 @@ from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.routed_experts import expert_block_bytes
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
@@ -60,7 +61,7 @@ def make_runner(
     dtypes = _compute_dtypes(config, device)
     ops = pick_ops(device, config.deterministic)
 
-    def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Decoder:
+    def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Model:
         """Build the model on a device, or on ``meta``, with shapes but no data.
 
         Draft models have no adapters. All ranks choose the same experts, which the first one keeps.
@@ -101,13 +102,14 @@ def make_runner(
     log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
-    set_kv_scales(model, scales, config, layout.dtype)
+    if isinstance(model, Decoder):
+        set_kv_scales(model, scales, config, layout.dtype)
     draft = None
     if draft_plan is not None and draft_backend is not None:
         draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
     make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device)
-    if device.type == "cuda" and draft is None:
+    if device.type == "cuda" and draft is None and layout.groups:
         plan = measured_plan(plan, config, layout, device, make, expert_bytes)
     _log_parts(config, plan, adapter_bytes, expert_bytes)
     runner = make(plan.num_blocks, draft=draft)
@@ -140,8 +142,10 @@ def _routes(config: EngineConfig) -> Routes | None:
     return Routes(moe) if config.enable_return_routed_experts and moe is not None else None
 
 
-def _own_layout(config: EngineConfig, layout: KVLayout, model: Decoder, dtype: torch.dtype) -> KVLayout:
+def _own_layout(config: EngineConfig, layout: KVLayout, model: Model, dtype: torch.dtype) -> KVLayout:
     """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one."""
+    if not isinstance(model, Decoder):
+        return layout
     follows = config.kv_cache_dtype == config.dtype
     groups = [
         msgspec.structs.replace(group, num_kv_heads=model.attention_shape(group.layers[0]).num_kv_heads)

@@ -1,0 +1,180 @@
+"""The encoder that BERT, RoBERTa, XLM-RoBERTa and ModernBERT share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.rope_config import RopeConfig
+from quire.worker_proc.attention.backend import LayerAttention, Rotary
+from quire.worker_proc.attention.rope import rope_table
+from quire.worker_proc.attention.whole_rows import RowsPart, RowsPlan
+from quire.worker_proc.models.encoders.classifier import Classifier
+from quire.worker_proc.models.encoders.layer import EncoderLayer, Norm
+from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.model import Model
+from quire.worker_proc.models.module import Module
+from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build
+from quire.worker_proc.parallel.group import SingleRank
+
+
+class Embeddings(Module):
+    """The first residual stream: embeddings of tokens and, except for ModernBERT, of positions and token types."""
+
+    def __init__(self, build: Build) -> None:
+        config, encoder = build.config, build.config.encoder
+        assert encoder is not None
+        hidden = config.hidden_size
+        self._build, self._first = build, encoder.first_position
+        self.tokens = build.weight(config.vocab_size, hidden)
+        self.positions = build.weight(encoder.position_rows, hidden) if encoder.position_rows else None
+        self.types = build.weight(encoder.token_types, hidden) if encoder.token_types else None
+        self.norm = Norm(build, "model.embeddings.norm", encoder.norm_eps, bias=encoder.norm_bias)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map ``[num_tokens]`` to new ``[num_tokens, hidden_size]``. ``token_types``: None if all are 0."""
+        dtype = self._build.activation_dtype
+        x = F.embedding(token_ids, self.tokens).to(dtype)
+        if self.types is not None:
+            # All tokens are of one type if the model has no second one (RoBERTa).
+            if token_types is None or len(self.types) == 1:
+                x += self.types[0]
+            else:
+                x += F.embedding(token_types, self.types)
+        if self.positions is not None:
+            x += F.embedding(positions + self._first, self.positions)
+        return self.norm(x)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        tables = {
+            "model.embed_tokens": self.tokens,
+            "model.embeddings.position_embeddings": self.positions,
+            "model.embeddings.token_type_embeddings": self.types,
+        }
+        slots = {
+            f"{name}.weight": WeightSlot(of.data, tuple(of.shape)) for name, of in tables.items() if of is not None
+        }
+        return slots | self.norm.weight_slots()
+
+
+class Encoder(Model):
+    """An encoder and, if the model classifies, its head. One rank holds all of it.
+
+    Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
+    Arguments are those of ``Decoder``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_position: int | None = None,
+        *,
+        ops: Ops | None = None,
+        activation_dtype: torch.dtype | None = None,
+    ) -> None:
+        encoder, pooling = config.encoder, config.pooling
+        assert encoder is not None
+        self.config, self.dtype = config, dtype
+        self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops or TorchOps(), SingleRank())
+        self._prepacked = False
+        self.embeddings = Embeddings(build)
+        self.layers = [EncoderLayer(build, layer) for layer in range(config.num_layers)]
+        self.final_norm: Norm | None = None
+        if encoder.norms_before:
+            self.final_norm = Norm(build, "model.final_norm", encoder.norm_eps, bias=encoder.norm_bias)
+        self.classifier: Classifier | None = None
+        if pooling is not None and "classify" in pooling.tasks:
+            self.classifier = Classifier(build, len(pooling.labels))
+        self._tables: dict[str, torch.Tensor] = {}
+        if not encoder.position_rows:
+            length = max_position or config.max_position
+            ropes = {"": config.rope, "local": config.local_rope or config.rope}
+            self._tables = {name: self._table(rope, length) for name, rope in ropes.items()}
+
+    def _table(self, rope: RopeConfig, length: int) -> torch.Tensor:
+        return rope_table(rope, self.config.head_dim, length, self.build.device)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        plans: Sequence[Any],
+        backend: LayerAttention,
+    ) -> torch.Tensor:
+        """Run the rows of one step through all layers.
+
+        Args:
+            token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order, each of them whole.
+            kv_caches: empty.
+            plans: one plan, of all layers.
+            backend: computes attention.
+
+        Returns:
+            ``[num_tokens, hidden_size]`` after the final norm.
+        """
+        assert not kv_caches, "an encoder has no KV cache"
+        plan: RowsPlan = plans[0]
+        types = plan.token_types
+        made = [
+            self._part(
+                token_ids[part.tokens],
+                positions[part.tokens],
+                None if types is None else types[part.tokens],
+                part,
+                backend,
+            )
+            for part in plan.parts
+        ]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _part(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        part: RowsPart,
+        backend: LayerAttention,
+    ) -> torch.Tensor:
+        rotaries = {name: Rotary(table, positions) for name, table in self._tables.items()}
+        residual, pending = self.embeddings(token_ids, positions, token_types), None
+        for layer in self.layers:
+            residual, pending = layer(residual, pending, part, backend, rotaries.get(layer.rope))
+        if self.final_norm is None:
+            return residual
+        assert pending is not None
+        return self.final_norm(pending, residual)
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``."""
+        assert self.classifier is not None, "the model has no head for labels"
+        return self.classifier(hidden)
+
+    def prepack(self, *, deterministic: bool = False) -> bool:
+        """Convert the loaded weights to this CPU's packed layout; as ``Decoder.prepack``."""
+        packed = [part.prepack(deterministic=deterministic) for part in self.modules() if isinstance(part, Linear)]
+        self._prepacked = any(packed)
+        return all(packed)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of all tensors that a checkpoint must hold, by name (``encoder_config.decoder_style``).
+
+        Raises:
+            RuntimeError: the weights are prepacked.
+        """
+        if self._prepacked:
+            raise RuntimeError("weights are already prepacked: load them before prepack()")
+        slots = self.embeddings.weight_slots()
+        for index, layer in enumerate(self.layers):
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
+        for part in (self.final_norm, self.classifier):
+            slots |= {} if part is None else part.weight_slots()
+        return slots

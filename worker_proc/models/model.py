@@ -1,0 +1,76 @@
+"""The interface of a model, as runner and loader use it: decoders and encoders."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.protocol.model.model_config import ModelConfig
+from quire.worker_proc.attention.backend import LayerAttention
+from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.module import Module
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build
+
+
+class Model(Module):
+    """One rank's share of a model: its weights, and the arithmetic from token ids to hidden states and heads.
+
+    Attributes:
+        dtype: dtype of the weights.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    build: Build
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        plans: Sequence[Any],
+        backend: LayerAttention,
+    ) -> torch.Tensor:
+        """Run the tokens of one step through all layers: ``[num_tokens, hidden_size]`` after the final norm."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""
+        return self.logits_of(self.scores(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Multiply by the head: ``[rows, hidden_size]`` → float32, this rank's part of the vocabulary."""
+        raise NotImplementedError("the model has no head for tokens")
+
+    def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """Complete the result of ``scores``: scale, soft cap, and the parts of all ranks."""
+        raise NotImplementedError("the model has no head for tokens")
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``."""
+        raise NotImplementedError("the model has no head for labels")
+
+    def pack_as_read(self) -> None:
+        """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack_as_read()
+
+    def prepack(self, *, deterministic: bool = False) -> bool:
+        """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.
+
+        Call it once, after loading: it frees the plain weights, and nothing can be loaded afterwards.
+
+        Args:
+            deterministic: as in ``Linear.prepack``.
+        """
+        raise NotImplementedError
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of all tensors that a checkpoint must hold, by full name, with fused tensors split.
+
+        Raises:
+            RuntimeError: the weights are prepacked.
+        """
+        raise NotImplementedError
