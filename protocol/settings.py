@@ -318,7 +318,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SAMPLING,
             "keep the experts of each token in the KV pool, for requests with `return_routed_experts`: models with "
-            "experts only ([routed experts](pooling.md#routed-experts))",
+            "experts only ([routed experts](sampling.md#routed-experts))",
         ),
     ] = False
     logprobs_mode: Annotated[

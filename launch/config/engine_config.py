@@ -206,6 +206,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     if options.scheduling_policy == "continuum" and not options.enable_prefix_caching:
         raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
     check_processor_names(options.logits_processors or [])
+    _check_experts(options, model)
     check_grammar_library(options.structured_outputs_backend)
 
 
@@ -227,6 +228,22 @@ def _check_pages(options: EngineOptions) -> None:
 
 def _tiers(options: EngineOptions) -> list[tuple[str, int]]:
     return [("--cpu-offload-bytes", options.cpu_offload_bytes), ("--ssd-cache-bytes", options.ssd_cache_bytes)]
+
+
+def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError if routed experts are to be kept, and there are none, or the KV pool cannot keep them."""
+    flag = "--enable-return-routed-experts"
+    if not options.enable_return_routed_experts:
+        return
+    if model.moe is None:
+        raise ConfigError(f"{flag} needs a model with experts, and {model.architecture} has none: omit the flag")
+    if all(model.window(layer) for layer in range(model.num_layers)):
+        raise ConfigError(f"{flag} needs a layer without a sliding window, and this model has none: omit the flag")
+    for tier, wanted in _tiers(options):
+        if wanted:
+            raise ConfigError(
+                f"{flag} cannot be combined with {tier}: KV blocks that leave the pool would lose their experts"
+            )
 
 
 def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire.launch.frontend.engine_client import EngineClient, Sequence, Stoppable, Update
 from quire.launch.frontend.job import NO_JOB, Job
+from quire.launch.frontend.routed_experts import RoutedParts
 from quire.launch.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TextOut
@@ -51,6 +54,7 @@ class OutputDelta(msgspec.Struct, gc=False):
         admitted: time of the first admission, as ``Update.admitted``.
         prompt_logprobs: on the first delta, if requested: of all prompt tokens but the first.
         beams: the outputs of a beam search, the best first. It has no other delta, and this one no text.
+        routed_experts: on the last delta, if requested: of all tokens but the last one, ``[tokens, layers * top_k]``.
     """
 
     text: str
@@ -64,6 +68,7 @@ class OutputDelta(msgspec.Struct, gc=False):
     prompt_logprobs: LogprobArrays | None = None
     admitted: float = 0.0
     beams: list[BeamOutput] | None = None
+    routed_experts: npt.NDArray[np.uint16] | None = None
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
@@ -84,8 +89,8 @@ class Answer:
     """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
     __slots__ = (
-        "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_only_engine_ends",
-        "_prompt_logprobs_due", "_sequence", "_text_out",
+        "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_num_prompt_tokens",
+        "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_sequence", "_text_out",
     )  # fmt: skip
 
     def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
@@ -106,10 +111,14 @@ class Answer:
         self._include_stop_token = params.include_stop_str_in_output
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
+        self._num_prompt_tokens = len(prompt.token_ids)
+        self._routed = RoutedParts() if params.return_routed_experts else None
 
     def assemble(self, update: Update) -> OutputDelta:
         """Convert an update to a delta. If its text ends the answer, a stop is sent to the engine."""
         out = self._text_out
+        if update.routed_experts is not None:
+            self.keep_experts(update.routed_experts)
         prompt_logprobs = self._prompt_logprobs(update.prompt_logprobs) if self._prompt_logprobs_due else None
         if update.ended is None and update.logprobs is None and self._only_engine_ends:  # most updates by far
             text, token_ids, count = out.push(update.token_ids), update.token_ids, update.num_output_tokens
@@ -155,7 +164,20 @@ class Answer:
             update.detail,
             prompt_logprobs,
             update.admitted,
+            None,
+            self._experts(num_output_tokens) if finish_reason is not None else None,
         )
+
+    def keep_experts(self, rows: npt.NDArray[np.int32]) -> None:
+        """Keep the experts of an update."""
+        if self._routed is not None:
+            self._routed.add(rows)
+
+    def _experts(self, num_output_tokens: int) -> npt.NDArray[np.uint16] | None:
+        """Return them for the last delta. The last token was sampled, and never computed."""
+        if self._routed is None:
+            return None
+        return self._routed.first(self._num_prompt_tokens + num_output_tokens - 1)
 
     def abort(self) -> None:
         self._sequence.abort()
@@ -221,7 +243,11 @@ class StreamedAnswer(Answer):
             InvalidRequest, EngineError: as ``Sequence.take``.
         """
         update = self._take()
-        if update is None or (not update.token_ids and update.ended is None):
+        if update is None:
+            return None
+        if not update.token_ids and update.ended is None:
+            if update.routed_experts is not None:
+                self.keep_experts(update.routed_experts)
             return None
         delta = self.assemble(update)
         return delta.without_answer() if self._prompt_only else delta

@@ -128,6 +128,7 @@ class FrontEnd:
                 fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
                 session_peers={index: session_address(self._directory, index) for index in self._others},
+                moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
             ),

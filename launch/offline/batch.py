@@ -199,7 +199,8 @@ class Batch:
         self._refused = False
         self._leave_queue(sample)
         delta = sample.answer.assemble(update)
-        append_delta(self.outputs[sample.prompt].outputs[sample.index], delta, self._token_texts)
+        output, moe = self.outputs[sample.prompt].outputs[sample.index], self._engine.config.model.moe
+        append_delta(output, delta, self._token_texts, moe)
         if self._on_text is not None and delta.text and not sample.index:
             self._on_text(sample.prompt, delta.text)
         if delta.prompt_logprobs is not None:

@@ -1,9 +1,14 @@
 """Result types of the offline API, with vLLM's names."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from quire.launch.frontend.answers import OutputDelta
+from quire.launch.frontend.routed_experts import by_layer
 from quire.launch.text.text_out import TokenTexts
+from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.logprobs import TokenLogprobs
 
@@ -35,6 +40,9 @@ class CompletionOutput:
         finish_reason: stop, length, abort, error or repetition.
         stop_reason: the stop string, or the stop token's id, that ended the answer.
         score: of an output of a beam search: its cumulative log probability, normalised by its length.
+        routed_experts: with ``SamplingParams.return_routed_experts``, at the end: ids of the experts of every token of
+            prompt and answer but the last one, ``[tokens, layers with experts, experts per token]``, the one with the
+            largest weight first.
         error: the reason, if ``finish_reason`` is error; other answers of the call are not affected.
     """
 
@@ -47,6 +55,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     score: float | None = None
+    routed_experts: npt.NDArray[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -66,8 +75,10 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts) -> None:
-    """Add a part of the answer to it."""
+def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts, moe: MoeConfig | None = None) -> None:
+    """Add a part of the answer to it. ``moe``: the model's experts, if it has any."""
+    if delta.routed_experts is not None and moe is not None:
+        output.routed_experts = by_layer(delta.routed_experts, moe)
     output.text += delta.text
     output.token_ids += delta.token_ids
     output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason

@@ -92,7 +92,7 @@ class RunningRequest:
         if update is None:
             return False
         delta = self._answer.assemble(update)
-        append_delta(self.output, delta, self.reading.token_texts)
+        append_delta(self.output, delta, self.reading.token_texts, self.reading.engine.config.model.moe)
         self.output.error = delta.detail or None
         return True
 

@@ -24,6 +24,8 @@ MAX_SUBMITTED_TOKENS = 2**24
 # Log probabilities are kept until the answer is complete: about 200 bytes each for a prompt, 100 for an answer.
 MAX_PROMPT_LOGPROBS = 2**22
 MAX_ANSWER_LOGPROBS = 2**25
+# Routed experts are kept until the answer is complete: about 800 bytes for a token of 48 layers with 8 experts each.
+MAX_ROUTED_TOKENS = 2**22
 
 
 class ModelLimits(Protocol):
@@ -222,6 +224,10 @@ def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n:
             f"(got {n * of_prompts})",
             "prompt_logprobs",
         )
+    routed = sum(length + (each.max_tokens or 0) for each, length in pairs if each.return_routed_experts)
+    if n * routed > MAX_ROUTED_TOKENS:
+        text = f"with return_routed_experts, all prompts and answers may have {MAX_ROUTED_TOKENS} tokens"
+        raise InvalidRequest(f"{text} (got up to {n * routed}): lower n or max_tokens", "return_routed_experts")
     of_answers = sum((each.max_tokens or 0) * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if n * of_answers > MAX_ANSWER_LOGPROBS:
         raise InvalidRequest(

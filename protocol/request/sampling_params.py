@@ -312,6 +312,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "extra_args": ({},),
+    "return_routed_experts": (False,),
 }
 """The values that these parameters may have in a beam search, which does not sample."""
 

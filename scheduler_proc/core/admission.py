@@ -284,6 +284,8 @@ class Admission:
         limit = min(config.max_model_len, self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
+        if sampling.return_routed_experts:
+            check_routed_experts(limit, config)
         program = self._program(event, tokens) if parent is None else parent.program  # may refuse: before the adapter
         request = Request(
             client=client,
@@ -375,3 +377,18 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
             "thinking_token_budget",
             "thinking_token_budget needs thinking markers, and this model has none",
         )
+
+
+def check_routed_experts(num_tokens: int, config: EngineConfig) -> None:
+    """Raise Refusal if a request cannot get its experts. ``num_tokens``: most tokens of prompt and output together."""
+    name, moe = "return_routed_experts", config.model.moe
+    if moe is None or not config.enable_return_routed_experts:
+        text = f"{name} needs an engine that keeps them: start it with --enable-return-routed-experts"
+        raise Refusal("unsupported_value", name, text)
+    most = MAX_SIDE_BYTES // (4 * len(moe.layers) * moe.num_experts_per_token)
+    if num_tokens > most:
+        text = (
+            f"with {name}, prompt and output together must have at most {most} tokens for this model "
+            f"(got up to {num_tokens}): lower max_tokens or shorten the prompt"
+        )
+        raise Refusal("invalid_value", name, text)

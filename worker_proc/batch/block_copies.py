@@ -11,15 +11,18 @@ from quire.kernels.cache.block_copy import CacheSet, copy_blocks, copy_blocks_re
 class BlockCopies:
     """Copies blocks in the caches of all layers, whichever KV group has them: ids mean the same in all tensors."""
 
-    def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int) -> None:
+    def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int, by_slot: torch.Tensor | None = None) -> None:
         """
         Args:
             caches: of all layers: ``[2, entries, ...]``, where the entries of a block of the pool are consecutive.
             num_blocks: size of the pool, the null block included.
+            by_slot: what is kept beside the caches, ``[slots, ...]``; None: nothing.
         """
         tensors = {cache.data_ptr(): cache.view(torch.uint8).view(2, num_blocks, -1) for cache in caches}
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.shape)
         self._sets = [CacheSet.of(list(same)) for _, same in groupby(ordered, key=lambda tensor: tensor.shape)]
+        if by_slot is not None:
+            self._sets.append(CacheSet.of([by_slot.view(num_blocks, -1)], block_dim=0))
 
     def run(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy each source block to its target, on the device's current stream."""

@@ -1,6 +1,6 @@
 """Block tables of all KV groups: changed together, and sent to the device in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -58,6 +58,14 @@ class MultiGroupBlockTable:
             ends = start + np.cumsum(request.num_blocks)
             self.add_row(row, np.split(step.block_ids[start : ends[-1]], ends[:-1] - start))
             start = int(ends[-1])
+
+    def append_to_held(self, step: SchedulerOutput, row: Callable[[int], int]) -> None:
+        """Append the step's blocks to the rows of held requests. ``row``: returns the row of a handle."""
+        handles, ids = step.appended_handles, step.appended_block_ids
+        if handles is None or ids is None:
+            return
+        groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
+        self.append_rows(np.array([row(handle) for handle in handles.tolist()], np.int64), groups, ids)
 
     def append_rows(self, rows: Ints, groups: Ints, block_ids: Ints) -> None:
         """Append one block to each of ``rows``; a row that occurs more than once gets its blocks in this order."""

@@ -120,6 +120,7 @@ class InputBatch:
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
         searches: true for the beams of a search, whose log probabilities are those after logits processors.
         adapter: number of the row's LoRA adapter; 0 for none.
+        num_routed: number of positions whose experts were reported; -1: the request does not ask for them.
 
     Attributes:
         generation: number of steps in which requests were added or removed.
@@ -161,6 +162,7 @@ class InputBatch:
         self.searches = self._column(np.bool_)
         self.num_prompt_logprobs = self._column(np.int32, -1)
         self.adapter = self._column(np.int32)
+        self.num_routed = self._column(np.int32, -1)
 
     def register(self, store: RowStore) -> None:
         """Apply every future move and clearing of rows to ``store`` too."""
@@ -240,6 +242,7 @@ class InputBatch:
             self.searches[row] = sampling.use_beam_search
             self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
             self.adapter[row] = request.adapter
+            self.num_routed[row] = 0 if sampling.return_routed_experts else -1
             self.pooling.set_row(row, request.pooling)
             self._record_addition(row, request)
 

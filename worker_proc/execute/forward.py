@@ -11,6 +11,7 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Model
 
@@ -25,6 +26,7 @@ class Forward:
     Attributes:
         kv_caches: one per layer; layers that share a cache have the same. Empty without groups.
         group_of_layer: index into ``groups`` of each layer; empty without groups.
+        experts: keeps the experts of each position; None: they are not kept.
     """
 
     model: Model
@@ -33,6 +35,7 @@ class Forward:
     groups: Sequence[KVGroup]
     kv_caches: Sequence[torch.Tensor]
     group_of_layer: Sequence[int]
+    experts: RoutedExpertTable | None
 
     @classmethod
     def of(
@@ -42,12 +45,14 @@ class Forward:
         tables: MultiGroupBlockTable,
         groups: Sequence[KVGroup],
         caches: Mapping[int, torch.Tensor],
+        experts: RoutedExpertTable | None,
     ) -> "Forward":
         """Connect the layers to their groups. ``caches``: by layer that owns one."""
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)] if groups else []
         caches_of_layers = [caches[source] for source in sources]
-        return cls(model, backend, tables, groups, caches_of_layers, [group_of[source] for source in sources])
+        groups_of_layers = [group_of[source] for source in sources]
+        return cls(model, backend, tables, groups, caches_of_layers, groups_of_layers, experts)
 
     def shapes(self) -> list[tuple[AttentionShape, ...]]:
         """Return the shapes of the queries in each group's layers."""
@@ -60,6 +65,11 @@ class Forward:
         """Run the model; ``plans``: one per group, or one without groups. Returns ``[num_tokens, hidden_size]``."""
         layer_plans = [plans[group] for group in self.group_of_layer] if self.groups else plans
         return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
+
+    def keep_experts(self, batches: Sequence[StepBatch]) -> None:
+        """Keep the experts that ``hidden`` has chosen, if they are kept. ``batches``: its tokens, per group."""
+        if self.experts is not None:
+            self.experts.store(batches[self.experts.group].slot_mapping)
 
     def logits_of_decode(
         self,
@@ -92,4 +102,6 @@ class Forward:
             for table, group, slots in zip(self.tables.tables, self.groups, slot_mapping, strict=True)
         ]
         plans = [self.backend.plan_decode(batch, max_query_len) for batch in batches]
-        return self.model.logits(self.hidden(token_ids, positions, plans))
+        hidden = self.hidden(token_ids, positions, plans)
+        self.keep_experts(batches)
+        return self.model.logits(hidden)

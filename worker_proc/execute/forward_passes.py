@@ -52,9 +52,10 @@ class ForwardPasses:
         self._forward = forward
         backend = forward.backend
         self._native: Native | None = None
-        if isinstance(backend, CpuBackend) and not eager and forward.model.build.parallel.size == 1:
+        build = forward.model.build
+        if isinstance(backend, CpuBackend) and not eager and build.parallel.size == 1 and build.routes is None:
             self._native = backend.native
-        self._adapters = forward.model.build.adapters
+        self._adapters = build.adapters
         self._passes: OrderedDict[tuple[int, bool], _Pass] = OrderedDict()
 
     def __len__(self) -> int:
@@ -84,6 +85,7 @@ class ForwardPasses:
             if found is not None:
                 return found.hidden, model.logits_of(found.scores)
         hidden = self._forward.hidden(sent.token_ids, sent.positions, plans)
+        self._forward.keep_experts(sent.batches)
         return hidden, model.logits(hidden if chosen is None else hidden[chosen]) if sampling else None
 
     def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:

@@ -23,8 +23,6 @@ from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import make_proposer, make_rejection
-from quire.worker_proc.execute.decode_graphs import DecodeGraphs
-from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.device_inputs import InputSender
 from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.forward_passes import ForwardPasses
@@ -38,10 +36,10 @@ from quire.worker_proc.execute.pending_result import (
     StepClock,
     result_tensors,
 )
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.execute.steady_decode import SteadyDecode
-from quire.worker_proc.execute.step_extras import ExtraReader
+from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
-from quire.worker_proc.execute.verify_step import VerifyStep
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.sampler import Sampled, Sampler
@@ -94,7 +92,6 @@ class ModelRunner:
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(Column(self.last_sampled))
         self.sampler = Sampler(self.batch, config, device, transfer=self._transfer)
-        self._extras = ExtraReader(model, self.batch, self._transfer)
         self.history = TokenHistory(self.batch)
         self._proposer = make_proposer(config, self.batch, device, draft)
         self._rejection = make_rejection(config, self.batch, self._proposer)
@@ -104,24 +101,22 @@ class ModelRunner:
         self._copies = HostCopies(device)
         self._dropped: set[int] = set()
         self.kv_caches = caches = allocate_kv_caches(layout, num_blocks, backend, device)
-        self._block_copies = BlockCopies(caches.values(), num_blocks)
-        self.forward = Forward.of(model, backend, self.tables, layout.groups, caches)
+        routes, tables = model.build.routes, self.tables.tables
+        self._experts = None
+        if routes is not None:
+            self._experts = RoutedExpertTable(routes, layout, num_blocks, self.batch, tables, self._transfer, device)
+        self._extras = ExtraReader(model, self.batch, self._transfer, self._experts)
+        by_slot = None if self._experts is None else self._experts.values
+        self._block_copies = BlockCopies(caches.values(), num_blocks, by_slot)
+        self.forward = Forward.of(model, backend, self.tables, layout.groups, caches, self._experts)
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
         shapes = self.forward.shapes()
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
-        self.steady = self._make_steady(config)
-
-    def _make_steady(self, config: EngineConfig) -> SteadyDecode | None:
-        """Make the runner of steady decode steps; None if attention needs lengths on the host, or no row decodes."""
-        if self.forward.backend.needs_host_lengths or not config.model.generates:
-            return None
-        step = DecodeStep(self.forward, self.last_sampled, self._transfer)
-        verify = None
-        if config.num_speculative_tokens:
-            verify = VerifyStep(self.forward, self.batch, self._transfer, 1 + config.num_speculative_tokens)
-        eager, sites = config.enforce_eager or self._device.type != "cuda", self._model.build.adapters
-        graphs = DecodeGraphs(step, verify, sites, eager=eager)
-        return SteadyDecode(graphs, self.batch, self.tables, self.last_sampled, self._transfer, self._copies)
+        self.steady = None
+        if not backend.needs_host_lengths and config.model.generates:
+            self.steady = SteadyDecode.make(
+                config, self.forward, self.batch, self.last_sampled, self._transfer, self._copies
+            )
 
     @torch.inference_mode()
     def warm_up(self, *, largest_only: bool = False) -> None:
@@ -232,20 +227,22 @@ class ModelRunner:
             self._prepare_sampling(positions)
         if self.adapters is not None:
             self.adapters.begin_step(self.batch, positions.rows, 1)
+        extras = self._extras.of_decode(None)
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)
         sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
-        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True)
+        return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True, extras=extras)
 
     def _launch_verify(self, step: SchedulerOutput, began: float, inputs: StepInputs) -> LaunchedStep:
         """Launch a step in which every row decodes, with draft tokens."""
         assert self.steady is not None
         graphs, positions = self.steady.graphs, inputs.sampled
         rows = graphs.store(inputs)
+        extras = self._extras.of_decode(inputs)
         self._prepare_sampling(positions)
         self._transfer.send()
         logits = graphs.run_verify(len(inputs.rows), len(positions))
-        return LaunchedStep(step.step, began, positions, inputs, rows, logits)
+        return LaunchedStep(step.step, began, positions, inputs, rows, logits, extras=extras)
 
     def _prepare_sampling(self, positions: SampledPositions) -> None:
         """Send what sampling needs with the step's copy, unless it depends on tokens that are not on the host yet."""
@@ -308,19 +305,10 @@ class ModelRunner:
         self.tables.add_new(step, rows)
         batch.active[[batch.row(handle) for handle in step.unparked]] = True
         self.history.replace_last(step.chosen)
-        self._append_blocks(step)
+        self.tables.append_to_held(step, batch.row)
         self.tables.commit()
         self._block_copies.run(step.block_copies)
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
-
-    def _append_blocks(self, step: SchedulerOutput) -> None:
-        """Append blocks to the rows of held requests, all of a step at once."""
-        handles, ids = step.appended_handles, step.appended_block_ids
-        if handles is None or ids is None:
-            return
-        groups = np.zeros_like(handles) if step.appended_groups is None else step.appended_groups
-        rows = np.array([self.batch.row(handle) for handle in handles.tolist()], np.int64)
-        self.tables.append_rows(rows, groups, ids)
 
     # ---- advance
 
@@ -336,10 +324,12 @@ class ModelRunner:
         if sampled is None:
             handles = self._changed_handles(batch.handles[rows].copy())
             copy = self._copies.start(tensors) if tensors else None
+            launched.extras.advance()
             return NothingSampled(launched.step, handles, launched.extras, copy)
         if launched.sampled_rows is not None and not positions.any_drafts:
             self.last_sampled[launched.sampled_rows] = sampled.tokens
-        whole = self.steady.graphs.step.output if self.steady is not None and launched.sampled is not None else None
+        in_graph = launched.sampled is not None and launched.extras is NO_EXTRAS
+        whole = self.steady.graphs.step.output if self.steady is not None and in_graph else None
         copy = self._copies.start(tensors, whole)
         if positions.any_drafts:
             return self._advance_by_drafts(launched, sampled, copy)
@@ -366,6 +356,7 @@ class ModelRunner:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()
         sent, end = self._changed_handles(row_handles), partial(self._clock.end, launched.began)
+        launched.extras.advance()
         return SampledResult(launched.step, sampled, sent, row_handles, copy, end, accepted, launched.extras)
 
     def _changed_handles(self, row_handles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:

@@ -78,8 +78,10 @@ class NothingSampled:
             handles=self.handles,
             bad=extra.bad,
             failure=self.failure,
+            failed=extra.failed,
             prompt_logprobs=extra.prompt_logprobs,
             pooled=extra.pooled,
+            routed_experts=extra.routed_experts,
         )
 
 
@@ -119,6 +121,7 @@ class SampledResult:
         owners = self.row_handles if accepted is None else np.repeat(self.row_handles, accepted.counts)
         extra = self.extras.fields(rest if self.sampled.logprobs is None else rest[3:])
         failed = [(int(owners[i]), reason) for at, reason in self.sampled.failed for i in np.flatnonzero(kept == at)]
+        failed += extra.failed
         return ModelRunnerOutput(
             self.step,
             tokens[kept].astype(np.int32),
@@ -131,6 +134,7 @@ class SampledResult:
             logprobs=self.sent_logprobs(kept, rest),
             prompt_logprobs=extra.prompt_logprobs,
             pooled=extra.pooled,
+            routed_experts=extra.routed_experts,
         )
 
     def sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:

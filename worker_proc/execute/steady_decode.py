@@ -4,12 +4,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.execute.decode_graphs import DecodeGraphs
+from quire.worker_proc.execute.decode_step import DecodeStep
+from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.pending_result import HostCopies
+from quire.worker_proc.execute.verify_step import VerifyStep
 from quire.worker_proc.sampling.sampler import Sampled
 
 
@@ -32,6 +36,24 @@ class SteadyDecode:
         self._batch, self._tables = batch, tables
         self._last_sampled, self._transfer, self._copies = last_sampled, transfer, copies
         self._steady = False
+
+    @classmethod
+    def make(
+        cls,
+        config: EngineConfig,
+        forward: Forward,
+        batch: InputBatch,
+        last_sampled: torch.Tensor,
+        transfer: Transfer,
+        copies: HostCopies,
+    ) -> "SteadyDecode":
+        """Make the steps and their graphs; attention must not need lengths on the host."""
+        step, verify = DecodeStep(forward, last_sampled, transfer), None
+        if config.num_speculative_tokens:
+            verify = VerifyStep(forward, batch, transfer, 1 + config.num_speculative_tokens)
+        eager = config.enforce_eager or last_sampled.device.type != "cuda"
+        graphs = DecodeGraphs(step, verify, forward.model.build.adapters, eager=eager)
+        return cls(graphs, batch, forward.tables, last_sampled, transfer, copies)
 
     def leave(self) -> None:
         """Mark the device's columns as stale, because another kind of step runs."""

@@ -1,4 +1,4 @@
-"""What a step makes of its hidden states beside tokens: log probabilities of prompt tokens, and pooled rows."""
+"""What a step returns beside tokens: log probabilities of prompt tokens, pooled rows, and routed experts."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,10 +8,11 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRows
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.pooled_values import PooledValues
 from quire.worker_proc.pooling.pooler import Pooler, PoolTargets
@@ -24,6 +25,8 @@ class ExtraFields(NamedTuple):
     prompt_logprobs: PromptLogprobs | None
     pooled: PooledRows | None
     bad: list[int]
+    routed_experts: RoutedExperts | None
+    failed: list[tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +35,34 @@ class StepExtras:
 
     prompt_rows: PromptRows | None = None
     pooled: PooledValues | None = None
+    routed: RoutedRows | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what the host needs."""
         prompt = None if self.prompt_rows is None else self.prompt_rows.logprobs
         tensors = [] if prompt is None else [prompt.token_ids, prompt.ranks, prompt.values]
-        return tensors if self.pooled is None else tensors + self.pooled.tensors()
+        tensors += [] if self.pooled is None else self.pooled.tensors()
+        return tensors if self.routed is None else [*tensors, self.routed.read()]
+
+    def advance(self) -> None:
+        """Note what is returned, after the rows were advanced by the tokens that they have computed and accepted."""
+        if self.routed is not None:
+            self.routed.advance()
 
     def fields(self, arrays: list[npt.NDArray[Any]]) -> ExtraFields:
         """Return the fields of the result message. ``arrays``: copies of ``tensors``."""
         prompts, pooled, rows = None, None, self.prompt_rows
         bad: list[int] = []
+        experts, failed = None, []
+        if self.routed is not None:
+            *arrays, values = arrays
+            experts, failed = self.routed.message(values), self.routed.failures
         if rows is not None:
             prompts = PromptLogprobs(rows.handles, rows.starts, rows.counts, logprob_arrays(arrays[:3]))
             arrays = arrays[3:]
         if self.pooled is not None:
             pooled, bad = self.pooled.message(arrays)
-        return ExtraFields(prompts, pooled, bad)
+        return ExtraFields(prompts, pooled, bad, experts, failed)
 
 
 def logprob_arrays(copied: list[npt.NDArray[Any]]) -> LogprobArrays:
@@ -62,24 +76,27 @@ NO_EXTRAS = StepExtras()
 
 @dataclass(frozen=True, slots=True)
 class ExtraTargets:
-    """The tokens of a step from whose hidden states extras are made."""
+    """The tokens of a step from whose hidden states extras are made. ``routed``: what needs no hidden states."""
 
     model: Model
     prompts: PromptTargets | None
     pooled: PoolTargets | None
+    routed: RoutedRows | None
 
     def read(self, hidden: torch.Tensor) -> StepExtras:
         """Make the extras. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
-        if self.prompts is None and self.pooled is None:
+        if self.prompts is None and self.pooled is None and self.routed is None:
             return NO_EXTRAS
         prompt_rows = None if self.prompts is None else self.prompts.logprobs(self.model, hidden)
-        return StepExtras(prompt_rows, None if self.pooled is None else self.pooled.pool(hidden))
+        return StepExtras(prompt_rows, None if self.pooled is None else self.pooled.pool(hidden), self.routed)
 
 
 class ExtraReader:
     """Finds the ``ExtraTargets`` of each step. Owns the pooler, if the model has a pooling configuration."""
 
-    def __init__(self, model: Model, batch: InputBatch, transfer: Transfer) -> None:
+    def __init__(self, model: Model, batch: InputBatch, transfer: Transfer, experts: RoutedExpertTable | None) -> None:
+        """``experts``: the experts of each position; None: they are not kept."""
+        self._experts = experts
         self._model, self._batch, self._transfer = model, batch, transfer
         pooling = model.config.pooling
         self._pooler = None if pooling is None else Pooler(model, pooling, batch, transfer)
@@ -87,4 +104,17 @@ class ExtraReader:
     def targets(self, inputs: StepInputs) -> ExtraTargets:
         """Return what the step reads; its arrays are sent with the step's one copy."""
         prompts = PromptTargets.of(inputs, self._batch, self._transfer)
-        return ExtraTargets(self._model, prompts, None if self._pooler is None else self._pooler.targets(inputs))
+        pooled = None if self._pooler is None else self._pooler.targets(inputs)
+        routed = None if self._experts is None else self._experts.of_step(inputs)
+        return ExtraTargets(self._model, prompts, pooled, routed)
+
+    def of_decode(self, inputs: StepInputs | None) -> StepExtras:
+        """Return the extras of a step in which every row decodes, which need no hidden states.
+
+        Args:
+            inputs: those of a step with draft tokens; None for a steady decode step.
+        """
+        if self._experts is None:
+            return NO_EXTRAS
+        routed = self._experts.of_steady_step() if inputs is None else self._experts.of_step(inputs)
+        return NO_EXTRAS if routed is None else StepExtras(routed=routed)

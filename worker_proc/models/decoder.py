@@ -22,6 +22,7 @@ from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops, TorchOps
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
@@ -42,6 +43,7 @@ class Decoder(Model):
         parallel: the ranks among which the weights are sharded; by default this rank holds all of them.
         activation_dtype: dtype of the residual stream, norm weights and rotary tables.
         adapters: gets the sites of LoRA adapters; None: the model has none.
+        routes: collects the chosen experts; None: they are not kept.
 
     Raises:
         ConfigError: the shape cannot be divided among the ranks.
@@ -58,11 +60,14 @@ class Decoder(Model):
         parallel: TensorParallel | None = None,
         activation_dtype: torch.dtype | None = None,
         adapters: AdapterSites | None = None,
+        routes: Routes | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         ops, parallel = ops or TorchOps(), parallel or SingleRank()
-        self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops, parallel, adapters=adapters)
+        self.build = build = Build(
+            config, dtype, activation_dtype or dtype, device, ops, parallel, adapters=adapters, routes=routes
+        )
         self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size
         # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per

@@ -67,6 +67,7 @@ class SparseMlp(Module):
         forms = [build.format_of(f"mlp.experts.0.{part}_proj") for part in ("down", "gate", "up")]
         self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, forms[0])
         width = self.part.stop - self.part.start
+        self.route = build.ops.route if build.routes is None else build.routes.recording(build.ops.route)
         self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
         adapters = self._expert_sites()
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
@@ -133,7 +134,7 @@ class SparseMlp(Module):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
-        expert_ids, weights = ops.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
+        expert_ids, weights = self.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
         return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
 
     def prepack(self, *, deterministic: bool) -> bool:

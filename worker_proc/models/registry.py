@@ -10,6 +10,7 @@ from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.encoders.encoder import Encoder
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import TensorParallel
 
@@ -24,6 +25,7 @@ def build_model(
     parallel: TensorParallel | None = None,
     activation_dtype: torch.dtype | None = None,
     adapters: AdapterSites | None = None,
+    routes: Routes | None = None,
 ) -> Model:
     """Build the model of a checkpoint with allocated, uninitialised weights. Arguments are those of ``Decoder``.
 
@@ -49,4 +51,5 @@ def build_model(
         parallel=parallel,
         activation_dtype=activation_dtype,
         adapters=adapters,
+        routes=routes,
     )

@@ -12,6 +12,7 @@ from quire.worker_proc.models.adapted import Adapted
 from quire.worker_proc.models.formats.choose import quantised_linear
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.ops import Ops
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.row_parts import RowParts
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
@@ -53,6 +54,7 @@ class Build:
         activation_dtype: dtype of activations, norm weights and rotary tables.
         layer: full name of the layer that is built, for example ``model.layers.0``.
         adapters: gets the sites of LoRA adapters; None: the model has none.
+        routes: collects the chosen experts; None: they are not kept.
     """
 
     config: ModelConfig
@@ -63,6 +65,7 @@ class Build:
     parallel: TensorParallel
     layer: str = ""
     adapters: AdapterSites | None = None
+    routes: Routes | None = None
 
     def inside(self, layer: str) -> "Build":
         return replace(self, layer=layer)

@@ -32,45 +32,49 @@ _MIB = 2**20
 
 
 def measured_plan(
-    plan: MemoryPlan, config: EngineConfig, layout: KVLayout, device: torch.device, make: Callable[[int], ModelRunner]
+    plan: MemoryPlan,
+    config: EngineConfig,
+    layout: KVLayout,
+    device: torch.device,
+    make: Callable[[int], ModelRunner],
+    other_block_bytes: int = 0,
 ) -> MemoryPlan:
     """Return ``plan`` with the measured memory instead of the estimate, and with as many blocks as then fit.
 
     Args:
         plan: the plan from estimates; the weights are loaded.
         make: makes a runner with a number of KV blocks, the null block included.
+        other_block_bytes: as of ``plan_memory``.
 
     Raises:
         ConfigError: no block fits; the message has the measured memory.
     """
-    prompts = _prompts(config)
+    prompts, block_bytes = _prompts(config), layout.block_bytes + other_block_bytes
     num_blocks = 1 + sum(-(-length // group.block_size) for length in prompts for group in layout.groups)
     num_blocks += len(prompts) * len(layout.groups)  # the decode step may begin a block
     before = _free(device)
     runner = make(num_blocks)
     _run(runner, prompts, layout)
     runner.warm_up(largest_only=True)
-    used = before - _free(device) - num_blocks * layout.block_bytes
+    used = before - _free(device) - num_blocks * block_bytes
     del runner
     gc.collect()
     torch.cuda.empty_cache()
     usable = int(plan.total * config.gpu_memory_utilization) - (plan.total - before) - used
-    fitting = usable // layout.block_bytes
-    wanted = (
-        config.kv_cache_memory_bytes // layout.block_bytes or (usable - int(MARGIN * plan.total)) // layout.block_bytes
-    )
+    fitting = usable // block_bytes
+    wanted = config.kv_cache_memory_bytes // block_bytes or (usable - int(MARGIN * plan.total)) // block_bytes
     if config.num_blocks_override:
         wanted = config.num_blocks_override + 1
     if not 2 <= wanted <= fitting:
         raise ConfigError(
             f"memory does not suffice: weights {plan.weights // _MIB} MiB, measured steps and graphs "
-            f"{used // _MIB} MiB, KV cache {max(wanted, 2) * layout.block_bytes // _MIB} MiB; "
+            f"{used // _MIB} MiB, KV cache {max(wanted, 2) * block_bytes // _MIB} MiB; "
             f"{max(usable, 0) // _MIB} MiB are left for it: "
             f"lower --max-num-batched-tokens, --max-num-seqs, --kv-cache-memory-bytes or --num-gpu-blocks-override, "
             f"or raise --gpu-memory-utilization"
         )
     log.info("measured steps", estimated_mib=plan.activations / _MIB, measured_mib=used / _MIB, num_blocks=wanted - 1)
-    kv_cache = wanted * layout.block_bytes
+    kv_cache = wanted * block_bytes
     return msgspec.structs.replace(plan, activations=used, kv_cache=kv_cache, num_blocks=wanted)
 
 

@@ -24,7 +24,7 @@ def plan_memory(
     layout: KVLayout,
     weight_bytes: int,
     device: torch.device,
-    draft_block_bytes: int = 0,
+    other_block_bytes: int = 0,
     adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan memory and choose the number of KV blocks.
@@ -36,7 +36,7 @@ def plan_memory(
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
-        draft_block_bytes: bytes of a draft model's cache per block.
+        other_block_bytes: bytes per block of a draft model's cache, or of the table of routed experts.
         adapter_bytes: bytes of the largest LoRA adapter. On a GPU each slot has as many; on a CPU adapters are in host
             memory, which is taken when they are loaded.
 
@@ -52,7 +52,7 @@ def plan_memory(
         usable = available_bytes() // config.tensor_parallel_size
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
-    block_bytes = layout.block_bytes + draft_block_bytes
+    block_bytes = layout.block_bytes + other_block_bytes
     if not layout.groups:
         num_blocks = 2  # the null block and an unused one
     elif config.num_blocks_override:

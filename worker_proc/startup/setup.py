@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import psutil
@@ -15,16 +16,18 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.worker_messages import Ready
+from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.execute.routed_experts import expert_block_bytes
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
@@ -59,7 +62,10 @@ def make_runner(
     ops = pick_ops(device, config.deterministic)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Model:
-        """Build the model on a device, or on ``meta``, with shapes but no data. Draft models have no adapters."""
+        """Build the model on a device, or on ``meta``, with shapes but no data.
+
+        Draft models have no adapters. All ranks choose the same experts, which the first one keeps.
+        """
         return build_model(
             of,
             dtypes.weights,
@@ -69,6 +75,7 @@ def make_runner(
             parallel=ranks,
             activation_dtype=dtypes.activations,
             adapters=None if ranks is None else _sites(config, dtypes.activations, place, ops),
+            routes=None if ranks is None or ranks.rank else _routes(config),
         )
 
     model = build(config.model, "meta", group)
@@ -88,13 +95,11 @@ def make_runner(
     config, layout = msgspec.structs.replace(config, block_size=block_size), layout.with_block_size(block_size)
     if draft_plan is not None:
         draft_plan = replace(draft_plan, layout=draft_plan.layout.with_block_size(block_size))
-    draft_block_bytes = draft_plan.block_bytes if draft_plan is not None else 0
+    expert_bytes = expert_block_bytes(layout, model.build.routes)
+    other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
-    plan = plan_memory(config, layout, size, device, draft_block_bytes, adapter_bytes)
+    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes)
     log_plan(plan, config.max_model_len)
-    if adapter_bytes:
-        slots, mib = config.max_loras + 1, 2**20
-        log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     if isinstance(model, Decoder):
@@ -103,14 +108,24 @@ def make_runner(
     if draft_plan is not None and draft_backend is not None:
         draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
+    make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device)
     if device.type == "cuda" and draft is None and layout.groups:
-        plan = measured_plan(
-            plan, config, layout, device, lambda blocks: ModelRunner(config, layout, blocks, model, backend, device)
-        )
-    runner = ModelRunner(config, layout, plan.num_blocks, model, backend, device, draft)
+        plan = measured_plan(plan, config, layout, device, make, expert_bytes)
+    _log_parts(config, plan, adapter_bytes, expert_bytes)
+    runner = make(plan.num_blocks, draft=draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, expert_bytes: int) -> None:
+    """Log the parts of the plan that not every engine has. ``expert_bytes``: of a block."""
+    mib = 2**20
+    if adapter_bytes:
+        slots = config.max_loras + 1
+        log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
+    if expert_bytes:
+        log.info("routed experts, as a part of the KV cache", mib=plan.num_blocks * expert_bytes / mib)
 
 
 def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, ops: Ops) -> AdapterSites | None:
@@ -119,6 +134,12 @@ def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, 
         return None
     most = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
     return AdapterSites(config.max_loras + 1, config.max_lora_rank, most, dtype, place, ops.add_adapters)
+
+
+def _routes(config: EngineConfig) -> Routes | None:
+    """Make what collects the chosen experts, or return None without ``--enable-return-routed-experts``."""
+    moe = config.model.moe
+    return Routes(moe) if config.enable_return_routed_experts and moe is not None else None
 
 
 def _own_layout(config: EngineConfig, layout: KVLayout, model: Model, dtype: torch.dtype) -> KVLayout:

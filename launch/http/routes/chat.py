@@ -11,7 +11,15 @@ from starlette.types import ASGIApp
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
 from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation, tool_of
-from quire.launch.http.routes.formatter import Collected, ReasoningTokens, ResponseFormatter, Usage, encode_choices
+from quire.launch.http.routes.formatter import (
+    Collected,
+    ExpertsBody,
+    ReasoningTokens,
+    ResponseFormatter,
+    Usage,
+    encode_choices,
+    experts_body,
+)
 from quire.launch.http.routes.generate import Generation, new_request_id
 from quire.launch.http.routes.sessions import as_piece, begin_piece, read_piece
 from quire.launch.http.routes.text_template import TextTemplate
@@ -69,6 +77,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: ExpertsBody | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -110,6 +119,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
+    routed_experts: ExpertsBody | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -146,7 +156,7 @@ class ChatFormatter:
     """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role."""
 
     __slots__ = (
-        "_called", "_calls_named", "_created", "_has_content", "_include_usage", "_is_plain", "_model",
+        "_called", "_calls_named", "_created", "_has_content", "_include_usage", "_is_plain", "_model", "_moe",
         "_num_prompt_logprobs", "_num_thought_tokens", "_readers", "_templates", "_text_in", "_token_texts",
         "request_id",
     )  # fmt: skip
@@ -159,6 +169,7 @@ class ChatFormatter:
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
+        self._moe = server.settings.moe
         self._text_in = server.text_in
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
@@ -190,7 +201,8 @@ class ChatFormatter:
         message = self._message_delta(index, events, UNSET if template else "assistant")
         logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
         reason = self._reason(index, delta.finish_reason)
-        return self._chunk(ChunkChoice(index, message, logprobs, reason, delta.stop_reason), usage)
+        experts = experts_body(delta, self._moe)
+        return self._chunk(ChunkChoice(index, message, logprobs, reason, delta.stop_reason, experts), usage)
 
     def _message_delta(self, index: int, events: Sequence[Event], role: str | UnsetType) -> Delta:
         self._note_calls(index, events)
@@ -242,7 +254,8 @@ class ChatFormatter:
         )
         logprobs = None if answer.logprobs is None else format_logprobs(answer.logprobs, self._token_texts)
         ended = self._reason(index, answer.finish_reason), answer.stop_reason
-        return ChatChoice(index, message, logprobs, *ended, *beam_scores(answer))
+        experts = experts_body(answer, self._moe)
+        return ChatChoice(index, message, logprobs, *ended, *beam_scores(answer), experts)
 
     def _note_calls(self, index: int, events: Sequence[Event]) -> None:
         for event in events:

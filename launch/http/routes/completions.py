@@ -9,7 +9,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
-from quire.launch.http.routes.formatter import Collected, ResponseFormatter, Usage, encode_choices
+from quire.launch.http.routes.formatter import (
+    Collected,
+    ExpertsBody,
+    ResponseFormatter,
+    Usage,
+    encode_choices,
+    experts_body,
+)
 from quire.launch.http.routes.generate import Generation, new_request_id
 from quire.launch.http.routes.sessions import as_piece, begin_piece, read_piece
 from quire.launch.http.schema.schema import CommonRequest, CompletionRequest
@@ -44,6 +51,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
+    routed_experts: ExpertsBody | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -94,6 +102,7 @@ class CompletionFormatter:
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
+        self._moe = server.settings.moe
         self._num_logprobs = request.params.logprobs
         self._num_prompt_logprobs = request.prompt_logprobs
         self._num_generated, self._num_returned = request.params.num_outputs, request.num_returned
@@ -142,7 +151,8 @@ class CompletionFormatter:
                 logprobs = join_logprobs(begin, logprobs)
         prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
         ended = answer.finish_reason, answer.stop_reason
-        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer))
+        experts = experts_body(answer, self._moe)
+        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer), experts)
 
     def _object(self, choices: Sequence[CompletionChoice | msgspec.Raw], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(

@@ -5,12 +5,19 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from quire.launch.frontend.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer
+from quire.launch.frontend.routed_experts import by_layer
 from quire.launch.text.prompts import Prompt
+from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import LogprobArrays
+
+EXPERTS_PER_CHARACTER = 256
+"""Routed experts that are formatted in the time of one character."""
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -31,6 +38,14 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
+class ExpertsBody(msgspec.Struct, frozen=True):
+    """``routed_experts`` of a choice: an array in C order, whose bytes are base64 in JSON."""
+
+    shape: list[int]
+    dtype: str
+    data: bytes
+
+
 @dataclass(slots=True)
 class Collected:
     """The collected output of one sequence, for a response that is not streamed."""
@@ -44,6 +59,7 @@ class Collected:
     """The output of a beam search that this one is."""
     beams: list[BeamOutput] | None = None
     """All of them, in the order of their scores."""
+    routed_experts: npt.NDArray[np.uint16] | None = None
 
     def add(self, delta: OutputDelta) -> None:
         self.texts.append(delta.text)
@@ -53,7 +69,13 @@ class Collected:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.beams = delta.beams
+        self.beams, self.routed_experts = delta.beams, delta.routed_experts
+
+    @property
+    def size(self) -> int:
+        """Characters of its texts, and what takes as long to format."""
+        experts = 0 if self.routed_experts is None else self.routed_experts.size // EXPERTS_PER_CHARACTER
+        return sum(map(len, self.texts)) + experts
 
     def outputs(self) -> "list[Collected]":
         """Return one for each output: this one alone, or those of a beam search."""
@@ -73,6 +95,14 @@ def num_values(delta: OutputDelta) -> int:
     """Return the number of log probabilities in the delta."""
     of_prompt = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.values.size
     return of_prompt + sum(1 + len(each.logprobs.top) for each in delta.logprobs or ())
+
+
+def experts_body(answer: OutputDelta | Collected, moe: MoeConfig | None) -> ExpertsBody | UnsetType:
+    """Return the experts of an answer that has ended; UNSET if they were not requested."""
+    if answer.routed_experts is None or moe is None:
+        return UNSET
+    found = by_layer(answer.routed_experts, moe)
+    return ExpertsBody(list(found.shape), str(found.dtype), found.tobytes())
 
 
 class ResponseFormatter(Protocol):
@@ -110,10 +140,10 @@ def encode_choices(
 ) -> list[msgspec.Raw]:
     """Return each choice as JSON. One after the other, because encoding holds the interpreter lock.
 
-    The log probabilities are dropped as soon as they are encoded, because freeing many at once takes long, too.
+    Log probabilities and experts are dropped as soon as they are encoded, because freeing many at once takes long, too.
     """
     encoded = []
     for index, answer in enumerate(answers):
         encoded.append(msgspec.Raw(msgspec.json.encode(choice(index, answer))))
-        answer.logprobs = None
+        answer.logprobs = answer.routed_experts = None
     return encoded

@@ -232,7 +232,7 @@ class Generation:
         await self._run(collect)
         # Formatting one value, or parsing one character, takes about as long as tokenizing one character.
         outputs = [output for each in collected for output in each.outputs()]
-        size = num_kept + sum(len(text) for each in outputs for text in each.texts)
+        size = num_kept + sum(each.size for each in outputs)
         body = await self._server.texts.run(size, lambda: self._formatter.response(outputs, self._usage()))
         report_tools(self._formatter, self._answers)
         headers = {"x-request-id": self._formatter.request_id}

@@ -27,6 +27,7 @@ from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.version import __version__
@@ -59,6 +60,7 @@ class ServerSettings:
         notes_tools: whether the scheduler wants to know which tools answers call.
         fork_peers: sockets of the other front ends, which may have a request to fork.
         sessions: the open sessions of this front end.
+        moe: the model's layers with experts; None: it has none.
         session_peers: sockets of the other front ends, by their numbers, for requests that continue their sessions.
         capabilities: what the model can do.
     """
@@ -88,6 +90,7 @@ class ServerSettings:
     fork_peers: tuple[Path, ...] = ()
     sessions: SessionStore = field(default_factory=SessionStore)
     session_peers: Mapping[int, Path] = field(default_factory=dict)
+    moe: MoeConfig | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from configs import MODEL, config_of
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -19,6 +20,7 @@ from quire.launch.offline.terminal import _sampling
 from quire.launch.supervision.child_process import python_path
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.logits_processors import AdapterLogitsProcessor, LogitsProcessor
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -240,6 +242,23 @@ class TestOtherFlags:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="needs the package xgrammar: pip install 'quire-serve\\[xgrammar\\]'"):
             config_of(structured_outputs_backend="xgrammar")
+
+    def test_experts_are_kept_only_where_they_can_be(self) -> None:
+        moe = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=8, layers=[0])
+
+        def kept(windows: list[int], **options: Any) -> EngineConfig:
+            model = msgspec.structs.replace(MODEL, moe=moe, windows=windows)
+            return make_engine_config(parse_options({"enable_return_routed_experts": True, **options}, "LLM"), model)
+
+        assert not config_of().enable_return_routed_experts
+        assert kept([0, 8]).enable_return_routed_experts and kept([]).enable_return_routed_experts
+        with pytest.raises(ConfigError, match="enable-return-routed-experts needs a model with experts, and Llama"):
+            config_of(enable_return_routed_experts=True)
+        with pytest.raises(ConfigError, match="needs a layer without a sliding window"):
+            kept([8, 8])
+        for given in ({"cpu_offload_bytes": 2**20}, {"ssd_cache_dir": "x", "ssd_cache_bytes": 2**20}):
+            with pytest.raises(ConfigError, match="blocks that leave the pool would lose their experts"):
+                kept([0, 8], **given)
 
     def test_a_schema_is_read_from_a_file(self, tmp_path: Path) -> None:
         def sampling(*words: str) -> Any:

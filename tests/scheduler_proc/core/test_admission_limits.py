@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from scheduler_driver import Driver, expected_tokens
+from scheduler_driver import Driver, expected_tokens, make_config
 
+from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason
+from quire.scheduler_proc.core.admission import Refusal, check_routed_experts
 
 VOCAB = 300
 CONTEXT = 64
@@ -49,6 +52,19 @@ def test_refuses_invalid_field_and_serves_other_requests(driver: Driver, param: 
     canary = driver.answers.pop("canary")
     assert canary.reason is EndReason.LENGTH and canary.tokens == expected_tokens([5, 6, 7], 5, VOCAB)
     driver.check_drained()
+
+
+def test_routed_experts_need_the_flag_and_fit_into_a_message(driver: Driver) -> None:
+    driver.add("asks", [5, 6, 7], max_tokens=5, return_routed_experts=True)
+    refused = driver.answers.pop("asks").rejected
+    assert refused is not None and refused.param == "return_routed_experts"
+    assert "start it with --enable-return-routed-experts" in refused.message
+    moe = MoeConfig(num_experts=64, num_experts_per_token=8, intermediate_size=8, layers=list(range(32)))
+    config = make_config(enable_return_routed_experts=True)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, moe=moe))
+    check_routed_experts(65_536, config)
+    with pytest.raises(Refusal, match=r"must have at most 65536 tokens for this model \(got up to 65537\)"):
+        check_routed_experts(65_537, config)
 
 
 @pytest.mark.parametrize("delivered", [4, 5, CONTEXT, 1000])

@@ -81,7 +81,14 @@ class FakeSequence(PulledSequence):
             num_cached_tokens=len(self.prompt) // 2,
             detail=self.detail if ended is EndReason.ERROR else "",
             prompt_logprobs=self._prompt_logprobs() if self.delivered == len(part) else None,
+            routed_experts=self._routed_experts(len(part)) if self.params.return_routed_experts else None,
         )
+
+    def _routed_experts(self, num_new: int) -> np.ndarray[Any, Any]:
+        """Return the rows of the positions that were computed since the last update, and one that is dropped."""
+        computed = len(self.prompt) + self.delivered - 1
+        before = computed - num_new if self.delivered > num_new else 0
+        return fake_experts(computed + (self.delivered == len(self.tokens)))[before:]
 
     def _prompt_logprobs(self) -> LogprobArrays | None:
         """Return log probabilities in the engine's form: for all prompt tokens but the first, None for a prompt of one
@@ -99,6 +106,11 @@ class FakeSequence(PulledSequence):
 
     def calls_tool(self, tool: str) -> None:
         self.tool = tool
+
+
+def fake_experts(num_rows: int) -> np.ndarray[Any, Any]:
+    """Return rows of 2 layers with 2 experts each, of 300."""
+    return (np.arange(4 * num_rows, dtype=np.int32) * 7 % 300).reshape(num_rows, 4)
 
 
 def fake_logprobs(token: int, count: int) -> TokenLogprobs:

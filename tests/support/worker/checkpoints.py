@@ -176,6 +176,17 @@ def pack_experts(folder: Path, seed: int = 0) -> dict[str, Any]:
     return plain
 
 
+def experts_of(model: Any, tokens: list[int]) -> list[list[int]]:
+    """Return the experts that transformers chooses for each token: by layer."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    rows: list[list[int]] = torch.cat([of_layer.topk(top_k, -1).indices for of_layer in logits], 1).tolist()
+    return rows
+
+
 def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Return the greedy tokens of transformers for prompts of one length; no stop token ends them early."""
     import torch

@@ -31,6 +31,7 @@ from quire.worker_proc.execute.decode_graphs import capture_sizes
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.registry import build_model
+from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.triton_ops import TritonOps
 from quire.worker_proc.startup.loader import init_dummy_weights
@@ -91,7 +92,8 @@ def _runner(
         speculative = SpeculativeConfig(method="ngram")
         config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
     sites = AdapterSites(3, 8, 64, torch.float32, CPU, ops.add_adapters) if adapters else None
-    model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites)
+    routes = None if shape.moe is None else Routes(shape.moe)
+    model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites, routes=routes)
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
@@ -122,6 +124,8 @@ class Both:
         backend = TritonBackend(CONFIG.max_num_seqs, fresh_from=fresh_from)
         self.device = _runner(backend, TritonOps(), drafts, kv_dtype, adapters, shape)
         self.steps = self.steady_steps = self.verify_steps = 0
+        self.experts: list[list[tuple[int, int, list[list[int]]]]] = []
+        """Routed experts of each step: (handle, start, rows)."""
         assert self.device.steady is not None
         launch = self.device.steady.launch
 
@@ -149,6 +153,10 @@ class Both:
         if want.handles is not None:
             np.testing.assert_array_equal(got.handles, want.handles)
         assert got.bad == want.bad
+        for experts in (want.routed_experts, got.routed_experts):
+            own = [] if experts is None else [(h, start, rows.tolist()) for h, start, rows in experts.parts()]
+            self.experts.append(own)
+        assert self.experts.pop() == self.experts[-1]
         if want.tokens is None:
             assert got.tokens is None
             return []
@@ -351,6 +359,25 @@ def test_adapters_that_change_experts(tmp_path: Path) -> None:
     both.step(removed=[1])
     both.step(drafts=[(0, 3)], counts=[(0, 4)])
     assert both.verify_steps == 1, "no adapter that is left changes experts"
+
+
+def test_experts_of_steady_steps_and_of_drafts() -> None:
+    """A batch of three rows is padded to four; a row that does not ask is among them."""
+    both = Both({0: [60, 2], 2: [60]}, shape=EXPERTS)
+    rows = (0, [5, 9, 2, 7, 7, 1], [1, 2, 3, 4]), (2, [8, 8], [5, 6, 7])
+    both.step(**adding(*rows, return_routed_experts=True))
+    both.step(**adding((1, [3, 1, 4], [8, 9, 10])))
+    for _ in range(2):
+        both.step()
+    assert both.steady_steps == 2
+    both.step(drafts=[(0, 3), (1, 3), (2, 3)], counts=[(0, 4), (1, 4), (2, 4)])
+    assert both.verify_steps == 1
+    both.step(removed=[0])
+    spans = [[(handle, start, len(rows)) for handle, start, rows in step] for step in both.experts]
+    assert spans[:4] == [[(0, 0, 6), (2, 0, 2)], *([(0, 6 + i, 1), (2, 2 + i, 1)] for i in range(3))]
+    assert [handle for handle, _, _ in spans[4]] == [0, 2]
+    (last,) = spans[5]
+    assert last == (2, 5 + spans[4][1][2], 1)
 
 
 def test_capture_sizes_cover_every_batch() -> None:
