@@ -151,12 +151,35 @@ def _add_chat_flags(parser: _Parser) -> None:
     _add_engine_options(parser)
 
 
+def _add_embed_flags(parser: _Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="one text per line; -: standard input")
+    parser.add_argument("-m", "--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="as MODEL")
+    _add_url_options(parser)
+    parser.add_argument("-o", "--output-file", default="-", metavar="FILE", help="results; -: standard output (-)")
+    parser.add_argument(
+        "--format", choices=("jsonl", "npy"), default="jsonl", help="one JSON object per line, or a NumPy array (jsonl)"
+    )
+    parser.add_argument("--dimensions", type=int, metavar="N", help="entries of a vector that are kept (all)")
+    parser.add_argument(
+        "--truncate-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="cut longer lines to this many tokens; -1: the longest that the model reads (they are refused)",
+    )
+    parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt to put before each line")
+    _add_engine_options(parser)
+
+
 def _add_server_options(parser: _Parser) -> None:
+    _add_url_options(parser)
+    parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
+
+
+def _add_url_options(parser: _Parser) -> None:
     parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
     parser.add_argument(
         "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
     )
-    parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -244,7 +267,7 @@ COMMANDS = {
     ),
     "embed": Command(
         "Write the vectors of the lines of a file, with an own engine or a running server.",
-        _lazy("offline.embed_command:add_flags"),
+        _add_embed_flags,
         _with_options("offline.embed_command:run"),
     ),
     "run-batch": Command(

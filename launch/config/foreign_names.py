@@ -63,6 +63,8 @@ FOREIGN_NAMES = {
     "reasoning_format": "--reasoning-parser",
     "q": "--quantization",
     "load_in_4bit": "--quantization int4",
+    "pooler_config": "--pooling",
+    "override_pooler_config": "--pooling",
     "api_prefix": "--root-path",
     "ssl_key_file": "--ssl-keyfile",
     "ssl_cert_file": "--ssl-certfile",
@@ -72,7 +74,7 @@ FOREIGN_NAMES = {
 }
 
 _TEXT_ONLY = "only text is supported: images, audio and video are not"
-_GENERATES = "only text generation is supported: no embeddings, scores or classes"
+_TASKS = "not needed: the routes of all tasks of the model are served; --pooling lets one that generates text embed"
 _REPLICAS = "not supported: start one server per replica behind a load balancer, or use --tensor-parallel-size"
 _DEVICE = "a model is on one kind of device as a whole: choose it with --device"
 _TOOLS = "tools need no flag: docs/sampling.md"
@@ -88,13 +90,13 @@ NO_EQUIVALENT = {
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
     "enable_multimodal": _TEXT_ONLY,
-    "task": _GENERATES,
-    "runner": _GENERATES,
-    "embedding": _GENERATES,
-    "embeddings": _GENERATES,
-    "is_embedding": _GENERATES,
-    "reranking": _GENERATES,
-    "pooling": _GENERATES,
+    "task": _TASKS,
+    "runner": _TASKS,
+    "convert": _TASKS,
+    "embedding": _TASKS,
+    "embeddings": _TASKS,
+    "is_embedding": _TASKS,
+    "reranking": _TASKS,
     "dp": _REPLICAS,
     "data_parallel_size": _REPLICAS,
     "pipeline_parallel_size": _REPLICAS,

@@ -14,8 +14,6 @@ def for_model(options: EngineOptions, model: ModelConfig) -> EngineOptions:
     Raises:
         ConfigError: a setting that the model cannot have, with its flag.
     """
-    if options.enable_return_routed_experts and model.moe is None:
-        raise ConfigError("--enable-return-routed-experts needs a model with experts: this model has none")
     if options.speculative_config is not None and not model.generates:
         raise ConfigError("--speculative-config needs a model that generates text: this one makes vectors only")
     if kv_layout(model, options.block_size, model.dtype).groups:

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.config.command_line import add_config_file, add_options
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
 from quire.launch.offline.pooling_calls import PoolingOptions
@@ -27,29 +26,6 @@ CHUNK = 4096
 Vector = npt.NDArray[np.float32]
 Embed = Callable[[list[str]], list[Vector | str]]
 """Returns the vector of each text, or the reason why it has none."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="one text per line; -: standard input")
-    parser.add_argument("-m", "--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="as MODEL")
-    parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
-    parser.add_argument(
-        "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
-    )
-    parser.add_argument("-o", "--output-file", default="-", metavar="FILE", help="results; -: standard output (-)")
-    parser.add_argument(
-        "--format", choices=("jsonl", "npy"), default="jsonl", help="one JSON object per line, or a NumPy array (jsonl)"
-    )
-    parser.add_argument("--dimensions", type=int, metavar="N", help="entries of a vector that are kept (all)")
-    parser.add_argument(
-        "--truncate-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="cut longer lines to this many tokens; -1: the longest that the model reads (they are refused)",
-    )
-    parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt to put before each line")
-    add_config_file(parser)
-    add_options(parser, EngineOptions)
 
 
 def run(args: argparse.Namespace, options: EngineOptions) -> None:
@@ -114,7 +90,13 @@ def _embedder(args: argparse.Namespace, options: EngineOptions) -> Iterator[Embe
             "truncate_prompt_tokens": args.truncate_prompt_tokens,
             "prompt_name": args.prompt_name,
         }
-        yield lambda texts: remote.embed(texts, {name: value for name, value in given.items() if value is not None})
+        fields = {name: value for name, value in given.items() if value is not None}
+
+        def ask(texts: list[str]) -> list[Vector | str]:
+            found = remote.embed(texts, fields)
+            return [each if isinstance(each, str) else np.frombuffer(each, "<f4") for each in found]
+
+        yield ask
         return
     more: PoolingOptions = {}
     if args.truncate_prompt_tokens is not None:

@@ -14,6 +14,7 @@ from quire.launch.frontend.engine_client import Update
 from quire.launch.frontend.streams import Stream
 from quire.launch.offline.batch import MAX_SUBMITTED, BlockingEngine
 from quire.launch.offline.pooling_output import PoolingRequestOutput
+from quire.launch.text.pooling.inputs import for_prompt
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import PoolingParams
@@ -51,7 +52,7 @@ class PooledBatch:
     engine: BlockingEngine
     inputs: PooledInputs
     outputs: list[RowsOutput | None] = field(init=False)
-    _open: dict[int, tuple[Stream, RowsOutput]] = field(default_factory=dict)
+    _open: dict[int, tuple[Stream, RowsOutput, Prompt]] = field(default_factory=dict)
     _ready: deque[int] = field(default_factory=deque)
     _put_back: list[tuple[int, Prompt]] = field(default_factory=list)
     _next: int = 0
@@ -79,7 +80,7 @@ class PooledBatch:
 
     def abort(self) -> None:
         """Abort all inputs in the engine, unless it has failed."""
-        for stream, _ in self._open.values():
+        for stream, *_ in self._open.values():
             try:
                 self.engine.session.abort(stream)
             except EngineError:
@@ -106,20 +107,20 @@ class PooledBatch:
             priority=inputs.priorities[index],
             arrival=time.monotonic(),
             adapter=inputs.adapters[index],
-            pooling=inputs.params,
+            pooling=for_prompt(inputs.params, prompt),
         )
         output = RowsOutput(request.request_id, prompt.text, prompt.token_ids.tolist())
-        self._open[index] = self.engine.submit(request, lambda: self._ready.append(index)), output
+        self._open[index] = self.engine.submit(request, lambda: self._ready.append(index)), output, prompt
 
     def _take(self, index: int, bar: "tqdm[Any]") -> None:
-        stream, output = self._open[index]
+        stream, output, prompt = self._open[index]
         try:
             update = stream.take()
         except InvalidRequest as refused:
             if refused.code != "queue_full":
                 raise
             del self._open[index]
-            self._put_back.append((index, Prompt(stream.request.prompt_token_ids, output.prompt)))
+            self._put_back.append((index, prompt))
             self._is_refused = True
             return
         if update is None or update.ended is None:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from quire.launch.offline.terminal_answer import OnText, TerminalAnswer
 from quire.protocol.errors import ConfigError, EngineError
@@ -68,8 +66,10 @@ class RemoteModel:
         """Complete ``prompt``; otherwise as ``chat``."""
         return self._run("/v1/completions", {"prompt": prompt}, params, on_text)
 
-    def embed(self, texts: list[str], fields: dict[str, Any]) -> list[npt.NDArray[np.float32] | str]:
-        """Return the vector of each text, or the reason why it has none. ``fields``: further ones of the request.
+    def embed(self, texts: list[str], fields: dict[str, Any]) -> list[bytes | str]:
+        """Return the vector of each text, as little-endian float32, or the reason why it has none.
+
+        ``fields``: further ones of the request.
 
         Raises:
             ConfigError: the server refused the request.
@@ -84,7 +84,7 @@ class RemoteModel:
         return [
             str((entry.error or {}).get("message", "failed"))
             if entry.embedding is None
-            else np.frombuffer(base64.b64decode(entry.embedding), "<f4")
+            else base64.b64decode(entry.embedding)
             for entry in entries
         ]
 

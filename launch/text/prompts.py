@@ -46,6 +46,8 @@ class Prompt:
         text: the prompt's text, if it was given as text.
         end: the last characters of a rendered conversation, after the last text of the request in them.
         shown: special tokens that are in the answer's text even if such tokens are skipped.
+        second_text: index of the first token of the second text of a pair, if the tokenizer gives it another type;
+            0: it does not, or the prompt is one text.
         until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
     """
 
@@ -54,6 +56,7 @@ class Prompt:
     end: str = ""
     shown: frozenset[int] = frozenset()
     until: Callable[[], Callable[[str], bool]] | None = None
+    second_text: int = 0
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:

@@ -50,6 +50,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
 }
 """Supported encoders, with the defaults of the fields that a ``config.json`` may omit."""
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 Classifier = Literal["bert", "roberta", "modernbert"]
 
 _KINDS: Mapping[str, Classifier] = {"BertModel": "bert", "RobertaModel": "roberta", "XLMRobertaModel": "roberta"}
@@ -186,7 +188,7 @@ def _modernbert(field: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     every = field.size("global_attn_every_n_layers", default=3)
     default = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
     types = field.raw.get("layer_types", default)
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    if not isinstance(types, list) or len(types) != layers or any(name not in LAYER_TYPES for name in types):
         raise ConfigError(
             f"{field.where}: layer_types must have full_attention or sliding_attention for each of the {layers} layers"
         )

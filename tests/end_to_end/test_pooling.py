@@ -11,8 +11,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from pooling_checkpoints import save_bi_encoder, save_cross_encoder, save_model, text_of
+from checkpoints import TINY
+from encoder_checkpoints import save_encoder
+from pooling_checkpoints import save_bi_encoder, save_model, save_tokenizer, text_of
 from served import QUIRE, Served
+from tokenizers import Tokenizer, processors
 
 from quire import LLM
 from quire.protocol.errors import ConfigError, InvalidRequest
@@ -20,7 +23,7 @@ from quire.protocol.errors import ConfigError, InvalidRequest
 pytestmark = pytest.mark.full
 CHANCE = random.Random(1)
 LENGTHS = (1, 2, 7, 16, 33, 200, 600)
-TEXTS = [text_of([CHANCE.randrange(6, 250) for _ in range(length)]) for length in LENGTHS]
+TEXTS = [text_of([CHANCE.randrange(6, 90) for _ in range(length)]) for length in LENGTHS]
 FLAGS = ("--dtype", "float32")
 FLOAT32: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2**26}
 
@@ -33,18 +36,23 @@ def bi_encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("reranker")
-    made = save_cross_encoder(folder, "Qwen3ForSequenceClassification", num_labels=1, pad_token_id=0)
-    return folder / "saved", made
-
-
-@pytest.fixture(scope="module")
 def server(bi_encoder: tuple[Path, Any]) -> Iterator[Served]:
     served = Served(str(bi_encoder[0]), *FLAGS)
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
+
+
+def _add_template(folder: Path) -> None:
+    """Give the tokenizer of a folder the special tokens and token types of BERT."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": names}))
 
 
 def cosines(found: Any, wanted: Any) -> Any:
@@ -136,14 +144,25 @@ class TestOffline:
                 llm.embed(["w7", " ".join(["w7"] * 2400)])
             assert llm.statistics().num_running == 0
 
-    def test_reranker(self, reranker: tuple[Path, Any]) -> None:
-        with LLM(reranker[0], **FLOAT32) as llm:
-            pairs = [(TEXTS[1], text) for text in TEXTS]
-            wanted = reranker[1].predict(pairs)
-            found = [each.score for each in llm.score(TEXTS[1], TEXTS)]
-            assert found == pytest.approx(wanted.tolist(), abs=1e-4)
-            ranked = llm.rerank(TEXTS[1], TEXTS)
+    def test_bert_as_cross_encoder(self, tmp_path: Path) -> None:
+        """Pairs have token types, and are cut as by transformers."""
+        save_encoder(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=TINY["vocab_size"])
+        save_tokenizer(tmp_path)
+        _add_template(tmp_path)
+        from sentence_transformers import CrossEncoder
+
+        reference = CrossEncoder(str(tmp_path), device="cpu")
+        query, texts = TEXTS[2], [*TEXTS, TEXTS[-1] * 3]
+        wanted = reference.predict([(query, text) for text in texts])
+        with LLM(tmp_path, **FLOAT32) as llm:
+            found = llm.score(query, texts, truncate_prompt_tokens=-1)
+            assert [each.score for each in found] == pytest.approx(wanted.tolist(), abs=1e-4)
+            ranked = llm.rerank(query, texts, truncate_prompt_tokens=-1)
             assert [each.index for each in ranked] == np.argsort(-wanted, kind="stable").tolist()
+            with pytest.raises(InvalidRequest, match=r"text_2\[6\] has 610 tokens, and this model reads at most 520"):
+                llm.score(query, TEXTS)
+        with pytest.raises(ConfigError, match="--cpu-offload-bytes cannot be used with an encoder"):
+            LLM(tmp_path, cpu_offload_bytes=2**20)
 
     def test_both_kinds(self, tmp_path: Path) -> None:
         """A model that generates text makes vectors, too, if a flag says how."""
@@ -154,8 +173,3 @@ class TestOffline:
             assert [each.prompt_token_ids for each in llm.embed(prompts)] == prompts
             assert made.outputs is not None and np.linalg.norm(made.outputs.embedding) == pytest.approx(1.0, abs=1e-5)
             assert llm.generate([[7, 8, 9]])[0].outputs[0].token_ids
-
-    def test_flags(self, tmp_path: Path) -> None:
-        save_model(tmp_path, "Qwen3ForCausalLM")
-        with pytest.raises(ConfigError, match="--enable-return-routed-experts needs a model with experts"):
-            LLM(tmp_path, enable_return_routed_experts=True)

@@ -45,6 +45,7 @@ class StepBatch:
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
         second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0;
             None for decoders.
+        every_token: whether the hidden states of all tokens are needed, not only that of each prompt's first token.
         send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
             copies them itself.
     """
@@ -60,6 +61,7 @@ class StepBatch:
     prefixes: tuple[SharedPrefix, ...] = ()
     layer_shapes: tuple[AttentionShape, ...] = ()
     second_texts: npt.NDArray[np.int32] | None = None
+    every_token: bool = True
     send: Callable[..., list[torch.Tensor]] | None = None
 
     @property

@@ -68,7 +68,7 @@ def pick_backend(
         capability: the GPU's compute capability; None on a CPU.
         head_scales: the fp8 cache has scales per head.
 
-    An encoder has a backend of its own, whatever the flag says.
+    The backend of an encoder does not depend on the flag.
 
     Raises:
         ConfigError: the requested backend cannot run here or with this model; the message has the flag, the missing

@@ -23,10 +23,12 @@ class RowsPart:
     Attributes:
         tokens: the part's tokens among those of the step.
         starts: int32 ``[num_rows + 1]``: first token of each row, counted within the part.
+        firsts: int64 ``[num_rows]`` on the device: the same without the end.
     """
 
     tokens: slice
     starts: npt.NDArray[np.int32]
+    firsts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,12 @@ class RowsPlan:
 
     Attributes:
         parts: all rows, in order.
+        every_token: as in ``StepBatch``.
         token_types: int64 ``[num_tokens]`` on the device: 1 for tokens of the second text of a pair; None: all 0.
     """
 
     parts: list[RowsPart]
+    every_token: bool
     token_types: torch.Tensor | None
 
 
@@ -51,6 +55,7 @@ class WholeRows:
 
     def __init__(self, device: torch.device) -> None:
         native = load_native() if device.type == "cpu" else None
+        self._device = device
         self._part_tokens = PART_TOKENS if device.type == "cpu" else 2**31
         self._native = None if native is None else RowAttention(native)
 
@@ -80,7 +85,7 @@ class WholeRows:
             second = (first > 0) & (np.arange(len(starts)) - starts >= first)
             assert batch.send is not None
             (types,) = batch.send(second.astype(np.int64))
-        return RowsPlan(self._parts(lengths), types)
+        return RowsPlan(self._parts(lengths), batch.every_token, types)
 
     def _parts(self, lengths: npt.NDArray[np.int32]) -> list[RowsPart]:
         parts, row, token = [], 0, 0
@@ -89,7 +94,8 @@ class WholeRows:
             count = max(1, int(np.searchsorted(ends, self._part_tokens, "right")))
             starts = np.zeros(count + 1, np.int32)
             starts[1:] = ends[:count]
-            parts.append(RowsPart(slice(token, token + int(starts[-1])), starts))
+            firsts = torch.from_numpy(starts[:-1].astype(np.int64)).to(self._device)
+            parts.append(RowsPart(slice(token, token + int(starts[-1])), starts, firsts))
             row, token = row + count, token + int(starts[-1])
         return parts
 

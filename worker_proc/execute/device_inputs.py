@@ -115,6 +115,7 @@ class InputSender:
             seq_lens_cpu=inputs.seq_lens,
             block_size=1,
             second_texts=np.array([0 if own is None else own.second_text for own in params], np.int32),
+            every_token=any(own is None or own.task == "token_embed" for own in params),
             send=self._transfer,
         )
 

@@ -35,7 +35,7 @@ class Forward:
     groups: Sequence[KVGroup]
     kv_caches: Sequence[torch.Tensor]
     group_of_layer: Sequence[int]
-    experts: RoutedExpertTable | None = None
+    experts: RoutedExpertTable | None
 
     @classmethod
     def of(
@@ -45,13 +45,14 @@ class Forward:
         tables: MultiGroupBlockTable,
         groups: Sequence[KVGroup],
         caches: Mapping[int, torch.Tensor],
-        experts: RoutedExpertTable | None = None,
+        experts: RoutedExpertTable | None,
     ) -> "Forward":
         """Connect the layers to their groups. ``caches``: by layer that owns one."""
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         sources = [model.config.cache_source(layer) for layer in range(model.config.num_layers)] if groups else []
         caches_of_layers = [caches[source] for source in sources]
-        return cls(model, backend, tables, groups, caches_of_layers, [group_of[source] for source in sources], experts)
+        groups_of_layers = [group_of[source] for source in sources]
+        return cls(model, backend, tables, groups, caches_of_layers, groups_of_layers, experts)
 
     def shapes(self) -> list[tuple[AttentionShape, ...]]:
         """Return the shapes of the queries in each group's layers."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from quire.launch.text.chat_template import Message
@@ -82,7 +83,7 @@ class InputEncoder:
                 tokenizer.
         """
         try:
-            ids = self._ids(given, truncation, param, add_special_tokens)
+            ids, second_text = self._ids(given, truncation, param, add_special_tokens)
         except InvalidRequest as error:
             if error.code != "context_length_exceeded":
                 raise
@@ -92,23 +93,25 @@ class InputEncoder:
         if len(ids) > self.max_tokens:
             raise self._too_long(param, str(len(ids)))
         checked = check_token_ids(ids, self.limits.vocab_size, param)
-        return Prompt(np.array(checked, dtype=np.int32), given if isinstance(given, str) else None)
+        text = given if isinstance(given, str) else None
+        return Prompt(np.array(checked, dtype=np.int32), text, second_text=second_text)
 
-    def _ids(self, given: PoolingInput, truncation: Truncation, param: str, special: bool) -> list[int]:
+    def _ids(self, given: PoolingInput, truncation: Truncation, param: str, special: bool) -> tuple[list[int], int]:
+        """Return the token ids, and the ``second_text`` of the prompt."""
         match given:
             case str():
-                return self._text_ids(given, truncation, param, special)
+                return self._text_ids(given, truncation, param, special), 0
             case TextPair() if self.pooling.label_token_ids:
-                return self._judged_ids(given, truncation, param)
+                return self._judged_ids(given, truncation, param), 0
             case TextPair():
                 return self._pair_ids(given, truncation, param, special)
             case Conversation():
                 # Each part of a rendered conversation has a meaning: its length is limited before it is cut.
                 ids = self.text_in.encode_chat(*given, self.limits.max_model_len)
-                return ids if truncation.most is None else cut(ids, truncation.most, truncation.side)
+                return (ids if truncation.most is None else cut(ids, truncation.most, truncation.side)), 0
             case _:
                 is_cut = truncation.most is not None and isinstance(given, list)
-                return cut(given, truncation.most or 0, truncation.side) if is_cut else given
+                return (cut(given, truncation.most or 0, truncation.side) if is_cut else given), 0
 
     def _text_ids(self, text: str, truncation: Truncation, param: str, special: bool) -> list[int]:
         if truncation.most is None:
@@ -117,11 +120,11 @@ class InputEncoder:
         room = self._room(truncation.most, len(added))
         return added.around(first_tokens(self.text_in, text, room, truncation.side, param))
 
-    def _pair_ids(self, pair: TextPair, truncation: Truncation, param: str, special: bool) -> list[int]:
+    def _pair_ids(self, pair: TextPair, truncation: Truncation, param: str, special: bool) -> tuple[list[int], int]:
         text_in, added = self.text_in, self._special(special, is_pair=True)
         if truncation.most is None:
             first, second = (text_in.encoding(text, max_tokens=self.max_tokens, param=param).ids for text in pair[:2])
-            return added.around(first, second)
+            return added.around(first, second), added.second_text(first)
         room, side = self._room(truncation.most, len(added)), truncation.side
 
         def read(most: int) -> tuple[list[int], list[int]]:
@@ -133,7 +136,8 @@ class InputEncoder:
         if len(first) == len(second) == room and room % 2:  # the longer text gets one token more
             compared = read(COMPARED * room)
         kept_first, kept_second = kept_tokens(len(compared[0]), len(compared[1]), room)
-        return added.around(cut(first, kept_first, side), cut(second, kept_second, side))
+        first, second = cut(first, kept_first, side), cut(second, kept_second, side)
+        return added.around(first, second), added.second_text(first)
 
     def _judged_ids(self, pair: TextPair, truncation: Truncation, param: str) -> list[int]:
         """Return the prompt of a model that answers yes or no. What is around the texts is never cut off."""
@@ -175,6 +179,11 @@ def prompt_text(pooling: PoolingConfig, name: str | None) -> str:
         return pooling.prompts.get(wanted, "")
     known = ", ".join(sorted(pooling.prompts)) or "none"
     raise wrong_value("prompt_name", f"a prompt of this model ({known})", wanted)
+
+
+def for_prompt(params: PoolingParams, prompt: Prompt) -> PoolingParams:
+    """Return the parameters of one prompt of a request."""
+    return msgspec.structs.replace(params, second_text=prompt.second_text) if prompt.second_text else params
 
 
 def pooling_params(

@@ -43,11 +43,12 @@ def kept_tokens(num_first: int, num_second: int, most: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What a tokenizer adds before, between and after texts."""
+    """What a tokenizer adds before, between and after texts. ``has_types``: the second text has a type of its own."""
 
     before: list[int]
     between: list[int]
     after: list[int]
+    has_types: bool = False
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, is_pair: bool) -> "SpecialTokens":
@@ -58,10 +59,14 @@ class SpecialTokens:
             return cls(found.ids, [], [])
         ids, inner = found.ids, range(places[0], places[-1])
         between = [ids[index] for index in inner if found.sequence_ids[index] is None]
-        return cls(ids[: places[0]], between, ids[places[-1] + 1 :])
+        return cls(ids[: places[0]], between, ids[places[-1] + 1 :], found.type_ids[places[-1]] == 1)
 
     def __len__(self) -> int:
         return len(self.before) + len(self.between) + len(self.after)
+
+    def second_text(self, first: list[int]) -> int:
+        """Return the index at which the second text begins after the first; 0 if the types of both are the same."""
+        return self.has_types * (len(self.before) + len(first) + len(self.between))
 
     def around(self, first: list[int], second: list[int] | None = None) -> list[int]:
         return [*self.before, *first, *self.between, *(second or ()), *self.after]

@@ -14,9 +14,9 @@ CHARS_PER_TOKEN = 8
 GROWTH = 4
 WINDOW = 4096
 """Characters in which a place to cut is searched."""
-# Pre-tokenizers split before a space or a punctuation mark that is between two letters. An apostrophe may be inside a
-# word, and a combining mark belongs to a letter.
-CUT = re.compile(r"(?<=[^\W\d_])[\s.,;:!?。，、；：！？…](?=[^\W\d_])")
+# Pre-tokenizers split before a space between two words of any kind. Before a line break or a punctuation mark they do
+# only between letters; an apostrophe may be inside a word, and a combining mark belongs to a letter.
+CUT = re.compile(r"(?<=\S)[ \t](?=\S)|(?<=[^\W\d_])[\s.,;:!?。，、；：！？…](?=[^\W\d_])")
 
 
 def first_tokens(text_in: TextIn, text: str, most: int, side: Side, param: str, *, is_plain: bool = False) -> list[int]:

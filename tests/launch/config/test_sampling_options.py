@@ -109,6 +109,14 @@ class TestSpeculative:
         ):
             config_of(speculative_config=given)
 
+    def test_a_draft_model_must_have_a_head_for_tokens(self, tmp_path: Path) -> None:
+        raw = json.loads((DEMO_MODEL / "config.json").read_text())
+        name = raw["architectures"][0].replace("ForCausalLM", "Model")
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [name]}))
+        given = {"model": str(tmp_path), "num_speculative_tokens": 2}
+        with pytest.raises(ConfigError, match="the draft model has no head for tokens"):
+            make_engine_config(parse_options({"speculative_config": given}, "LLM"), folder=DEMO_MODEL)
+
     def test_flag_and_config_file_are_equivalent(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "a.yaml"
         file.write_text("speculative-config: {method: ngram, num_speculative_tokens: 99}\n")

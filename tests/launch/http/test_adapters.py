@@ -11,12 +11,14 @@ import pytest
 from adapters import make_adapter
 from configs import MODEL
 from fake_engine import FakeEngine
+from pooled_vectors import BOTH
 
 from quire.launch.adapters.adapters import Adapters
 from quire.launch.adapters.names import NameTable, table_path
 from quire.launch.adapters.reader import AdapterReader
 from quire.launch.http.app import ADAPTER_ROUTES, make_app
 from quire.launch.http.serving.server import ServerSettings
+from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.adapter_messages import AdapterRef
@@ -44,6 +46,7 @@ def settings_of(text_in: TextIn, directory: Path, folder: Path | None) -> Server
         api_keys=("user",),
         admin_api_keys=("admin",),
         adapters=adapters,
+        capabilities=Capabilities(pooling=BOTH),
     )
 
 
@@ -66,6 +69,8 @@ class TestAsModel:
             ("/v1/chat/completions", {"messages": MESSAGES}),
             ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}),
             ("/v1/responses", {"input": "hello"}),
+            ("/v1/embeddings", {"input": ["hello", "you"]}),
+            ("/v1/rerank", {"query": "hello", "documents": ["you"]}),
         ],
     )
     def test_every_dialect(self, client: Any, engine: FakeEngine, folder: Path, path: str, body: Any) -> None:

@@ -565,3 +565,21 @@ def test_metrics_and_access_log(served: Any) -> None:
     text = client.get("/metrics").text
     assert 'quire:request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in text
     assert 'quire:request_prompt_tokens_sum{model_name="tiny"} 3.0' in text
+
+
+def test_traces(served: Any) -> None:
+    spans: list[dict[str, Any]] = []
+
+    class Tracer:
+        def record(self, headers: Any, span: Any) -> None:
+            spans.append(span.attributes())
+
+        def close(self) -> None: ...
+
+    client = served(tracer=Tracer())
+    request_id = client.post("/v1/embeddings", {"input": [[5, 6], [7]]}).json()["id"]
+    client.post("/v1/embeddings", {"input": [[5], [999]]})
+    done, refused = spans
+    assert (done["gen_ai.request.id"], done["gen_ai.usage.prompt_tokens"]) == (request_id, 3)
+    assert (done["gen_ai.usage.num_sequences"], done["gen_ai.response.finish_reasons"]) == (2, ["stop"])
+    assert (refused["gen_ai.usage.num_sequences"], refused["gen_ai.response.finish_reasons"]) == (0, ["abort"])

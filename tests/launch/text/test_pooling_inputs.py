@@ -138,9 +138,11 @@ class TestTruncation:
         reference, texts = hf(kind, side), ("engine", CORPUS[0][:40], CORPUS[1], CORPUS[2] * 2)
         for first in texts:
             for second in texts:
-                wanted = reference(first, second, truncation=True, max_length=40)["input_ids"]
+                wanted = reference(first, second, truncation=True, max_length=40, return_token_type_ids=True)
                 found = encoder(kind).encode(TextPair(first, second), Truncation(40, side), "text_2")
-                assert found.token_ids.tolist() == wanted
+                assert found.token_ids.tolist() == wanted["input_ids"]
+                types = wanted["token_type_ids"]
+                assert found.second_text == (types.index(1) if 1 in types else 0)
         assert (
             encoder(kind).encode(TextPair("a", "b"), Truncation(), "x").token_ids.tolist()
             == reference("a", "b")["input_ids"]

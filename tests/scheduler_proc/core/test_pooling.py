@@ -166,7 +166,7 @@ WIDE = PoolingConfig(tasks=["embed", "token_embed"], size=2**20, matryoshka_dime
         (None, {"pooling": EMBED}, "task", "this model cannot embed; its pooling tasks: none"),
         (LAST, {"pooling": CLASSIFY}, "task", "this model cannot classify; its pooling tasks: embed, token_embed"),
         (LAST, {"pooling": PoolingParams("embed", 7)}, "dimensions", "from 1 to 6, the model's own (got 7)"),
-        (WIDE, {"pooling": PoolingParams("embed", 3)}, "dimensions", "dimensions must be 2, 4 (got 3)"),
+        (WIDE, {"pooling": PoolingParams("embed", 3)}, "dimensions", "dimensions must be one of 2, 4 (got 3)"),
         (ALL, {"pooling": PoolingParams("classify", 2)}, "dimensions", "cannot be combined with task classify (got 2)"),
         (WIDE, {"pooling": EACH}, "prompt", f"have {4 * 20 * 2**20} bytes, more than the {MAX_SIDE_BYTES}"),
         (LAST, {"pooling": EMBED, "output": [5]}, "output_token_ids", "has no output (got 1 tokens)"),

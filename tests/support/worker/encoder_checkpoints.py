@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import torch
 from pooling_steps import Pooled, PoolingRunner
+
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.worker_messages import NewRequestData
 
 TINY_ENCODER: dict[str, Any] = {
     "vocab_size": 97,
@@ -49,6 +52,9 @@ class EncoderRunner(PoolingRunner):
     """A ``PoolingRunner`` whose requests have no blocks."""
 
     def adding(self, requests: dict[int, Pooled]) -> dict[str, Any]:
-        fields = super().adding(requests)
-        new = [msgspec.structs.replace(request, num_blocks=[]) for request in fields["new_requests"]]
-        return fields | {"new_requests": new, "block_ids": None}
+        new = []
+        for handle, request in requests.items():
+            length, sampling = len(request.prompt), SamplingParams()
+            new.append(NewRequestData(handle, f"r{handle}", length, length, 0, [], sampling, 7, pooling=request.params))
+        tokens = [token for request in requests.values() for token in request.prompt]
+        return {"removed": self._take_leaving(), "new_requests": new, "token_ids": np.array(tokens, np.int32)}

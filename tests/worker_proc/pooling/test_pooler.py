@@ -109,6 +109,17 @@ def test_bits_do_not_depend_on_the_batch(name: str, folders: Folders) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(want, reversed(got), strict=True))
 
 
+@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "Qwen3ForCausalLM"])
+def test_bits_of_scores_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, name)
+    if name.endswith("CausalLM"):
+        _set(tmp_path, classifier_from_token=["no", "yes"])
+    runner = PoolingRunner(tmp_path, deterministic=True)
+    want = [runner.pool([Pooled(prompt, CLASSIFY)])[0] for prompt in PROMPTS]
+    got = runner.pool([Pooled(prompt, CLASSIFY) for prompt in PROMPTS], chunk=9)
+    assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 def test_vectors_are_cut_before_they_are_normalised(folders: Folders) -> None:
     folder, reference = folders["qwen3 last"]
     sizes = [8, 1, 32]

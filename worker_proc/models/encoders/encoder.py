@@ -85,6 +85,7 @@ class Encoder(Model):
         self.config, self.dtype = config, dtype
         self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops or TorchOps(), SingleRank())
         self._prepacked = False
+        self._pools_first = pooling is not None and pooling.pooling == "cls"
         self.embeddings = Embeddings(build)
         self.layers = [EncoderLayer(build, layer) for layer in range(config.num_layers)]
         self.final_norm: Norm | None = None
@@ -119,11 +120,13 @@ class Encoder(Model):
             backend: computes attention.
 
         Returns:
-            ``[num_tokens, hidden_size]`` after the final norm.
+            ``[num_tokens, hidden_size]`` after the final norm. If the model pools the first token and the step needs no
+            others, the last layer computes only what these need, and the hidden states of other tokens are 0.
         """
         assert not kv_caches, "an encoder has no KV cache"
         plan: RowsPlan = plans[0]
         types = plan.token_types
+        firsts_only = self._pools_first and not plan.every_token
         made = [
             self._part(
                 token_ids[part.tokens],
@@ -131,6 +134,7 @@ class Encoder(Model):
                 None if types is None else types[part.tokens],
                 part,
                 backend,
+                firsts_only,
             )
             for part in plan.parts
         ]
@@ -143,15 +147,20 @@ class Encoder(Model):
         token_types: torch.Tensor | None,
         part: RowsPart,
         backend: LayerAttention,
+        firsts_only: bool,
     ) -> torch.Tensor:
         rotaries = {name: Rotary(table, positions) for name, table in self._tables.items()}
         residual, pending = self.embeddings(token_ids, positions, token_types), None
         for layer in self.layers:
-            residual, pending = layer(residual, pending, part, backend, rotaries.get(layer.rope))
-        if self.final_norm is None:
+            last = firsts_only and layer is self.layers[-1]
+            rotary = rotaries.get(layer.rope)
+            residual, pending = layer(residual, pending, part, backend, rotary, firsts_only=last)
+        if self.final_norm is not None:
+            assert pending is not None
+            residual = self.final_norm(pending, residual)
+        if not firsts_only:
             return residual
-        assert pending is not None
-        return self.final_norm(pending, residual)
+        return residual.new_zeros(len(token_ids), residual.shape[1]).index_copy_(0, part.firsts, residual)
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``."""

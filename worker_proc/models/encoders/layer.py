@@ -96,33 +96,40 @@ class EncoderLayer(Module):
         part: RowsPart,
         backend: LayerAttention,
         rotary: Rotary | None,
+        *,
+        firsts_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the block.
 
         Args:
             residual: ``[num_tokens, hidden_size]``; changed if norms are before the sublayers.
             pending: with norms before the sublayers, what the block before has yet to add to ``residual``.
+            firsts_only: return the results of each row's first token only, ``[num_rows, hidden_size]``.
 
         Returns:
             The next block's ``residual`` and ``pending``.
         """
         if not self._before:
             assert self.attn_norm is not None
-            x = self.attn_norm(self._attended(residual, part, backend, rotary), residual)
+            x = self._attended(residual, part, backend, rotary, firsts_only)
+            x = self.attn_norm(x, residual[part.firsts] if firsts_only else residual)
             return self.mlp_norm(self._fed_forward(x), x), None
         x = residual
         if self.attn_norm is not None:
             assert pending is not None
             x = self.attn_norm(pending, residual, keeps_sum=True)
-        x = self.mlp_norm(self._attended(x, part, backend, rotary), residual, keeps_sum=True)
+        x = self._attended(x, part, backend, rotary, firsts_only)
+        residual = residual[part.firsts] if firsts_only else residual
+        x = self.mlp_norm(x, residual, keeps_sum=True)
         return residual, self._fed_forward(x)
 
     def _attended(
-        self, x: torch.Tensor, part: RowsPart, backend: LayerAttention, rotary: Rotary | None
+        self, x: torch.Tensor, part: RowsPart, backend: LayerAttention, rotary: Rotary | None, firsts_only: bool
     ) -> torch.Tensor:
         spec = self.spec
         qkv = self.qkv(x).view(len(x), 3 * spec.num_heads, spec.head_dim)
-        return self.o(backend.attend(qkv, qkv, part, spec, rotary).view(len(x), -1))
+        attended = backend.attend(qkv, qkv, part, spec, rotary).view(len(x), -1)
+        return self.o(attended[part.firsts] if firsts_only else attended)
 
     def _fed_forward(self, x: torch.Tensor) -> torch.Tensor:
         up = self.up(x)

@@ -15,7 +15,7 @@ from quire.launch.http.schema.errors import ApiError, aborted_request, as_api_er
 from quire.launch.http.schema.pooling_requests import PooledRequest
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
-from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput
+from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput, for_prompt
 from quire.launch.text.pooling.pairs import TextPair
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -209,7 +209,7 @@ class PooledRun:
                 self._request.cache_salt,
                 self._tenant,
                 adapter=self._adapter,
-                pooling=self._request.params,
+                pooling=for_prompt(self._request.params, prompt),
                 on_update=partial(self._note, index),
             )
         except InvalidRequest as refused:
