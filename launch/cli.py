@@ -291,7 +291,7 @@ COMMANDS = {
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, serve, beams, pins, wire, scheduler, sampling, kernels.",
+        "Run a benchmark: engine, embed, serve, beams, pins, wire, scheduler, sampling, kernels.",
         lambda parser: None,
         lambda args: None,
     ),
@@ -299,6 +299,11 @@ COMMANDS = {
         "Measure the throughput of the whole engine, offline.",
         _lazy("bench.flags:engine"),
         _with_options("bench.engine:run"),
+    ),
+    "bench embed": Command(
+        "Measure the texts per second of an encoder, optionally beside sentence-transformers.",
+        _lazy("bench.flags:embed"),
+        _with_options("bench.embed:run"),
     ),
     "bench serve": Command(
         "Measure a running server with a dataset's prompts.", _lazy("bench.flags:serve"), _lazy("bench.serve:run")

@@ -44,6 +44,21 @@ def engine(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineOptions)
 
 
+def embed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", metavar="NAME", help="encoder shape with random weights: bge-base or bge-small")
+    parser.add_argument("--num-texts", type=int, metavar="N", default=64, help="texts in a round (64)")
+    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per text (128)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="timed rounds (3)")
+    parser.add_argument("--prompt-seed", type=int, metavar="N", default=0, help="random seed for the texts (0)")
+    threads = "compute threads of Quire and of the peer (OMP_NUM_THREADS, or one per core)"
+    parser.add_argument("--threads", type=int, metavar="N", help=threads)
+    against = "alternate rounds with sentence-transformers; PYTHON: its interpreter (Quire's)"
+    parser.add_argument("--against", metavar="sentence-transformers[=PYTHON]", help=against)
+    _add_json(parser)
+    add_config_file(parser)
+    add_options(parser, EngineOptions)
+
+
 def serve(parser: argparse.ArgumentParser) -> None:
     url = "http://127.0.0.1:8000"
     parser.add_argument("--url", default=url, metavar="URL", help=f"address of the server ({url})")
