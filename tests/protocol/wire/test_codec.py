@@ -15,6 +15,7 @@ from scheduler_driver import make_config
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.protocol.request.pooling_params import POOLING_TASKS, PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Float32, Int32, Int64
 from quire.protocol.wire.codec import INLINE_BYTES, MAX_FRAMES, Codec, ProtocolError
@@ -53,6 +54,7 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     Float32: float32s,
     MoveKind: st.sampled_from(MoveKind),
     SamplingParams: st.builds(SamplingParams, n=st.integers(1, 128), temperature=st.floats(0, 2), stop=st.just(["x"])),
+    PoolingParams: st.builds(PoolingParams, task=st.sampled_from(POOLING_TASKS), dimensions=st.integers(0, 2**20)),
     EngineConfig: st.just(CONFIG),
     KVLayout: st.just(kv_layout(MODEL, 16, "float32")),
 }
