@@ -112,11 +112,13 @@ class TestServer:
         made = tmp_path / "vectors.npy"
         command = [*QUIRE, "embed", str(lines), "--url", server.url]
         subprocess.run([*command, "--format", "npy", "-o", str(made)], check=True)
-        assert cosines(np.load(made), bi_encoder[1].encode(TEXTS[:3])).min() > 0.9999
+        with made.open("rb") as file:
+            vectors = np.lib.format.read_array(file, allow_pickle=False)
+        assert cosines(vectors, bi_encoder[1].encode(TEXTS[:3])).min() > 0.9999
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = [json.loads(line) for line in printed.splitlines()]
         assert [each["index"] for each in found] == [0, 1, 2]
-        assert [each["embedding"] for each in found] == np.load(made).tolist()
+        assert [each["embedding"] for each in found] == vectors.tolist()
         refused = subprocess.run([*command, "--dimensions", "99"], capture_output=True, text=True)
         assert refused.returncode != 0 and "dimensions must be an integer" in refused.stderr
 

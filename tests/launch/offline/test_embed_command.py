@@ -93,7 +93,9 @@ def test_array_from_standard_input(server: FakeServer, tmp_path: Path, monkeypat
     monkeypatch.setattr(embed_command, "CHUNK", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nbb\nccc"))
     run("-", "--url", server.url, "--format", "npy", "-o", str(tmp_path / "out"))
-    assert np.load(tmp_path / "out").tolist() == [[1, 0.5], [2, 0.5], [3, 0.5]]
+    with (tmp_path / "out").open("rb") as file:
+        found = np.lib.format.read_array(file, allow_pickle=False)
+    assert found.tolist() == [[1, 0.5], [2, 0.5], [3, 0.5]]
     assert [body["input"] for _, body, _ in server.bodies] == [["a", "bb"], ["ccc"]]
 
 
