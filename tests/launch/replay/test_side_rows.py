@@ -89,7 +89,7 @@ def test_simulated_worker_makes_rows_of_the_prompt(asynchronous: bool) -> None:
 
 
 def test_simulated_worker_routes_all_tokens_but_the_last() -> None:
-    config = make_config(max_num_batched_tokens=16, async_scheduling=True)
+    config = make_config(max_num_batched_tokens=16, async_scheduling=True, enable_return_routed_experts=True)
     config = change(config, model=change(config.model, moe=MOE))
     prompt = list(range(40))
     asks = make_request("a", prompt, max_tokens=9, ignore_eos=True, return_routed_experts=True)

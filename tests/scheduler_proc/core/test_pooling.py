@@ -384,7 +384,7 @@ def test_missing_rows_of_a_chunk_are_a_fault_of_the_worker() -> None:
     ],
 )
 def test_wrong_routed_experts_are_a_fault_of_the_worker(damage: Callable[[Any], Any]) -> None:
-    driver = Driver()
+    driver = Driver(enable_return_routed_experts=True)
     driver.add("a", LONG, max_tokens=3, return_routed_experts=True)
     driver.add("b", LONG[:3], max_tokens=3)
     driver.schedule()

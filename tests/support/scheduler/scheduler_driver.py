@@ -23,7 +23,7 @@ from quire.launch.replay.recorded.difference import Difference
 from quire.launch.replay.recorded.exact import replay_lines
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
-from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
 from quire.protocol.wire.channel import Received
@@ -54,9 +54,12 @@ VOCAB_SIZE = 1000
 NO_COSTS = CostState()
 
 
+EXPERTS = MoeConfig(num_experts=61, num_experts_per_token=2, intermediate_size=8, layers=[0])
+
+
 def make_config(**settings: Any) -> EngineConfig:
     """Return a small configuration; ``num_blocks`` is an argument of ``Driver``. ``adaptive``: adapt the number of
-    drafts."""
+    drafts. The model has experts if they are kept."""
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=settings.pop("vocab_size", VOCAB_SIZE),
@@ -69,6 +72,7 @@ def make_config(**settings: Any) -> EngineConfig:
         eos_token_ids=settings.pop("eos", []),
         generates=settings.pop("generates", True),
         pooling=settings.pop("pooling", None),
+        moe=EXPERTS if settings.get("enable_return_routed_experts") else None,
     )
     adaptive = settings.pop("adaptive", False)
     defaults = {

@@ -100,6 +100,7 @@ def random_settings(rng: random.Random, *, hybrid: bool = True, drafts: bool = T
         "max_num_queued_reqs": rng.choice((0, 0, 4)),
         "num_speculative_tokens": num_drafts,
         "adaptive": rng.random() < 0.7,
+        "enable_return_routed_experts": True,
         "eos": EOS,
     }
 
