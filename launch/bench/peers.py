@@ -97,7 +97,7 @@ class Peer:
         return float(line.pop("ready_s")), line
 
     def generate(self, prompts: Sequence[list[int] | str], output_len: int) -> None:
-        """Generate ``output_len`` tokens for each prompt, or embed ``batch`` texts at a time. Raises PeerFailed."""
+        """Generate ``output_len`` tokens for each prompt, or embed texts, this number at a time. Raises PeerFailed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
