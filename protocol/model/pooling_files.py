@@ -36,6 +36,12 @@ _OLD_MODES = {
 _SUPPORTED = "supported: Transformer, then Pooling and possibly Normalize, or nothing or LogitScore for a CrossEncoder"
 _KINDS = ("SentenceTransformer", "CrossEncoder")
 _MOST_LABELS = 2**16
+_FORMATS = ("flat", "structured")
+_VARIABLES = (bool, int, float, str)
+_NOT_VARIABLES = frozenset(
+    ("messages", "documents", "tools", "chat_template", "continue_final_message", "restore_suffix", "tokenize")
+) | {"max_length", "padding", "truncation", "return_tensors", "return_dict"}
+"""Parameters of ``apply_chat_template`` and sentence-transformers that are not variables of a template."""
 
 
 class Shape(Protocol):
@@ -160,6 +166,26 @@ class _Files:
             "max_tokens": 0 if longest >= model.max_position else longest,
             "prompts": {name: text or "" for name, text in prompts.items()},
             "default_prompt": default,
+            **self._messages(),
+        }
+
+    def _messages(self) -> dict[str, Any]:
+        """Return the fields of PoolingConfig about the chat template, with which the library renders every text."""
+        modalities = self.transformer.raw.get("modality_config") or {}
+        message = modalities.get("message") if isinstance(modalities, dict) else None
+        if message is None:
+            return {}
+        found = message.get("format") if isinstance(message, dict) else None
+        given = self.transformer.raw.get("processing_kwargs") or {}
+        variables = given.get("chat_template") or {} if isinstance(given, dict) else {}
+        name = "processing_kwargs.chat_template"
+        if not isinstance(variables, dict) or not all(type(each) in _VARIABLES for each in variables.values()):
+            raise ConfigError(f"{self.transformer.where}: {name} must be an object of texts, numbers and booleans")
+        for each in sorted(_NOT_VARIABLES & variables.keys()):
+            raise ConfigError(f"{self.transformer.where}: {name}.{each} is not supported: only variables are")
+        return {
+            "message_format": self.transformer.choice("modality_config.message.format", found, _FORMATS),
+            "template_variables": variables,
         }
 
 
