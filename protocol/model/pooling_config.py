@@ -43,7 +43,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}
     default_prompt: str = ""
     message_format: Literal["", "flat", "structured"] = ""
-    template_variables: dict[str, bool | int | float | str] = {}
+    template_variables: dict[str, bool | int | str] = {}
 
     def needs_every_token(self, task: PoolingTask) -> bool:
         """Whether the hidden states of all tokens of a prompt are needed, so that none may come from a cache."""

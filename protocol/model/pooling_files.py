@@ -37,7 +37,6 @@ _SUPPORTED = "supported: Transformer, then Pooling and possibly Normalize, or no
 _KINDS = ("SentenceTransformer", "CrossEncoder")
 _MOST_LABELS = 2**16
 _FORMATS = ("flat", "structured")
-_VARIABLES = (bool, int, float, str)
 _NOT_VARIABLES = frozenset(
     ("messages", "documents", "tools", "chat_template", "continue_final_message", "restore_suffix", "tokenize")
 ) | {"max_length", "padding", "truncation", "return_tensors", "return_dict"}
@@ -171,22 +170,24 @@ class _Files:
 
     def _messages(self) -> dict[str, Any]:
         """Return the fields of PoolingConfig about the chat template, with which the library renders every text."""
-        modalities = self.transformer.raw.get("modality_config") or {}
-        message = modalities.get("message") if isinstance(modalities, dict) else None
+        own = self.transformer
+        message = own.part("modality_config").raw.get("message")
         if message is None:
             return {}
-        found = message.get("format") if isinstance(message, dict) else None
-        given = self.transformer.raw.get("processing_kwargs") or {}
-        variables = given.get("chat_template") or {} if isinstance(given, dict) else {}
-        name = "processing_kwargs.chat_template"
-        if not isinstance(variables, dict) or not all(type(each) in _VARIABLES for each in variables.values()):
-            raise ConfigError(f"{self.transformer.where}: {name} must be an object of texts, numbers and booleans")
+        form = message.get("format") if isinstance(message, dict) else None
+        name, variables = "processing_kwargs.chat_template", own.part("processing_kwargs").part("chat_template").raw
+        if not all(isinstance(each, bool | str) or _is_small(each) for each in variables.values()):
+            raise ConfigError(f"{own.where}: {name} must be an object of texts, integers and booleans")
         for each in sorted(_NOT_VARIABLES & variables.keys()):
-            raise ConfigError(f"{self.transformer.where}: {name}.{each} is not supported: only variables are")
+            raise ConfigError(f"{own.where}: {name}.{each} is not supported: only variables of the template are")
         return {
-            "message_format": self.transformer.choice("modality_config.message.format", found, _FORMATS),
+            "message_format": own.choice("modality_config.message.format", form, _FORMATS),
             "template_variables": variables,
         }
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 2**53
 
 
 def _optional(path: Path) -> Fields:
