@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from functools import cached_property
 from typing import Any
 
 from tqdm import tqdm
@@ -142,7 +143,7 @@ class Calls:
         options: PoolingOptions,
     ) -> list[RowsOutput]:
         """Compute the inputs of one call for vectors or scores."""
-        encoder = InputEncoder(self._text_in, self._limits, self.capabilities.require_pooling("LLM"))
+        encoder = self._input_encoder
         truncation = encoder.truncation(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
         special, count = options.get("add_special_tokens", True), len(inputs)
         adapters = adapters_for(options.get("lora_request"), count, self.adapters)
@@ -161,6 +162,10 @@ class Calls:
             except BaseException:
                 batch.abort()
                 raise
+
+    @cached_property
+    def _input_encoder(self) -> InputEncoder:
+        return InputEncoder(self._text_in, self._limits, self.capabilities.require_pooling("LLM"))
 
     def _open_client(self) -> BlockingClient:
         if self.client is None:

@@ -19,7 +19,7 @@ from quire.launch.offline.pooling_output import (
 from quire.launch.offline.prompt_input import PromptInput, is_single, plain_prompt
 from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.pooling.comparisons import Comparison, Scores, compare, compare_documents, ranking
-from quire.launch.text.pooling.inputs import PoolingInput, pooling_params, prompt_text
+from quire.launch.text.pooling.inputs import PoolingInput, pooling_params, prompt_text, with_prompt
 from quire.protocol.errors import EngineError, InvalidRequest, wrong_value
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 from quire.protocol.request.pooling_params import PoolingParams
@@ -144,7 +144,7 @@ class PoolingCalls:
         many: list[Any] = [prompts] if is_single(prompts) else list(prompts)
         prefix = prompt_text(pooling, prompt_name)
         given = (plain_prompt(each) for each in many)
-        inputs: list[PoolingInput] = [prefix + each if isinstance(each, str) else each for each in given]
+        inputs = [with_prompt(pooling, prefix, each) if isinstance(each, str) else each for each in given]
         return self._compute(inputs, lambda i: f"prompts[{i}]", params, options)
 
     def _scores(

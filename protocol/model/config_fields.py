@@ -19,6 +19,14 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 
+    def part(self, name: str) -> "Fields":
+        """Return the object in a field, without any field if it is absent."""
+        value = self.raw.get(name)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {name} must be an object (got {printable(value)})")
+        return Fields(value, f"{self.where}: {name}")
+
     def size(self, name: str, *, default: int | None = None, low: int = 1, high: int = 2**20) -> int:
         value = self.raw.get(name)
         if value is None and default is not None:

@@ -26,6 +26,9 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_tokens: longest prompt that the model was made for; 0: as long as its context.
         prompts: texts that are put before an input, by name.
         default_prompt: name of the prompt of requests that name none, or "".
+        message_format: how a text is given to the chat template, as the message of a user after the prompt as a system
+            message: as text, or as a list of one part; "": texts are not rendered.
+        template_variables: for the chat template, such as ``add_generation_prompt``, which is otherwise false.
     """
 
     tasks: list[PoolingTask]
@@ -39,6 +42,8 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     prompts: dict[str, str] = {}
     default_prompt: str = ""
+    message_format: Literal["", "flat", "structured"] = ""
+    template_variables: dict[str, bool | int | str] = {}
 
     def needs_every_token(self, task: PoolingTask) -> bool:
         """Whether the hidden states of all tokens of a prompt are needed, so that none may come from a cache."""

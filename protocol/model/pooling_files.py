@@ -36,6 +36,11 @@ _OLD_MODES = {
 _SUPPORTED = "supported: Transformer, then Pooling and possibly Normalize, or nothing or LogitScore for a CrossEncoder"
 _KINDS = ("SentenceTransformer", "CrossEncoder")
 _MOST_LABELS = 2**16
+_FORMATS = ("flat", "structured")
+_NOT_VARIABLES = frozenset(
+    ("messages", "documents", "tools", "chat_template", "continue_final_message", "restore_suffix", "tokenize")
+) | {"max_length", "padding", "truncation", "return_tensors", "return_dict"}
+"""Parameters of ``apply_chat_template`` and sentence-transformers that are not variables of a template."""
 
 
 class Shape(Protocol):
@@ -160,7 +165,29 @@ class _Files:
             "max_tokens": 0 if longest >= model.max_position else longest,
             "prompts": {name: text or "" for name, text in prompts.items()},
             "default_prompt": default,
+            **self._messages(),
         }
+
+    def _messages(self) -> dict[str, Any]:
+        """Return the fields of PoolingConfig about the chat template, with which the library renders every text."""
+        own = self.transformer
+        message = own.part("modality_config").raw.get("message")
+        if message is None:
+            return {}
+        form = message.get("format") if isinstance(message, dict) else None
+        name, variables = "processing_kwargs.chat_template", own.part("processing_kwargs").part("chat_template").raw
+        if not all(isinstance(each, bool | str) or _is_small(each) for each in variables.values()):
+            raise ConfigError(f"{own.where}: {name} must be an object of texts, integers and booleans")
+        for each in sorted(_NOT_VARIABLES & variables.keys()):
+            raise ConfigError(f"{own.where}: {name}.{each} is not supported: only variables of the template are")
+        return {
+            "message_format": own.choice("modality_config.message.format", form, _FORMATS),
+            "template_variables": variables,
+        }
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 2**53
 
 
 def _optional(path: Path) -> Fields:

@@ -22,6 +22,7 @@ from quire.launch.text.pooling.inputs import (
     Truncation,
     pooling_params,
     prompt_text,
+    with_prompt,
 )
 from quire.launch.text.prompts import split_prompts
 from quire.protocol.errors import InvalidRequest, wrong_value
@@ -121,7 +122,8 @@ class PoolingParser:
             raise InvalidRequest("input is required", "input", "missing_required_parameter")
         given = split_prompts(body.input, "input", None)
         prefix = prompt_text(self.encoder.pooling, body.prompt_name)
-        inputs: list[PoolingInput] = [prefix + each if isinstance(each, str) else each for each in given]
+        pooling = self.encoder.pooling
+        inputs = [with_prompt(pooling, prefix, each) if isinstance(each, str) else each for each in given]
         is_list = isinstance(body.input, list) and isinstance(body.input[0], str | list)
         return self._request(
             body, inputs, lambda i: f"input[{i}]" if is_list else "input", params.task, ignored, params

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
 from quire.launch.text.parsing.choose import AnswerFormat
 from quire.launch.text.pooling.capabilities import Capabilities
+from quire.launch.text.pooling.inputs import InputEncoder
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
@@ -147,6 +149,11 @@ class Server:
         self.running: dict[str, Forkable] = {}
         """By id of the response."""
         self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
+
+    @cached_property
+    def input_encoder(self) -> InputEncoder:
+        """The encoder of inputs for vectors and scores. Raises InvalidRequest if the model makes none."""
+        return InputEncoder(self.text_in, self.engine, self.capabilities.require_pooling("/pooling"))
 
     @property
     def status(self) -> str:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.text.pooling.inputs import PoolingInput, prompt_text
+from quire.launch.text.pooling.inputs import PoolingInput, prompt_text, with_prompt
 from quire.launch.text.pooling.pairs import TextPair
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
@@ -51,9 +51,9 @@ def compare(
         return Comparison(task, pairs, lambda i: f"text_2[{i}]" if is_list else "text_2")
     prefix = prompt_text(pooling, None)
     if len(first) == 1:
-        texts = [prefix + text for text in (*first, *second)]
+        texts = [with_prompt(pooling, prefix, text) for text in (*first, *second)]
         return Comparison(task, texts, lambda i: "text_1" if not i else f"text_2[{i - 1}]" if is_list else "text_2")
-    texts = [prefix + text for pair in zip(first, second, strict=True) for text in pair]
+    texts = [with_prompt(pooling, prefix, text) for pair in zip(first, second, strict=True) for text in pair]
     return Comparison(task, texts, lambda i: f"text_{i % 2 + 1}[{i // 2}]", is_one_to_many=False)
 
 
@@ -73,7 +73,8 @@ def compare_documents(
         next((pooling.prompts[name] for name in names if name in pooling.prompts), prompt_text(pooling, None))
         for names in (QUERY_PROMPTS, DOCUMENT_PROMPTS)
     )
-    texts = [before_query + query, *(before_document + text for text in documents)]
+    texts = [with_prompt(pooling, before_query, query)]
+    texts += [with_prompt(pooling, before_document, text) for text in documents]
     return Comparison(task, texts, lambda i: f"documents[{i - 1}]" if i else "query")
 
 

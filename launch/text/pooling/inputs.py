@@ -1,12 +1,15 @@
 """Converts the inputs of a request for vectors or scores to prompts, for HTTP and the offline API."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from quire.launch.text.chat_template import Message
+from quire.launch.text.pooling.chat_texts import ChatText, ChatTexts
 from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, SpecialTokens, TextPair, judged_text, kept_tokens
 from quire.launch.text.pooling.truncation import Side, cut, first_tokens
 from quire.launch.text.prompts import ModelLimits, Prompt, check_token_ids
@@ -27,7 +30,7 @@ class Conversation(NamedTuple):
     options: ChatOptions
 
 
-PoolingInput: TypeAlias = str | list[int] | TextPair | Conversation
+PoolingInput: TypeAlias = str | ChatText | list[int] | TextPair | Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,9 @@ class Truncation:
     side: Side = "right"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputEncoder:
-    """Encodes the inputs of a model with pooling.
+    """Encodes the inputs of a model with pooling. Made once, because it keeps what it has learnt of the template.
 
     Attributes:
         limits: the engine's limits.
@@ -50,6 +53,11 @@ class InputEncoder:
     text_in: TextIn
     limits: ModelLimits
     pooling: PoolingConfig
+
+    @cached_property
+    def chat(self) -> ChatTexts:
+        """Renders texts with the chat template, for models that read them so."""
+        return ChatTexts(self.text_in, self.pooling.message_format, self.pooling.template_variables)
 
     @property
     def max_tokens(self) -> int:
@@ -93,7 +101,7 @@ class InputEncoder:
         if len(ids) > self.max_tokens:
             raise self._too_long(param, str(len(ids)))
         checked = check_token_ids(ids, self.limits.vocab_size, param)
-        text = given if isinstance(given, str) else None
+        text = given.text if isinstance(given, ChatText) else given if isinstance(given, str) else None
         return Prompt(np.array(checked, dtype=np.int32), text, second_text=second_text)
 
     def _ids(self, given: PoolingInput, truncation: Truncation, param: str, special: bool) -> tuple[list[int], int]:
@@ -101,6 +109,10 @@ class InputEncoder:
         match given:
             case str():
                 return self._text_ids(given, truncation, param, special), 0
+            case ChatText():
+                return self._rendered_ids([given.text], given.system, truncation, param), 0
+            case TextPair() if self.pooling.message_format and self.chat.reads_pairs:
+                return self._rendered_ids(given[:2], given.instruction, truncation, param), 0
             case TextPair() if self.pooling.label_token_ids:
                 return self._judged_ids(given, truncation, param), 0
             case TextPair():
@@ -122,13 +134,14 @@ class InputEncoder:
 
     def _pair_ids(self, pair: TextPair, truncation: Truncation, param: str, special: bool) -> tuple[list[int], int]:
         text_in, added = self.text_in, self._special(special, is_pair=True)
+        texts = pair.instruction + pair.first, pair.second
         if truncation.most is None:
-            first, second = (text_in.encoding(text, max_tokens=self.max_tokens, param=param).ids for text in pair[:2])
+            first, second = (text_in.encoding(text, max_tokens=self.max_tokens, param=param).ids for text in texts)
             return added.around(first, second), added.second_text(first)
         room, side = self._room(truncation.most, len(added)), truncation.side
 
         def read(most: int) -> tuple[list[int], list[int]]:
-            one, other = (first_tokens(text_in, text, most, side, param) for text in pair[:2])
+            one, other = (first_tokens(text_in, text, most, side, param) for text in texts)
             return one, other
 
         first, second = read(room)
@@ -138,6 +151,18 @@ class InputEncoder:
         kept_first, kept_second = kept_tokens(len(compared[0]), len(compared[1]), room)
         first, second = cut(first, kept_first, side), cut(second, kept_second, side)
         return added.around(first, second), added.second_text(first)
+
+    def _rendered_ids(self, texts: Sequence[str], system: str, truncation: Truncation, param: str) -> list[int]:
+        """Return the prompt of a model that reads texts with its chat template, which is never cut off."""
+        try:
+            if truncation.most is None:
+                return self.chat.encode(texts, system, self.max_tokens)
+            self._room(truncation.most, sum(map(len, self.chat.frame(len(texts), system))))
+            return self.chat.encode_cut(texts, system, truncation.most, truncation.side, param)
+        except InvalidRequest as error:
+            if error.param != "messages":
+                raise
+            raise InvalidRequest(f"{param}: {error.message}", param, error.code) from None
 
     def _judged_ids(self, pair: TextPair, truncation: Truncation, param: str) -> list[int]:
         """Return the prompt of a model that answers yes or no. What is around the texts is never cut off."""
@@ -179,6 +204,11 @@ def prompt_text(pooling: PoolingConfig, name: str | None) -> str:
         return pooling.prompts.get(wanted, "")
     known = ", ".join(sorted(pooling.prompts)) or "none"
     raise wrong_value("prompt_name", f"a prompt of this model ({known})", wanted)
+
+
+def with_prompt(pooling: PoolingConfig, prompt: str, text: str) -> PoolingInput:
+    """Return a text with the prompt before it, in the form that the model reads."""
+    return ChatText(text, prompt) if pooling.message_format else prompt + text
 
 
 def for_prompt(params: PoolingParams, prompt: Prompt) -> PoolingParams:

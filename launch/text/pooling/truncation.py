@@ -34,6 +34,28 @@ def first_tokens(text_in: TextIn, text: str, most: int, side: Side, param: str, 
     Raises:
         InvalidRequest: there is no tokenizer, or the text cannot be encoded.
     """
+    shortened = _shortened(text_in, text, most, side, param, is_plain)
+    found = text_in.encoding(text, param=param, is_plain=is_plain) if shortened is None else shortened[1]
+    return cut(found.ids, most, side)
+
+
+def first_part(text_in: TextIn, text: str, most: int, side: Side, param: str) -> str:
+    """Return a part of the text, or all of it, with the ``first_tokens`` and more, to tokenize it in other text.
+
+    White space at the kept end of the text is not counted, because a template may strip it.
+    """
+    kept = text.lstrip() if side == "right" else text.rstrip()
+    found = _shortened(text_in, kept, most, side, param, is_plain=True)
+    if found is None:
+        return text
+    num_stripped = len(text) - len(kept)
+    return text[:num_stripped] + found[0] if side == "right" else found[0] + text[len(kept) :]
+
+
+def _shortened(
+    text_in: TextIn, text: str, most: int, side: Side, param: str, is_plain: bool
+) -> tuple[str, Encoding] | None:
+    """Return a part of the text with the first ``most`` tokens, and its tokens; None: all of the text is needed."""
     margin = 2 * text_in.max_token_chars
     length = CHARS_PER_TOKEN * most + margin
     while length < len(text):
@@ -41,9 +63,9 @@ def first_tokens(text_in: TextIn, text: str, most: int, side: Side, param: str, 
         if part:
             found = text_in.encoding(part, param=param, is_plain=is_plain)
             if _has_enough(found, most, margin, len(part), side):
-                return cut(found.ids, most, side)
+                return part, found
         length *= GROWTH
-    return cut(text_in.encoding(text, param=param, is_plain=is_plain).ids, most, side)
+    return None
 
 
 def cut(ids: list[int], most: int, side: Side) -> list[int]:

@@ -149,6 +149,19 @@ class TestEmbeddings:
         error = error_of(client.post("/v1/embeddings", {"input": "x", "prompt_name": "nope"}))
         assert error["message"] == "prompt_name must be a prompt of this model (document, query) (got 'nope')"
 
+    def test_texts_as_messages(self, served: Any, engine: FakeEngine, text_in: TextIn) -> None:
+        prompts = {"query": "find"}
+        client = served(PoolingConfig(tasks=["embed"], size=SIZE, prompts=prompts, message_format="flat"))
+        user = "<|im_start|>user\nhello<|im_end|>\n"
+        for name, before in (("", ""), ("query", "<|im_start|>system\nfind<|im_end|>\n")):
+            assert client.post("/v1/embeddings", {"input": "hello", "prompt_name": name}).status_code == 200
+            assert text_in.decode(engine.added[-1].prompt, skip_special_tokens=False) == before + user
+        assert client.post("/rerank", {"query": "a", "documents": ["hello"]}).status_code == 200
+        found = [text_in.decode(each.prompt, skip_special_tokens=False) for each in engine.added[-2:]]
+        assert found == ["<|im_start|>system\nfind<|im_end|>\n<|im_start|>user\na<|im_end|>\n", user]
+        error = error_of(client.post("/v1/embeddings", {"input": ["a", "hello" * 900]}))
+        assert error["param"] == "input[1]" and "reads at most 256" in error["message"]
+
     @pytest.mark.parametrize(
         ("fields", "param", "message"),
         [

@@ -47,6 +47,8 @@ LOGIT_SCORE: dict[str, Any] = {
     "sentence_bert_config.json": {"transformer_task": "text-generation"},
 }
 
+CHAT: dict[str, Any] = {"modality_config": {"message": {"format": "flat"}}}
+
 
 def read(folder: Path, files: dict[str, Any]) -> ModelConfig:
     for name, content in files.items():
@@ -104,6 +106,24 @@ def test_longest_prompt_is_the_tokenizers(tmp_path: Path) -> None:
     files = EMBEDDING | {"sentence_bert_config.json": {}}
     for limit, expected in ((300, 300), (512, 0), (1e30, 0), (None, 0)):
         assert pooling(tmp_path, files | {"tokenizer_config.json": {"model_max_length": limit}}).max_tokens == expected
+
+
+@pytest.mark.parametrize("files", [EMBEDDING, LOGIT_SCORE])
+def test_texts_that_are_rendered(files: dict[str, Any], tmp_path: Path) -> None:
+    saved = files["sentence_bert_config.json"]
+    text: dict[str, Any] = {"text": {"method": "forward"}}
+    for form in ("flat", "structured"):
+        chat = {"modality_config": text | {"message": {"format": form}}}
+        found = pooling(tmp_path, files | {"sentence_bert_config.json": saved | chat})
+        assert (found.message_format, found.template_variables) == (form, {})
+        assert with_pooling(load_model_config(tmp_path), "none").pooling is None
+    variables = {"add_generation_prompt": True, "enable_thinking": False}
+    chat["processing_kwargs"] = {"chat_template": variables}
+    found = pooling(tmp_path, files | {"sentence_bert_config.json": saved | chat})
+    assert found.template_variables == variables
+    for modalities in (None, text):
+        plain = {"sentence_bert_config.json": saved | {"modality_config": modalities}}
+        assert pooling(tmp_path, files | plain).message_format == ""
 
 
 def test_base_models_take_the_mean(tmp_path: Path) -> None:
@@ -214,6 +234,18 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
         "config_sentence_transformers.json: default_prompt_name 'c' is not among prompts: a",
     ),
     "length": ({"sentence_bert_config.json": {"max_seq_length": -1}}, "max_seq_length must be an integer from 1"),
+    "messages": (
+        {"sentence_bert_config.json": {"modality_config": {"message": {"format": "auto"}}}},
+        "modality_config.message.format 'auto' is not supported; supported: flat, structured",
+    ),
+    "variables": (
+        {"sentence_bert_config.json": CHAT | {"processing_kwargs": {"chat_template": {"x": []}}}},
+        "processing_kwargs.chat_template must be an object of texts, integers and booleans",
+    ),
+    "parameters": (
+        {"sentence_bert_config.json": CHAT | {"processing_kwargs": {"chat_template": {"truncation": False}}}},
+        "processing_kwargs.chat_template.truncation is not supported",
+    ),
     "cut": (
         {"config_sentence_transformers.json": {"truncate_dim": 65}},
         "truncate_dim must be an integer from 1 to 64",
@@ -265,6 +297,7 @@ ODD = [None, [], {}, 1.5, -1, 10**400, "x", "", True, [None], {"a": [1]}, float(
 def test_odd_values_are_read_or_refused(files: dict[str, Any], tmp_path: Path) -> None:
     """Each field of each file with each value: a pooling, or an error in one line."""
     extra = {"config_sentence_transformers.json": {"activation_fn": None, "model_type": None, "truncate_dim": None}}
+    extra["sentence_bert_config.json"] = files.get("sentence_bert_config.json", {}) | CHAT | {"processing_kwargs": None}
     extra["tokenizer_config.json"] = {"model_max_length": None}
     own = ("id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers")
     extra["config.json"] = files["config.json"] | dict.fromkeys((*own, "classifier_from_token", "is_causal"))

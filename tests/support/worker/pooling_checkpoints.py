@@ -93,3 +93,47 @@ def save_cross_encoder(folder: Path, name: str, **settings: Any) -> Any:
     made = CrossEncoder(str(folder / "plain"), device="cpu")
     made.save_pretrained(str(folder / "saved"), create_model_card=False)
     return made
+
+
+CHAT_VOCABULARY = 300
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TYPED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}<|im_end|>"
+)
+JUDGE = (
+    "<|im_start|>system\nAnswer yes or no.<|im_end|>\n<|im_start|>user\n"
+    "Judge: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('find') }}\n"
+    "Query: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "Document: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+USERS_ONLY = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def save_chat_tokenizer(folder: Path, template: str = "") -> None:
+    """Save a byte-level tokenizer with a chat template ("": without one), in place of the one in the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(
+        ["yes yes no no", "the user and the system", "Query: the Document: the end"] * 3,
+        trainers.BpeTrainer(
+            vocab_size=CHAT_VOCABULARY,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    made.post_processor = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[(special[0], 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=special[0], eos_token=special[2])
+    if template:
+        wrapped.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    wrapped.save_pretrained(folder)

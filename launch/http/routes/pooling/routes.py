@@ -17,7 +17,6 @@ from quire.launch.http.schema.pooling_requests import PooledRequest, PoolingPars
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.text.pooling.comparisons import Scores
-from quire.launch.text.pooling.inputs import InputEncoder
 
 T = TypeVar("T")
 COHERE_PATH = "/v2/rerank"
@@ -44,7 +43,7 @@ async def pooling(server: Server, request: Request) -> ASGIApp:
 async def classify(server: Server, request: Request) -> ASGIApp:
     server.capabilities.require_task(request.scope["path"], "classify")
     parsed = await _read(server, request, lambda parser, raw: parser.classification(raw))
-    entries = LabelEntries(Answer.to("classify", request, parsed.model), _encoder(server).pooling.labels)
+    entries = LabelEntries(Answer.to("classify", request, parsed.model), server.input_encoder.pooling.labels)
     return _response(server, parsed, entries)
 
 
@@ -66,14 +65,10 @@ async def rerank(server: Server, request: Request) -> ASGIApp:
 
 async def _read(server: Server, request: Request, parse: Callable[[PoolingParser, dict[str, Any]], T]) -> T:
     server.require_serving()
-    parser = PoolingParser(parser=server.parser, encoder=_encoder(server))
+    parser = PoolingParser(parser=server.parser, encoder=server.input_encoder)
     parsed, _ = await read_json(request, server.texts, lambda raw: parse(parser, raw))
     return parsed
 
 
-def _encoder(server: Server) -> InputEncoder:
-    return InputEncoder(server.text_in, server.engine, server.capabilities.require_pooling("/pooling"))
-
-
 def _response(server: Server, parsed: PooledRequest, entries: Entries) -> ASGIApp:
-    return PooledResponse(server, _encoder(server), parsed, entries)
+    return PooledResponse(server, server.input_encoder, parsed, entries)

@@ -15,9 +15,11 @@ from quire.launch.http.schema.errors import ApiError, aborted_request, as_api_er
 from quire.launch.http.schema.pooling_requests import PooledRequest
 from quire.launch.http.serving.metrics import SequenceClock
 from quire.launch.http.serving.server import Server
+from quire.launch.text.pooling.chat_texts import ChatText
 from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput, for_prompt
 from quire.launch.text.pooling.pairs import TextPair
 from quire.launch.text.prompts import Prompt
+from quire.launch.text.text_in import LONG_TEXT_CHARS
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
@@ -161,7 +163,7 @@ class PooledRun:
         end = min(len(self._request.inputs), self._num_returned + window, begin + ENCODED_TOGETHER)
         num_chars, stop = 0, begin
         while stop < end and (stop == begin or num_chars < ENCODED_CHARS):
-            num_chars += _num_chars(self._request.inputs[stop])
+            num_chars += _num_chars(self._request.inputs[stop], self._encoder)
             stop += 1
         if stop == begin:
             return False
@@ -299,12 +301,15 @@ class PooledRun:
         return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
 
 
-def _num_chars(given: PoolingInput) -> int:
-    """Return the characters of an input, or its number of token ids."""
+def _num_chars(given: PoolingInput, encoder: InputEncoder) -> int:
+    """Return the characters of an input, or its number of token ids. Rendering never runs on the event loop."""
     match given:
+        case ChatText():
+            return len(given.text) + LONG_TEXT_CHARS + 1
         case TextPair():
-            return len(given.first) + len(given.second)
+            is_rendered = encoder.pooling.message_format != ""
+            return len(given.first) + len(given.second) + is_rendered * (LONG_TEXT_CHARS + 1)
         case str() | list():
             return len(given)
         case _:
-            return ENCODED_CHARS  # rendering a conversation never runs on the event loop
+            return ENCODED_CHARS
