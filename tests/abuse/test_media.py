@@ -129,5 +129,5 @@ def test_adapter_as_model_is_not_found(app: AbusedApp) -> None:
 
 
 def test_unsupported_routes_are_not_found(app: AbusedApp) -> None:
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/embeddings"):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/files", "/v1/images/generations"):
         assert_refused(app.post(path, {"lora_name": "x", "lora_path": "/etc"}), 404)

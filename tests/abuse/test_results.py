@@ -15,6 +15,7 @@ from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
+from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
@@ -265,6 +266,11 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
         case "prompt_logprobs":
             lists = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(3)]
             return change(result, prompt_logprobs=PromptLogprobs(lists[0], lists[1], lists[2], arrays(old)))
+        case "pooled" | "routed_experts":
+            kind, values = (PooledRows, floats) if name == "pooled" else (RoutedExperts, ints)
+            columns = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(4)]
+            rows = kind(*columns, values(*rng.choices([0, 1, 7], k=rng.randrange(4))))
+            return change(result, **{name: rows})
         case "failure":
             return result
     return change(result, **{name: array(old)})
