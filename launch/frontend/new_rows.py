@@ -20,9 +20,11 @@ class NewRows(Generic[_Number]):
         new = rows[self._num_rows - start :] if start <= self._num_rows else rows[:0]
         if len(new):
             self._num_rows += len(new)
-            self._parts.append(new)
+            self._parts.append(new.copy())  # a view would keep the rows of all requests of the step
 
     def take(self) -> npt.NDArray[_Number] | None:
         """Return the rows since the last call, ``[rows, width]``, or None without any."""
         parts, self._parts = self._parts, []
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else None

@@ -10,6 +10,8 @@ from quire.protocol.wire.arrays import Float32, Int32
 
 MAX_SIDE_BYTES = 64 * 2**20
 """Most bytes of the rows of one request; a request that would have more is refused."""
+MAX_STEP_SIDE_BYTES = 2 * MAX_SIDE_BYTES
+"""Most bytes of the rows of a step's prompts, which are one frame of a message: the rest is for later steps."""
 
 _Number = TypeVar("_Number", np.float32, np.int32)
 

@@ -284,8 +284,7 @@ class Admission:
         limit = min(config.max_model_len, self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
-        if sampling.return_routed_experts:
-            check_routed_experts(limit, config)
+        row_bytes = routed_row_bytes(limit, config) if sampling.return_routed_experts else 0
         program = self._program(event, tokens) if parent is None else parent.program  # may refuse: before the adapter
         request = Request(
             client=client,
@@ -301,7 +300,7 @@ class Admission:
             tenant=event.tenant if config.fair_admission else 0,
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
-        request.parent, request.program = parent, program
+        request.parent, request.program, request.row_bytes = parent, program, row_bytes
         if parent is not None:
             request.adapter_name = parent.adapter_name
         request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
@@ -326,8 +325,9 @@ class Admission:
             adapter=self._adapters.find(event.adapter),
             pooling=pooling,
         )
-        can = self.config.model.pooling
-        request.skip_reading_prefix_cache = can is not None and can.needs_every_token(pooling.task)
+        if (can := self.config.model.pooling) is not None:
+            request.skip_reading_prefix_cache = can.needs_every_token(pooling.task)
+            request.row_bytes = 4 * can.width(pooling.task, pooling.dimensions)
         return request
 
     def _program(self, event: ArrivalFields, tokens: TokenStore) -> Program | None:
@@ -379,16 +379,22 @@ def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
         )
 
 
-def check_routed_experts(num_tokens: int, config: EngineConfig) -> None:
-    """Raise Refusal if a request cannot get its experts. ``num_tokens``: most tokens of prompt and output together."""
+def routed_row_bytes(num_tokens: int, config: EngineConfig) -> int:
+    """Return the bytes of the experts of one position of a request with ``num_tokens`` of prompt and output at most.
+
+    Raises:
+        Refusal: it cannot get them.
+    """
     name, moe = "return_routed_experts", config.model.moe
     if moe is None or not config.enable_return_routed_experts:
         text = f"{name} needs an engine that keeps them: start it with --enable-return-routed-experts"
         raise Refusal("unsupported_value", name, text)
-    most = MAX_SIDE_BYTES // (4 * len(moe.layers) * moe.num_experts_per_token)
+    row_bytes = 4 * len(moe.layers) * moe.num_experts_per_token
+    most = MAX_SIDE_BYTES // row_bytes
     if num_tokens > most:
         text = (
             f"with {name}, prompt and output together must have at most {most} tokens for this model "
             f"(got up to {num_tokens}): lower max_tokens or shorten the prompt"
         )
         raise Refusal("invalid_value", name, text)
+    return row_bytes

@@ -131,6 +131,8 @@ class Forks:
         table, kv, samples = self._table, self._kv, num_shared == child.num_tokens
         if len(table.running) >= plan.config.max_num_seqs:
             return
+        if plan.reported_tokens(child, num_shared) < child.num_tokens - num_shared:
+            return
         if parent.handle in kv.forks:  # its own last block is not complete before the next step
             return
         if not kv.forks.can_fork(parent.handle, num_shared):

@@ -366,12 +366,14 @@ def experts_fault(record: InFlightStep, experts: RoutedExperts) -> str | None:
     """Return why the routed experts of a result are invalid, or None."""
     if (fault := experts.shape_error()) is not None:
         return f"routed experts: {fault}"
-    if len(widths := set(experts.widths)) > 1:
-        return f"routed experts of different widths: {sorted(widths)[:8]}"
-    for handle, start, count in zip(experts.handles, experts.starts, experts.counts, strict=True):
+    for handle, start, count, width in zip(
+        experts.handles, experts.starts, experts.counts, experts.widths, strict=True
+    ):
         request = record.member(handle)
         if request is None or not request.sampling.return_routed_experts:
             return f"routed experts for handle {handle}, which did not request them"
+        if width != request.row_bytes // 4:
+            return f"routed experts of handle {handle} have {width} values a row, expected {request.row_bytes // 4}"
         most = request.num_tokens + request.num_output_placeholders - 1  # no step in flight computes the last one
         is_dropped = request.status.is_finished or record.step <= request.ignore_results_until
         if count < 1 or (start + count > most and not is_dropped):

@@ -199,7 +199,7 @@ class Planner:
                 self._transfers.join(request)
                 return
             most = min(most, request.split_at - request.num_computed_tokens)
-        most = plan.prefill_tokens(min(most, request.num_tokens_to_compute))
+        most = plan.prefill_tokens(request, min(most, request.num_tokens_to_compute), request.num_computed_tokens)
         if most > 0:
             self._allocate(plan, StepRow(request, most, None, is_prefill=True))
 
@@ -330,10 +330,10 @@ class Planner:
         if choice is not None and choice.kind == "load":
             return WaitReason.LOADING
         missing = request.num_tokens - num_hit_tokens
-        while (reason := plan.lacks_tokens(missing)) is not None:
+        while (reason := plan.lacks_room(request, num_hit_tokens)) is not None:
             if not self.preemption.for_tokens(plan, request):
                 return reason
-        num_tokens = plan.prefill_tokens(missing)
+        num_tokens = plan.prefill_tokens(request, missing, num_hit_tokens)
         if choice is not None and choice.front:
             num_tokens = min(num_tokens, choice.front - num_hit_tokens)
         evicted = self.kv.pool.num_evicted_blocks

@@ -8,11 +8,14 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.side_arrays import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
+
+_NO_LIMIT = 2**62
 
 
 class NewBlocks(NamedTuple):
@@ -46,6 +49,7 @@ class StepRow:
         forked_from: handle of the request whose blocks it shares since this step, or -1.
         first: its first position, if it is of a pooled request. Set when the step is sent.
         pools: its pooled request ends with the result. Set when the step is sent.
+        side_bytes: bytes of its vectors or routed experts in the result. Set when it is added to a plan.
     """
 
     request: Request
@@ -58,6 +62,7 @@ class StepRow:
     forked_from: int = -1
     first: int = 0
     pools: bool = False
+    side_bytes: int = 0
 
 
 class StepPlan:
@@ -72,6 +77,7 @@ class StepPlan:
         config: limits of the step.
         budget: tokens left.
         prefill_budget: tokens left for prefills, of ``prefill_limit``.
+        side_budget: bytes left in the result for vectors and routed experts. The few of decoding requests do not count.
         grown: requests in steady decode that got the blocks in ``new_blocks``.
         last: requests in steady decode whose last token is sampled in this step.
     """
@@ -80,6 +86,7 @@ class StepPlan:
         self.step = step
         self.config = config
         self.budget = self.prefill_budget = self.prefill_limit = config.max_num_batched_tokens
+        self.side_budget = MAX_STEP_SIDE_BYTES
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
@@ -96,22 +103,40 @@ class StepPlan:
             self.prefill_budget = min(self.budget, max(part, 1))
         self.prefill_limit = self.prefill_budget
 
-    def lacks_tokens(self, num_missing: int = 1) -> WaitReason | None:
-        """Return why no request that lacks this number of tokens can be admitted to the step, or None if one can."""
+    def lacks_tokens(self) -> WaitReason | None:
+        """Return why no request can be admitted to the step, or None if one can."""
         if self.budget <= 0:
             return WaitReason.TOKEN_BUDGET
-        if self.prefill_budget <= 0:
-            return WaitReason.PREFILL_SHARE
-        fits = num_missing <= self.budget or self.config.enable_chunked_prefill
-        return None if fits else WaitReason.WHOLE_PROMPT
+        return WaitReason.PREFILL_SHARE if self.prefill_budget <= 0 else None
 
-    def prefill_tokens(self, wanted: int) -> int:
+    def lacks_room(self, request: Request, num_hit_tokens: int) -> WaitReason | None:
+        """Return why a waiting request cannot be admitted to the step, apart from rows and blocks, or None."""
+        if (reason := self.lacks_tokens()) is not None:
+            return reason
+        missing, chunked = request.num_tokens - num_hit_tokens, self.config.enable_chunked_prefill
+        if self.reported_tokens(request, num_hit_tokens) < (1 if chunked else missing):
+            return WaitReason.RESULT_SIZE
+        return None if chunked or missing <= self.budget else WaitReason.WHOLE_PROMPT
+
+    def reported_tokens(self, request: Request, num_computed: int) -> int:
+        """Return how many positions after the first ``num_computed`` the rest of the result has room for."""
+        if not request.row_bytes:
+            return _NO_LIMIT
+        rows = self.side_budget // request.row_bytes - _num_reported(request, num_computed)
+        return _NO_LIMIT if _is_one_row(request) and rows > 0 else rows
+
+    def prefill_tokens(self, request: Request, wanted: int, num_computed: int) -> int:
         """Return how many of the ``wanted`` positions of a prefill the step can compute."""
-        most = min(wanted, self.budget, self.prefill_budget)
+        most = min(wanted, self.budget, self.prefill_budget, self.reported_tokens(request, num_computed))
         return min(most, self.config.long_prefill_token_threshold or most)
 
     def add(self, row: StepRow) -> None:
-        self.rows[row.request.handle] = row
+        request = row.request
+        self.rows[request.handle] = row
+        if request.row_bytes:
+            count = 1 if _is_one_row(request) else row.num_tokens + _num_reported(request, request.num_computed_tokens)
+            row.side_bytes = count * request.row_bytes
+            self.side_budget -= row.side_bytes
         self.budget -= row.num_tokens
         if row.is_prefill:
             self.prefill_budget -= row.num_tokens
@@ -120,6 +145,7 @@ class StepPlan:
         """Remove the request's row from the plan and return its tokens to the budget."""
         row = self.rows.pop(request.handle, None)
         if row is not None:
+            self.side_budget += row.side_bytes
             self.budget += row.num_tokens
             if row.is_prefill:
                 self.prefill_budget += row.num_tokens
@@ -128,6 +154,15 @@ class StepPlan:
         if request in self.grown:
             self.grown.remove(request)
             self.new_blocks.remove(request.handle)
+
+
+def _is_one_row(request: Request) -> bool:
+    return request.pooling is not None and request.pooling.task != "token_embed"
+
+
+def _num_reported(request: Request, num_computed: int) -> int:
+    """Return how many computed positions are in the result: a new row with routed experts reports them too."""
+    return 0 if request.on_worker or request.pooling is not None else num_computed
 
 
 def build_diff(

@@ -14,6 +14,8 @@ class WaitReason(enum.StrEnum):
     PREFILL_SHARE = "prefill_share"
     WHOLE_PROMPT = "whole_prompt"
     """Without chunked prefill, the whole prompt must fit into the rest of the token budget."""
+    RESULT_SIZE = "result_size"
+    """The vectors or routed experts of its tokens must fit into the rest of the step's result."""
     KV_BLOCKS = "kv_blocks"
     KV_PRESSURE = "kv_pressure"
     """Too many blocks are used for another admission (``kv_pressure_high``)."""

@@ -64,6 +64,7 @@ class Request:
         max_total_tokens: limit for prompt and output tokens together.
         pooling: what its prompt is turned into; None if it generates tokens. Its one placeholder, from the step that
             computes the last token of its prompt until the result, stands for its vector.
+        row_bytes: bytes that a result has for each computed position, beside tokens: vectors or routed experts.
         was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
         ignore_results_until: results of steps up to this one no longer apply to this request.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
@@ -123,6 +124,7 @@ class Request:
         "program",
         "repetition",
         "request_id",
+        "row_bytes",
         "sampling",
         "seed",
         "skip_reading_prefix_cache",
@@ -166,6 +168,7 @@ class Request:
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.pooling = pooling
+        self.row_bytes = 0
         self.seed = seed
         self.stop_tokens = stop_tokens
         self.max_total_tokens = max_total_tokens

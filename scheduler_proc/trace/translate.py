@@ -158,6 +158,7 @@ def scheduling_params(sampling: SamplingParams) -> SamplingParams:
         repetition_detection=sampling.repetition_detection,
         use_beam_search=sampling.use_beam_search,
         beam_width=sampling.beam_width,
+        return_routed_experts=sampling.return_routed_experts,
     )
 
 

@@ -12,7 +12,6 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Model
 
 _NO_LENGTHS = np.zeros(0, np.int32)
@@ -56,8 +55,6 @@ class Forward:
 
     def shapes(self) -> list[tuple[AttentionShape, ...]]:
         """Return the shapes of the queries in each group's layers."""
-        if not isinstance(self.model, Decoder):
-            return []
         shape_of = self.model.attention_shape
         return [tuple(dict.fromkeys(shape_of(layer) for layer in group.layers)) for group in self.groups]
 

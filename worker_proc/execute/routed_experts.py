@@ -18,7 +18,8 @@ from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.routes import Routes
 
 MOST_STEP_BYTES = 192 * 2**20
-"""Bytes of the rows in the result of one step, which is one frame of a message. Requests beyond it fail."""
+"""Bytes of the rows in the result of one step, which is one frame of a message. Requests beyond it fail; the scheduler
+admits fewer."""
 
 TOO_MANY_EXPERTS = (
     f"the routed experts of all requests in one step exceed {MOST_STEP_BYTES // 2**20} MiB: send fewer long requests "

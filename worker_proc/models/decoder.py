@@ -94,7 +94,6 @@ class Decoder(Model):
         self.local_rope = None if local is None else self._table(local, length, local=True)
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        """Return the heads and dtype of a layer's queries on this rank."""
         attention = self.layers[layer].attention
         heads = attention.heads
         return AttentionShape(heads.num_heads, heads.num_kv_heads, attention.head_dim, self.build.activation_dtype)

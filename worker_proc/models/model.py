@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import LayerAttention
 from quire.worker_proc.models.linear import Linear
@@ -34,6 +35,10 @@ class Model(Module):
     ) -> torch.Tensor:
         """Run the tokens of one step through all layers: ``[num_tokens, hidden_size]`` after the final norm."""
         raise NotImplementedError
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """Return the heads and dtype of a layer's queries on this rank."""
+        raise NotImplementedError("the model keeps no KV")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits: ``[rows, hidden_size]`` → float32 ``[rows, vocab_size]``."""

@@ -1,5 +1,6 @@
 """Rows that arrive in parts: pooled rows and routed experts of streams, also after repeats."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,17 @@ def test_repeats_are_dropped_and_nothing_follows_a_gap() -> None:
     found.add(7, rows(7, 1))
     np.testing.assert_array_equal(found.take(), rows(5, 1))
     assert found.take() is None
+
+
+def test_rows_do_not_keep_those_of_other_requests() -> None:
+    """They are views of one message, which has the rows of all requests of a step."""
+    found: NewRows[np.float32] = NewRows()
+    values = np.zeros((1000, 2), np.float32)
+    message = weakref.ref(values)
+    found.add(0, values[5:6])
+    del values
+    assert message() is None
+    assert len(found.take()) == 1  # type: ignore[arg-type]
 
 
 def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:

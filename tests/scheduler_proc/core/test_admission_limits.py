@@ -10,7 +10,7 @@ from scheduler_driver import Driver, expected_tokens, make_config
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason
-from quire.scheduler_proc.core.admission import Refusal, check_routed_experts
+from quire.scheduler_proc.core.admission import Refusal, routed_row_bytes
 
 VOCAB = 300
 CONTEXT = 64
@@ -62,9 +62,9 @@ def test_routed_experts_need_the_flag_and_fit_into_a_message(driver: Driver) -> 
     moe = MoeConfig(num_experts=64, num_experts_per_token=8, intermediate_size=8, layers=list(range(32)))
     config = make_config(enable_return_routed_experts=True)
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, moe=moe))
-    check_routed_experts(65_536, config)
+    routed_row_bytes(65_536, config)
     with pytest.raises(Refusal, match=r"must have at most 65536 tokens for this model \(got up to 65537\)"):
-        check_routed_experts(65_537, config)
+        routed_row_bytes(65_537, config)
 
 
 @pytest.mark.parametrize("delivered", [4, 5, CONTEXT, 1000])

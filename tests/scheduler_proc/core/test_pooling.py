@@ -381,6 +381,7 @@ def test_missing_rows_of_a_chunk_are_a_fault_of_the_worker() -> None:
         lambda rows: change(rows, counts=[1]),
         lambda rows: RoutedExperts.of([*rows.parts(), (rows.handles[0], 0, np.zeros((1, 9), np.int32))]),
         lambda rows: change(rows, handles=[1]),  # which did not request them
+        lambda rows: RoutedExperts.of([(handle, start, part[:, :1]) for handle, start, part in rows.parts()]),
     ],
 )
 def test_wrong_routed_experts_are_a_fault_of_the_worker(damage: Callable[[Any], Any]) -> None:

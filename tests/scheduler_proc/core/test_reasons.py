@@ -11,6 +11,7 @@ from scheduler_driver import Driver, change
 
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
+from quire.protocol.wire.side_arrays import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, PreemptReason, WaitReason
@@ -56,6 +57,14 @@ def whole_prompt() -> Driver:
         first=list(range(30)), second=list(range(40, 60)), max_num_batched_tokens=128, enable_chunked_prefill=False
     )
     driver.scheduler.config = change(driver.config, max_num_batched_tokens=40)
+    driver.schedule()
+    return driver
+
+
+def result_size() -> Driver:
+    driver = pair(first=[1, 2, 3, 4, 5])
+    for request_id in ("first", "second"):  # as if five positions filled the result of a step
+        driver.request(request_id).row_bytes = MAX_STEP_SIDE_BYTES // 5
     driver.schedule()
     return driver
 
@@ -171,6 +180,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.TOKEN_BUDGET: token_budget,
     WaitReason.PREFILL_SHARE: prefill_share,
     WaitReason.WHOLE_PROMPT: whole_prompt,
+    WaitReason.RESULT_SIZE: result_size,
     WaitReason.KV_BLOCKS: kv_blocks,
     WaitReason.KV_PRESSURE: kv_pressure,
     WaitReason.PROGRAM_LIMIT: program_limit,
