@@ -5,7 +5,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -22,6 +21,8 @@ from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
 CHUNK = 4096
 """Lines that are embedded before their vectors are written."""
+CHUNK_CHARS = 2**21
+"""Characters of these lines, unless it is one line: as JSON they are smaller than the largest body of a server."""
 
 Vector = npt.NDArray[np.float32]
 Embed = Callable[[list[str]], list[Vector | str]]
@@ -41,19 +42,19 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
         output = stack.enter_context(_output(args.output_file))
         embed = stack.enter_context(_embedder(args, options))
         num_lines = num_failed = 0
-        arrays: list[Vector] = []
-        while texts := [line.rstrip("\r\n") for line in islice(lines, CHUNK)]:
+        arrays: list[Vector | str] = []
+        for texts in _chunks(lines):
             found = _embed_chunk(embed, texts, num_lines)
             num_failed += sum(isinstance(each, str) for each in found)
             if args.format == "npy":
-                arrays += _rows(found)
+                arrays += found
             else:
                 for index, each in enumerate(found, num_lines):
                     output.write(_json_line(index, each))
                 output.flush()
             num_lines += len(texts)
         if args.format == "npy":
-            np.save(output, np.stack(arrays) if arrays else np.zeros((0, 0), np.float32))
+            np.save(output, _stacked(arrays))
     if num_failed:
         raise EngineError(f"{num_failed} of {num_lines} lines have no vector")
 
@@ -74,10 +75,33 @@ def _json_line(index: int, found: Vector | str) -> bytes:
     return msgspec.json.encode({"index": index, **content}) + b"\n"
 
 
-def _rows(found: list[Vector | str]) -> list[Vector]:
-    """Return the vectors; those of failed lines are NaN."""
+def _stacked(found: list[Vector | str]) -> Vector:
+    """Return the vectors as one array; those of failed lines are NaN."""
     size = next((len(each) for each in found if not isinstance(each, str)), 0)
-    return [np.full(size, np.nan, np.float32) if isinstance(each, str) else each for each in found]
+    rows = [np.full(size, np.nan, np.float32) if isinstance(each, str) else each for each in found]
+    return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
+
+
+def _decoded(lines: TextIO) -> Iterator[str]:
+    try:
+        yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{getattr(lines, 'name', 'the file')} cannot be read as text: {error}") from None
+
+
+def _chunks(lines: TextIO) -> Iterator[list[str]]:
+    """Return the lines without their ends, some at a time."""
+    texts: list[str] = []
+    num_chars = 0
+    for line in _decoded(lines):
+        text = line.rstrip("\r\n")
+        if texts and (len(texts) == CHUNK or num_chars + len(text) > CHUNK_CHARS):
+            yield texts
+            texts, num_chars = [], 0
+        texts.append(text)
+        num_chars += len(text)
+    if texts:
+        yield texts
 
 
 @contextlib.contextmanager
@@ -116,10 +140,11 @@ def _input(name: str) -> Iterator[TextIO]:
         yield sys.stdin
         return
     try:
-        with Path(name).open(encoding="utf-8") as file:
-            yield file
-    except (OSError, UnicodeDecodeError) as error:
+        file = Path(name).open(encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
         raise ConfigError(f"{name} cannot be read as text: {error}") from None
+    with file:
+        yield file
 
 
 @contextlib.contextmanager

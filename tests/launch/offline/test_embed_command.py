@@ -99,6 +99,35 @@ def test_array_from_standard_input(server: FakeServer, tmp_path: Path, monkeypat
     assert [body["input"] for _, body, _ in server.bodies] == [["a", "bb"], ["ccc"]]
 
 
+def test_array_of_a_chunk_whose_lines_all_fail(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed_command, "CHUNK", 2)
+    (tmp_path / "in").write_text("!\n!\na\nbb\n!\n")
+    with pytest.raises(SystemExit):
+        run(str(tmp_path / "in"), "--url", server.url, "--format", "npy", "-o", str(tmp_path / "out"))
+    with (tmp_path / "out").open("rb") as file:
+        found = np.lib.format.read_array(file, allow_pickle=False)
+    assert np.isnan(found).all(1).tolist() == [True, True, False, False, True]
+    assert found[2:4].tolist() == [[1, 0.5], [2, 0.5]]
+
+
+def test_long_lines_are_sent_in_several_requests(server: FakeServer, tmp_path: Path) -> None:
+    """A server limits the size of a body."""
+    lines = ["x" * 900_000] * 5
+    (tmp_path / "in").write_text("\n".join(lines))
+    run(str(tmp_path / "in"), "--url", server.url, "-o", str(tmp_path / "out"))
+    assert [len(body["input"]) for _, body, _ in server.bodies] == [2, 2, 1]
+    assert [json.loads(line)["index"] for line in (tmp_path / "out").read_text().splitlines()] == list(range(5))
+
+
+def test_input_that_is_not_text(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_bytes(b"a\n\xff\xfe\n")
+    with pytest.raises(SystemExit):
+        run(str(tmp_path / "in"), "--url", server.url)
+    assert "in cannot be read as text" in capfd.readouterr().err
+
+
 def test_failures(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A line without a vector has an error; a refusal ends the command."""
     (tmp_path / "in").write_text("a\nb!\n")
