@@ -24,6 +24,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
             that of the other one (Qwen3-Reranker: no and yes, so that the sigmoid is the probability of yes). Empty:
             the model has a head for labels.
         max_tokens: longest prompt that the model was made for; 0: as long as its context.
+        lowercase: texts are converted to lower case first.
         prompts: texts that are put before an input, by name.
         default_prompt: name of the prompt of requests that name none, or "".
         message_format: how a text is given to the chat template, as the message of a user after the prompt as a system
@@ -40,6 +41,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation: Literal["", "sigmoid", "softmax"] = ""
     label_token_ids: list[int] = []
     max_tokens: int = 0
+    lowercase: bool = False
     prompts: dict[str, str] = {}
     default_prompt: str = ""
     message_format: Literal["", "flat", "structured"] = ""

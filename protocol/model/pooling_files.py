@@ -163,6 +163,7 @@ class _Files:
             )
         return {
             "max_tokens": 0 if longest >= model.max_position else longest,
+            "lowercase": self.transformer.flag("do_lower_case"),
             "prompts": {name: text or "" for name, text in prompts.items()},
             "default_prompt": default,
             **self._messages(),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from tokenizers import normalizers
 
 from quire.launch.text.chat_template import Message
 from quire.launch.text.pooling.chat_texts import ChatText, ChatTexts
@@ -90,6 +91,8 @@ class InputEncoder:
             InvalidRequest: it has no tokens, is too long, has an id outside the vocabulary, or is text without a
                 tokenizer.
         """
+        if self.pooling.lowercase:
+            given = _lowercase(given)
         try:
             ids, second_text = self._ids(given, truncation, param, add_special_tokens)
         except InvalidRequest as error:
@@ -191,6 +194,20 @@ class InputEncoder:
         text = f"{param} has {given} tokens, and this model reads at most {self.max_tokens}"
         advice = "shorten it, or set truncate_prompt_tokens to -1"
         return InvalidRequest(f"{text}: {advice}", param, "context_length_exceeded")
+
+
+def _lowercase(given: PoolingInput) -> PoolingInput:
+    """Convert texts to lower case, character by character as tokenizers do; token ids and conversations stay."""
+    lower = normalizers.Lowercase().normalize_str
+    match given:
+        case str():
+            return lower(given)
+        case ChatText(text, system):
+            return ChatText(lower(text), lower(system))
+        case TextPair(first, second, instruction):
+            return TextPair(lower(first), lower(second), lower(instruction))
+        case _:
+            return given
 
 
 def prompt_text(pooling: PoolingConfig, name: str | None) -> str:

@@ -190,6 +190,15 @@ class TestTooLong:
         with pytest.raises(InvalidRequest, match="has 17 tokens, and this model reads at most 16"):
             encoder(config=small).encode([5] * 17, Truncation(), "input")
 
+    def test_lower_case(self) -> None:
+        """A tokenizer that keeps the case, in a model for which texts are converted first."""
+        lower = encoder("byte_level", PoolingConfig(tasks=["embed"], size=8, lowercase=True))
+        plain = encoder("byte_level")
+        pair = TextPair("The Engine", "STOPS: 1"), TextPair("the engine", "stops: 1")
+        for written, expected in (("The ENGINE STRASSE", "the engine strasse"), pair, ([5, 6], [5, 6])):
+            found = lower.encode(written, Truncation(), "input").token_ids
+            assert found.tolist() == plain.encode(expected, Truncation(), "input").token_ids.tolist()
+
     def test_a_whole_context_fits(self) -> None:
         """Unlike a prompt that is continued, it needs no room for an answer."""
         assert len(encoder().encode([5] * 64, Truncation(), "input").token_ids) == 64

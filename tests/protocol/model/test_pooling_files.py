@@ -38,7 +38,7 @@ EMBEDDING: dict[str, Any] = {
         "prompts": {"query": "Instruct: find\nQuery:", "document": None},
         "default_prompt_name": "query",
     },
-    "sentence_bert_config.json": {"max_seq_length": 256, "do_lower_case": False},
+    "sentence_bert_config.json": {"max_seq_length": 256, "do_lower_case": True},
 }
 LOGIT_SCORE: dict[str, Any] = {
     "config.json": QWEN3,
@@ -72,6 +72,7 @@ def test_bi_encoder(tmp_path: Path) -> None:
         normalize=True,
         size=64,
         max_tokens=256,
+        lowercase=True,
         prompts={"query": "Instruct: find\nQuery:", "document": ""},
         default_prompt="query",
     )

@@ -48,8 +48,21 @@ class Embeddings(Module):
             else:
                 x += F.embedding(token_types, self.types)
         if self.positions is not None:
-            x += F.embedding(positions + self._first, self.positions)
+            x += F.embedding(self._rows(token_ids, positions), self.positions)
         return self.norm(x)
+
+    def _rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the row of ``self.positions`` of each token.
+
+        RoBERTa numbers the tokens of a prompt without those that equal the padding token, which share a row before it.
+        """
+        if not self._first:
+            return positions
+        padding = self._first - 1
+        counts = token_ids != padding
+        before = torch.cumsum(counts, 0) - counts.long()
+        begins = torch.arange(len(positions), device=positions.device) - positions
+        return torch.where(counts, before - before[begins] + self._first, padding)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         tables = {

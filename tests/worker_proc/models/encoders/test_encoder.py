@@ -69,6 +69,15 @@ def test_hidden_states_equal_those_of_transformers(name: str, tmp_path: Path) ->
         assert np.array_equal(runner.pool([Pooled(prompt, TOKENS)])[0], rows), "a row depends on its batch"
 
 
+def test_padding_tokens_in_a_prompt_have_no_position_of_their_own(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "roberta")
+    prompts = [[0, 5, 1, 6, 7, 2], [6, 1, 1, 9], [1], [8, 9]]
+    for prompt, rows in zip(
+        prompts, EncoderRunner(tmp_path).pool([Pooled(prompt, TOKENS) for prompt in prompts]), strict=True
+    ):
+        np.testing.assert_allclose(rows, _hidden(model, prompt), atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "modernbert"])
 @pytest.mark.full
 def test_a_checkpoint_with_a_head_for_masked_tokens_makes_vectors(family: str, tmp_path: Path) -> None:
