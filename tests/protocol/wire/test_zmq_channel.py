@@ -58,9 +58,10 @@ def test_pair_of_sockets_carries_both_directions(context: "zmq.Context[Any]", tm
     scheduler = ZmqChannel(context, zmq.PAIR, address, Link(WorkerToScheduler, 1), bind=True)
     worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
     assert worker.receive() is None and worker.receive(0.01) is None
-    frames = scheduler.send(Shutdown())
     worker.send(Heartbeat(2.0))
-    got, answer = worker.receive(WAIT), scheduler.receive(None)
+    answer = scheduler.receive(None)  # from now on both ends are connected
+    frames = scheduler.send(Shutdown())
+    got = worker.receive(WAIT)
     assert got is not None and got.message == Shutdown() and [bytes(f) for f in got.frames] == frames
     assert answer is not None and answer.message == Heartbeat(2.0)
     scheduler.close()
