@@ -59,7 +59,7 @@ def test_pair_of_sockets_carries_both_directions(context: "zmq.Context[Any]", tm
     worker = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, 1), bind=False)
     assert worker.receive() is None and worker.receive(0.01) is None
     worker.send(Heartbeat(2.0))
-    answer = scheduler.receive(None)  # from now on both ends are connected
+    answer = scheduler.receive(None)  # after it, both ends are connected
     frames = scheduler.send(Shutdown())
     got = worker.receive(WAIT)
     assert got is not None and got.message == Shutdown() and [bytes(f) for f in got.frames] == frames
