@@ -56,3 +56,10 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         if task == "classify":
             return 1 if self.label_token_ids else len(self.labels)
         return min(dimensions or self.size, self.size)
+
+    def dimensions_allowed(self, dimensions: int) -> str:
+        """Return "" if a vector may be cut to this number of entries, or which numbers are allowed."""
+        if not self.matryoshka_dimensions:
+            return "" if 1 <= dimensions <= self.size else f"an integer from 1 to {self.size}"
+        sizes = sorted({*self.matryoshka_dimensions, self.size})
+        return "" if dimensions in sizes else f"one of {', '.join(map(str, sizes))}"

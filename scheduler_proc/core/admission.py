@@ -153,14 +153,8 @@ class Admission:
         if params.dimensions and params.task == "classify":
             text = f"dimensions cannot be combined with task classify (got {params.dimensions})"
             raise Refusal("invalid_value", "dimensions", text)
-        if params.dimensions > can.size:
-            text = f"dimensions must be from 1 to {can.size}, the model's own (got {params.dimensions})"
-            raise Refusal("invalid_value", "dimensions", text)
-        if params.dimensions and can.matryoshka_dimensions and params.dimensions not in can.matryoshka_dimensions:
-            allowed = ", ".join(map(str, can.matryoshka_dimensions))
-            raise Refusal(
-                "invalid_value", "dimensions", f"dimensions must be one of {allowed} (got {params.dimensions})"
-            )
+        if params.dimensions and (allowed := can.dimensions_allowed(params.dimensions)):
+            raise Refusal("invalid_value", "dimensions", f"dimensions must be {allowed} (got {params.dimensions})")
         num_rows = num_prompt_tokens if params.task == "token_embed" else 1
         num_bytes = 4 * num_rows * can.width(params.task, params.dimensions)
         if num_bytes > MAX_SIDE_BYTES:

@@ -15,13 +15,14 @@ def require_pooling(step: SchedulerOutput, batch: InputBatch, model: ModelConfig
         reason = _refusal(new, model)
         if reason:
             raise StepRefused(f"handle {new.handle} {reason}")
-    pooled = {new.handle for new in step.new_requests if new.pooling is not None}
-    if not pooled and not batch.pooling.count:
+    named = [handle for handle, _ in (*step.drafts, *step.chosen)]
+    named += [handle for pair in step.forks for handle in pair]
+    if not named:
         return
-    pooled |= {handle for handle, row in batch.row_of.items() if batch.pooling.is_pooled[row]}
-    sampled = [handle for handle, _ in (*step.drafts, *step.chosen)]
-    for handle in [*sampled, *(handle for pair in step.forks for handle in pair)]:
-        if handle in pooled:
+    pooled = {new.handle for new in step.new_requests if new.pooling is not None}
+    for handle in named:
+        row = batch.row_of.get(handle)
+        if handle in pooled or (row is not None and batch.pooling.is_pooled[row]):
             raise StepRefused(f"handle {handle} is pooled, and cannot have draft tokens, a chosen token or forks")
 
 

@@ -18,7 +18,6 @@ from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams, PoolingTask
-from quire.protocol.request.sampling_params import check_int
 
 COMPARED = 4
 """Tokens of two texts that are both too long, as a multiple of their limit, by which the longer one is found."""
@@ -245,9 +244,6 @@ def pooling_params(
         return PoolingParams(task, 0, use_activation)
     if task == "classify":
         raise InvalidRequest("dimensions cannot be combined with the task classify", "dimensions", "unsupported_value")
-    sizes = sorted({*pooling.matryoshka_dimensions, pooling.size})
-    if pooling.matryoshka_dimensions:
-        if dimensions not in sizes or type(dimensions) is not int:
-            raise wrong_value("dimensions", f"one of {', '.join(map(str, sizes))}", dimensions)
-        return PoolingParams(task, dimensions, use_activation)
-    return PoolingParams(task, check_int("dimensions", dimensions, 1, pooling.size), use_activation)
+    if allowed := pooling.dimensions_allowed(dimensions if type(dimensions) is int else 0):
+        raise wrong_value("dimensions", allowed, dimensions)
+    return PoolingParams(task, dimensions, use_activation)

@@ -165,8 +165,13 @@ WIDE = PoolingConfig(tasks=["embed", "token_embed"], size=2**20, matryoshka_dime
     [
         (None, {"pooling": EMBED}, "task", "this model cannot embed; its pooling tasks: none"),
         (LAST, {"pooling": CLASSIFY}, "task", "this model cannot classify; its pooling tasks: embed, token_embed"),
-        (LAST, {"pooling": PoolingParams("embed", 7)}, "dimensions", "from 1 to 6, the model's own (got 7)"),
-        (WIDE, {"pooling": PoolingParams("embed", 3)}, "dimensions", "dimensions must be one of 2, 4 (got 3)"),
+        (
+            LAST,
+            {"pooling": PoolingParams("embed", 7)},
+            "dimensions",
+            "dimensions must be an integer from 1 to 6 (got 7)",
+        ),
+        (WIDE, {"pooling": PoolingParams("embed", 3)}, "dimensions", "dimensions must be one of 2, 4, 1048576 (got 3)"),
         (ALL, {"pooling": PoolingParams("classify", 2)}, "dimensions", "cannot be combined with task classify (got 2)"),
         (WIDE, {"pooling": EACH}, "prompt", f"have {4 * 20 * 2**20} bytes, more than the {MAX_SIDE_BYTES}"),
         (LAST, {"pooling": EMBED, "output": [5]}, "output_token_ids", "has no output (got 1 tokens)"),
@@ -178,6 +183,14 @@ def test_refusals(pooling: PoolingConfig | None, extra: dict[str, Any], param: s
     driver.check_drained()
     rejected = driver.answers["a"].rejected
     assert rejected is not None and rejected.param == param and text in rejected.message
+
+
+def test_a_whole_vector_is_one_of_the_sizes() -> None:
+    """Also if the sizes to which it may be cut are named without it, as on the side of the front end."""
+    driver = Driver(pooling=PoolingConfig(tasks=["embed"], size=6, matryoshka_dimensions=[2, 4]))
+    driver.add("a", LONG, pooling=PoolingParams("embed", 6))
+    driver.finish()
+    check_ended(driver, "a", rows_of(LONG))
 
 
 def test_a_model_that_only_pools_refuses_to_generate() -> None:
