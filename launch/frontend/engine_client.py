@@ -53,6 +53,14 @@ class Update(msgspec.Struct, gc=False):
     pooled: npt.NDArray[np.float32] | None = None
     routed_experts: npt.NDArray[np.int32] | None = None
 
+    @property
+    def pooling_error(self) -> str:
+        """Why the update that ends a request with PoolingParams has no usable rows, or ""."""
+        if self.ended is not EndReason.STOPPED:
+            return self.detail or "the request was aborted"
+        is_finite = self.pooled is not None and np.isfinite(self.pooled).all()
+        return "" if is_finite else "numerical_error: the vector is not finite"
+
 
 class Stoppable(Protocol):
     """One sequence in flight that can be stopped or aborted."""

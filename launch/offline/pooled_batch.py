@@ -17,15 +17,12 @@ from quire.launch.offline.pooling_output import PoolingRequestOutput
 from quire.launch.text.pooling.inputs import for_prompt
 from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.pooling_params import NO_SAMPLING, PoolingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import AddRequest, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest
 
 Rows = npt.NDArray[np.float32]
 RowsOutput = PoolingRequestOutput[Rows]
-UNUSED = SamplingParams(max_tokens=1)
-"""A request for vectors samples nothing."""
 
 
 @dataclass(slots=True)
@@ -102,7 +99,7 @@ class PooledBatch:
         request = AddRequest(
             f"offline-{inputs.first_number + index}",
             prompt.token_ids,
-            UNUSED,
+            NO_SAMPLING,
             0,
             priority=inputs.priorities[index],
             arrival=time.monotonic(),
@@ -133,10 +130,6 @@ class PooledBatch:
 
 def _ended(output: RowsOutput, update: Update) -> RowsOutput:
     output.num_cached_tokens = update.num_cached_tokens
-    if update.ended is not EndReason.STOPPED:
-        output.error = update.detail or "the request was aborted"
-    elif update.pooled is None or not np.isfinite(update.pooled).all():
-        output.error = "numerical_error: the vector is not finite"
-    else:
-        output.outputs = update.pooled
+    output.error = update.pooling_error or None
+    output.outputs = None if output.error else update.pooled
     return output

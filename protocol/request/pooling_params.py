@@ -5,7 +5,7 @@ import msgspec
 from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.model.pooling_config import POOLING_TASKS as POOLING_TASKS
 from quire.protocol.model.pooling_config import PoolingTask as PoolingTask
-from quire.protocol.request.sampling_params import check_int
+from quire.protocol.request.sampling_params import SamplingParams, check_int
 
 MAX_DIMENSIONS = 2**20
 
@@ -40,3 +40,7 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
         if not isinstance(self.use_activation, bool):
             text = f"use_activation must be true or false (got {printable(self.use_activation)})"
             raise InvalidRequest(text, "use_activation", "invalid_type")
+
+
+NO_SAMPLING = SamplingParams(max_tokens=1)
+"""Sampling parameters of requests with PoolingParams, which do not use them."""

@@ -8,7 +8,7 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.request.pooling_params import NO_SAMPLING, PoolingParams
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
@@ -25,8 +25,6 @@ from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
 MAX_REQUEST_ID = 256
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
-NO_SAMPLING = SamplingParams()
-"""Sampling parameters of all pooled requests, which do not use them."""
 
 
 class Refusal(Exception):

@@ -21,7 +21,7 @@ from quire.launch.text.pooling.pairs import TextPair
 from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_in import LONG_TEXT_CHARS
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.pooling_params import NO_SAMPLING
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason
 
@@ -36,9 +36,6 @@ RETRY_S = 0.05
 """Time after which an input is resubmitted, if the engine has refused it and has none of the request's."""
 OWN_ERRORS = frozenset(("invalid_value", "context_length_exceeded", "kv_pool_too_small"))
 """Codes of a refusal by the scheduler that concerns one input only."""
-UNUSED = SamplingParams(max_tokens=1)
-"""A request for vectors samples nothing."""
-NOT_FINITE = "numerical_error: the vector is not finite"
 
 Rows = npt.NDArray[np.float32]
 Outcome = Rows | ApiError
@@ -205,7 +202,7 @@ class PooledRun:
             sequence = await self._server.engine.add(
                 f"{self._request_id}-{index}",
                 prompt.token_ids,
-                UNUSED,
+                NO_SAMPLING,
                 0,
                 self._request.priority,
                 self._request.cache_salt,
@@ -281,9 +278,8 @@ class PooledRun:
     def _end(self, index: int, each: _Open, update: Update) -> None:
         """Note the outcome of an input; raise ApiError if it ends the request, as an administrator's abort does."""
         assert update.ended is not None
-        rows, detail = update.pooled, update.detail
-        if update.ended is EndReason.STOPPED and (rows is None or not np.isfinite(rows).all()):
-            rows, detail = None, NOT_FINITE
+        detail = update.pooling_error
+        rows = None if detail else update.pooled
         reason = "error" if rows is None and update.ended is EndReason.STOPPED else update.ended.finish_reason
         each.clock.record(
             OutputDelta("", [], None, reason, None, 0, update.num_cached_tokens, detail, None, update.admitted)
