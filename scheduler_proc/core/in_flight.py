@@ -61,7 +61,7 @@ class InFlightStep:
     num_tokens: int
     num_drafts: int = 0
     prefill: Prefill = NO_PREFILL
-    pooled: tuple[StepRow, ...] = ()
+    pooled: list[StepRow] = field(default_factory=list)
     steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False
@@ -73,7 +73,7 @@ class InFlightStep:
             start = request.num_computed_tokens
             self.prefill += Prefill.between(start, start + row.num_tokens)
         if request.pooling is not None:
-            self.pooled += (row,)
+            self.pooled.append(row)
             row.first = request.num_computed_tokens
             row.pools = request.sent(row.num_tokens, 0)
             return False
