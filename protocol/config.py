@@ -38,6 +38,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     adaptive: bool = True
 
 
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where a rank runs. ``node``: address of a node agent, or "" for this machine. ``device``: number of its GPU."""
+
+    node: str = ""
+    device: int = 0
+
+
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """Configuration of scheduler and workers: the settings, and the values that ``quire.launch.config.engine_config``
     resolves.
@@ -67,6 +74,10 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         crash_dump_dir: directory that receives the newest events of a failed engine; empty for none.
         learned_costs_dir: directory that keeps the learned costs of loads for the next start; empty for none.
         version: version of the engine, for readers of a trace.
+        data_parallel_rank: number of this engine among those of the server, from 0.
+        data_parallel_size: number of engines when this one was started.
+        feeds_router: it publishes its KV cache events to the server's router.
+        ranks: where each rank runs; empty: all on this machine, rank r on device r.
     """
 
     model: ModelConfig
@@ -94,6 +105,10 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     crash_dump_dir: str = ""
     learned_costs_dir: str = ""
     version: str = ""
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    feeds_router: bool = False
+    ranks: list[RankPlace] = msgspec.field(default_factory=list)
 
     @property
     def pipeline_depth(self) -> int:

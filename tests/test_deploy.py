@@ -150,7 +150,7 @@ def test_image_has_the_torch_and_extras_of_the_repository() -> None:
 
 def test_the_build_context_has_what_a_build_reads() -> None:
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    assert kept >= {"quire", "kernels", "launch", "protocol", "scheduler_proc", "worker_proc"}
+    assert kept >= {"quire", "kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc"}
     assert kept >= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch", "tests", "tools")
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch", "tests", "tools")
 
 
 def _names(file: Path) -> set[str]:

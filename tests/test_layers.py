@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "kernels", "launch")
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch")
 ALLOWED = {
     "protocol": {"protocol"},
     "scheduler_proc": {"protocol", "scheduler_proc", "version"},
     "kernels": {"kernels", "version"},
     "worker_proc": {"protocol", "kernels", "worker_proc", "version"},
-    "launch": {"protocol", "scheduler_proc", "launch", "version"},
+    "router_proc": {"protocol", "router_proc", "version"},
+    "launch": {"protocol", "scheduler_proc", "router_proc", "launch", "version"},
 }
-TORCH_FREE = ("protocol", "scheduler_proc", "launch")
+TORCH_FREE = ("protocol", "scheduler_proc", "router_proc", "launch")
 HEAVY = {"torch", "transformers", "triton"}
 
 

@@ -9,6 +9,7 @@ from quire.protocol.settings import ADAPTERS, Setting
 
 SERVER = "Server"
 LOGS = "Logs and metrics"
+SCALE = "Several engines"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +193,53 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             ADAPTERS,
             "folder whose folders are LoRA adapters, named as they are. Each is read when a request asks for it",
+            metavar="DIR",
+            default="none",
+        ),
+    ] = ""
+    data_parallel_size: Annotated[
+        int,
+        Setting(
+            SCALE,
+            "number of engines, each with its own scheduler, workers and KV cache, behind one router: "
+            "[several engines](scale.md). 1: one engine and no router",
+            range=(1, 64),
+        ),
+    ] = 1
+    routing: Annotated[
+        Literal["cache", "least-load", "round-robin", "session"],
+        Setting(
+            SCALE,
+            "how requests are routed to engines: cache (to the engine with the least left to compute, by the contents "
+            "of its KV cache and its queue), least-load, round-robin, or session (to the engine that had the last "
+            "request of the same job): [routing](scale.md#routing)",
+            metavar="POLICY",
+        ),
+    ] = "cache"
+    drain_timeout: Annotated[
+        float,
+        Setting(
+            SCALE,
+            "seconds that requests have to end on an engine that is drained, after which they are moved to others",
+            range=(0, 86400),
+            metavar="SECONDS",
+        ),
+    ] = 10.0
+    nodes: Annotated[
+        list[str] | None,
+        Setting(
+            SCALE,
+            "machines that run the workers: addresses of `quire node` such as tcp://10.0.0.5:7100, dns:NAME:PORT for "
+            "all addresses of a name, or ray: [several machines](scale.md#several-machines)",
+            metavar="NODE",
+            default="this machine",
+        ),
+    ] = None
+    node_keys: Annotated[
+        str,
+        Setting(
+            SCALE,
+            "directory of the CURVE keys for the links to nodes: [keys](scale.md#keys)",
             metavar="DIR",
             default="none",
         ),

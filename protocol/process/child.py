@@ -32,6 +32,7 @@ from quire.protocol.errors import ConfigError, QuireError, shortage
 from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
+from quire.protocol.routing import EnginePlace
 
 EX_CONFIG = 78
 HEARTBEAT_S = 0.5
@@ -48,15 +49,23 @@ class Report(msgspec.Struct, omit_defaults=True):
         event: started; alive; joined (a worker moves to the group of ``worker_epoch``); ready (the scheduler: that
             group can run steps; a front end: it accepts connections); progress (that group committed a first token);
             suspect_confirmed (a request that made that group die has ended); group_failed (the scheduler gives that
-            group up for the reason ``text``); failed (the child exits for the reason ``text``).
-        text: one line for people.
+            group up for the reason ``text``); failed (the child exits for the reason ``text``); incarnation (an engine:
+            its scheduler now is ``incarnation``); drained (a front end: it has no request on ``engine``); order (a
+            front end: an administrator orders ``text``, of launch/fleet, for ``engine``).
+        text: one line for people, or the order.
+        engine: number of the engine; -1 for all.
     """
 
-    event: Literal["started", "alive", "joined", "ready", "progress", "suspect_confirmed", "group_failed", "failed"]
+    event: Literal[
+        "started", "alive", "joined", "ready", "progress", "suspect_confirmed", "group_failed", "failed", "incarnation",
+        "drained", "order",
+    ]  # fmt: skip
     text: str = ""
     exit_status: int = 0
     detail: dict[str, float] = {}
     worker_epoch: int = 0
+    incarnation: int = 0
+    engine: int = -1
 
 
 class Command(msgspec.Struct, omit_defaults=True):
@@ -67,15 +76,19 @@ class Command(msgspec.Struct, omit_defaults=True):
             before ``worker_epoch`` ended for the reason ``text``, expect the new one); front_end_exited (the
             scheduler: process ``pid`` ended); scheduler (a front end: connect to scheduler ``incarnation``); drain (a
             front end: accept no more requests, exit when none runs); engine_failed (a front end: end every answer
-            with an error, then exit); stop (exit now).
+            with an error, then exit); stop (exit now); engines (a front end or the router of a server with several
+            engines: they now are ``engines``); router (a front end: connect to router ``incarnation``).
     """
 
-    kind: Literal["join", "worker_epoch", "front_end_exited", "scheduler", "drain", "engine_failed", "stop"]
+    kind: Literal[
+        "join", "worker_epoch", "front_end_exited", "scheduler", "drain", "engine_failed", "stop", "engines", "router"
+    ]
     worker_epoch: int = 0
     rank: int = 0
     incarnation: int = 0
     pid: int = 0
     text: str = ""
+    engines: list[EnginePlace] = []
 
 
 class Child:

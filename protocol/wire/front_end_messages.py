@@ -82,6 +82,13 @@ class CallsTool(Message, frozen=True, tag=25):
     tool: str
 
 
+class TenantService(Message, frozen=True, tag=26):
+    """Service that tenants got from other engines since the last one of these: (tenant, tokens), in the units in which
+    the waiting queue counts service. Sent by the router, so that tenants are served fairly over all engines."""
+
+    served: list[tuple[int, int]]
+
+
 class Abort(Message, frozen=True, tag=11):
     request_ids: list[str]
 
@@ -375,6 +382,8 @@ class Statistics(Message, frozen=True, tag=22):
     """Time for which blocks were kept last, by the tool that runs; ``none`` without one."""
     num_pin_failures: int = 0
     """Choices of this time that failed."""
+    tenant_service: list[tuple[int, int]] = []
+    """Service of each tenant by this engine since its start, as in TenantService; empty with fewer than two tenants."""
 
 
 class EngineState(Message, frozen=True, tag=23):
@@ -385,7 +394,7 @@ class EngineState(Message, frozen=True, tag=23):
     pause: str = ""
 
 
-ClientEvent: TypeAlias = AddRequest | CallsTool | Abort | Stop | Control | UnloadAdapter
+ClientEvent: TypeAlias = AddRequest | CallsTool | Abort | Stop | Control | UnloadAdapter | TenantService
 """The messages of a front end that the Scheduler consumes."""
 FrontEndToScheduler: TypeAlias = Hello | Heartbeat | ClientEvent
 SchedulerToFrontEnd: TypeAlias = Welcome | Refused | Heartbeat | Rejected | StepOutputs | Statistics | EngineState

@@ -50,6 +50,16 @@ def frontend_address(directory: Path, incarnation: int = 1) -> str:
     return f"ipc://{directory}/frontend-{incarnation}.sock"
 
 
+def router_address(directory: Path, incarnation: int) -> str:
+    """Return the address at which the router of ``incarnation`` accepts front ends."""
+    return f"ipc://{directory}/router-{incarnation}.sock"
+
+
+def kv_events_address(directory: Path, incarnation: int) -> tuple[str, str]:
+    """Return where the scheduler of ``incarnation`` publishes its KV cache events to the router, and resends them."""
+    return f"ipc://{directory}/kv-{incarnation}.sock", f"ipc://{directory}/kv-replay-{incarnation}.sock"
+
+
 def worker_address(directory: Path, worker_epoch: int, rank: int) -> str:
     return f"ipc://{directory}/worker-{worker_epoch}-{rank}.sock"
 
