@@ -1,4 +1,4 @@
-"""The service of tenants: each engine gets what the others have served, once."""
+"""The service of tenants: the service by others reaches each engine once."""
 
 from collections import Counter
 
