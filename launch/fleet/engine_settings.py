@@ -84,12 +84,16 @@ def check_shared(config: EngineConfig, num_engines: int) -> None:
                     f"has port + N, so leave at least {num_engines} ports between both flags"
                 )
             taken[address] = f"{flag} of engine {engine}"
-    wanted, free = config.cpu_offload_bytes * num_engines, available_bytes()
-    if wanted > free:
-        raise ConfigError(
-            f"--cpu-offload-bytes {config.cpu_offload_bytes} is per engine: {num_engines} engines need {wanted} bytes, "
-            f"and {free} bytes of host memory are free"
-        )
+    needs = {"--cpu-offload-bytes": config.cpu_offload_bytes}
+    if config.device == "cpu":
+        needs["--kv-cache-memory-bytes"] = config.kv_cache_memory_bytes * config.tensor_parallel_size
+    free = available_bytes()
+    for flag, each in needs.items():
+        if each * num_engines > free:
+            raise ConfigError(
+                f"{flag} is per engine: {num_engines} engines need {each * num_engines} bytes, and {free} bytes of "
+                f"host memory are free"
+            )
 
 
 def _numbered(path: str, name: str) -> str:

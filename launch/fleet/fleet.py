@@ -89,7 +89,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.stop()
 
-    def start(self) -> None:
+    def start_all(self) -> None:
         """Start all processes. ``is_ready`` is true once they can serve."""
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
         (self.directory / "router").write_bytes(msgspec.json.encode(self._routing))

@@ -103,7 +103,9 @@ class Supervisor:
         (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
         self.policy.begin(time.monotonic())
 
-    def start_front_ends(self) -> None:
+    def start_all(self) -> None:
+        """Start the engine and its front ends."""
+        self.start_engine()
         self.policy.admit_front_ends(time.monotonic())
 
     @property
