@@ -59,7 +59,8 @@ class FleetPolicy:
         self._fatal_error: QuireError | None = None
         self._due: dict[tuple[Role, int], float] = {}
         """When to start each missing router or front end, by (role, index)."""
-        self._router_since = 0.0
+        self._router_since: float | None = None
+        """When the router that runs was ready."""
         self._router_failures = self._front_end_failures = 0
         self._announced: list[EnginePlace] = []
         self._front_end_was_ready = self._draining = self._stopping = False
@@ -199,12 +200,12 @@ class FleetPolicy:
             self._router_ended(str(error), now)
             return
         self.router = Member("router", process, now)
-        self._router_since = now
+        self._router_since = None
         self._runner.send(process, Command("engines", engines=self._announced))
         self._send(self.front_ends, Command("router", incarnation=self.router_incarnation))
 
     def _router_ended(self, reason: str, now: float) -> None:
-        if self.router is not None and now - self._router_since >= STABLE_S:
+        if self._router_since is not None and now - self._router_since >= STABLE_S:
             self._router_failures = 0
         self._router_failures += 1
         self.restarts.router += 1
@@ -244,6 +245,8 @@ class FleetPolicy:
             self.engines.ready(self.engines.slots[member.index], report, now)
         elif member.role == "frontend":
             self._front_end_was_ready, self._front_end_failures = True, 0
+        else:
+            self._router_since = now
 
     def _end(self, member: Member, reason: str, now: float) -> None:
         """Kill a process that does not end by itself."""
