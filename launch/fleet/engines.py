@@ -90,6 +90,8 @@ class Engines:
             return  # it has recovered
         slot.has_settled = self._has_served = True
         slot.serving_since = now
+        if all(each.goal == "drain" for each in self.slots.values()):
+            slot.goal = "serve"  # the others were removed since it was drained
         slot.state = "drained" if slot.goal == "drain" else "serving"
         log.info("engine is serving", engine=slot.number, start=slot.num_starts)
 

@@ -46,8 +46,9 @@ def check_order(order: str, engine: int, places: Sequence[EnginePlace]) -> None:
     if place is None:
         numbers = ", ".join(str(each.engine) for each in places)
         raise InvalidRequest(f"engine must be one of {numbers} (got {engine})", "engine", "engine_not_found")
-    if order == "remove" and len(places) == 1:
-        raise OrderRefused(f"engine {engine} is the last one: it cannot be removed")
+    leaving = ("draining", "drained", "stopped")
+    if order == "remove" and all(each.state in leaving for each in places if each is not place):
+        raise OrderRefused(f"engine {engine} is the last one that is not drained: it cannot be removed")
     if order in ("drain", "resume"):
         allowed = ("serving", "draining", "drained")
         if place.state not in allowed:
