@@ -117,10 +117,10 @@ def _run(
         if isinstance(processes, Fleet):
             for slot in processes.slots:
                 write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
-            engines = f"{len(processes.slots)} engines, "
+            engines = f", {len(processes.slots)} engines"
         else:
             write_line(_kv_cache_line(config, processes.policy.ready_detail))
-        write_line(f"{about} ({engines}ready in {seconds:.1f} s)")
+        write_line(f"{about} (ready in {seconds:.1f} s{engines})")
     while not signals.count:
         processes.watch(None)
     write_line(
