@@ -9,7 +9,6 @@ import msgspec
 from quire.launch.config.serve_options import ServeOptions
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import ConfigError
-from quire.protocol.process.host_memory import available_bytes
 from quire.protocol.routing import RoutingConfig
 
 
@@ -87,6 +86,8 @@ def check_shared(config: EngineConfig, num_engines: int) -> None:
     needs = {"--cpu-offload-bytes": config.cpu_offload_bytes}
     if config.device == "cpu":
         needs["--kv-cache-memory-bytes"] = config.kv_cache_memory_bytes * config.tensor_parallel_size
+    from quire.protocol.process.host_memory import available_bytes  # psutil, which --help does not wait for
+
     free = available_bytes()
     for flag, each in needs.items():
         if each * num_engines > free:
