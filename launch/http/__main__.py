@@ -21,7 +21,7 @@ from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
 from quire.launch.http.routes.session_peers import session_address, share_sessions
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
-from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.server import FleetLink, ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
 from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
@@ -146,6 +146,7 @@ class FrontEnd:
                 moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
+                fleet=self._fleet_link(),
             ),
         )
         self._response_store: ResponseStore = app.state.response_store
@@ -160,6 +161,15 @@ class FrontEnd:
             return None
         reader, table = AdapterReader(config.model, config.max_lora_rank), NameTable(table_path(self._directory))
         return Adapters(reader, table, Path(folder) if folder else None)
+
+    def _fleet_link(self) -> FleetLink | None:
+        engine = self._engine
+        if isinstance(engine, ZmqEngineClient):
+            return None
+        return FleetLink(lambda: engine.places, engine.statistics_by_engine, self._send_order)
+
+    def _send_order(self, order: str, engine: int) -> None:
+        self._child.report(Report("order", order, engine=engine))
 
     def _take_commands(self) -> None:
         for command in self._child.take_commands():
