@@ -20,7 +20,12 @@ RESTARTS = (
 )
 # Metrics of the router with the label engine: kind, name, HELP text, field of RouterFigures.
 BY_ENGINE = (
-    (GaugeMetricFamily, "router_indexed_blocks", "Number of an engine's blocks in the router's index.", "indexed_blocks"),
+    (
+        GaugeMetricFamily,
+        "router_indexed_blocks",
+        "Number of an engine's blocks in the router's index.",
+        "indexed_blocks",
+    ),
     (CounterMetricFamily, "router_event_gaps", "Number of times that events of an engine were missing.", "gaps"),
     (
         CounterMetricFamily,
@@ -48,7 +53,8 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if not self.places:
             return
-        names, states = self.names, Counter(place.state for place in self.places)
+        names = self.names
+        states = Counter[str](place.state for place in self.places)
         by_state = {state: states[state] for state in STATES}
         yield names.by_label(GaugeMetricFamily, "num_engines", "Number of engines, by state.", "state", by_state)
         for name, text, field_name in RESTARTS:
