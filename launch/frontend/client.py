@@ -162,13 +162,9 @@ class ZmqEngineClient(SubmittingClient):
         self._idle.clear()
         return ZmqSequence(self._session, stream)
 
-    async def statistics(self) -> Statistics | None:
-        self._session.require_alive()
-        return await self.control("statistics") if self._session.accepts else None
-
     async def statistics_by_engine(self) -> dict[int, Statistics]:
-        statistics = await self.statistics()
-        return {} if statistics is None else {0: statistics}
+        self._session.require_alive()
+        return {0: await self.control("statistics")} if self._session.accepts else {}
 
     async def control(self, kind: str) -> Statistics:
         return await self._link.ask(lambda query: Control(kind, query))

@@ -161,16 +161,10 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def statistics(self) -> Statistics | None:
-        """Return the current counters and gauges, of several engines their sums, or None while none has been ready.
-
-        Raises:
-            EngineError: the engine has failed.
-        """
-        ...
-
     async def statistics_by_engine(self) -> dict[int, Statistics]:
-        """Return the statistics of each engine that answers, by its number; one engine alone has the number 0.
+        """Return the current counters and gauges of each engine that answers; one engine alone has the number 0.
+
+        An engine that has not been ready is left out.
 
         Raises:
             EngineError: the engine has failed.

@@ -12,7 +12,7 @@ from quire.launch.frontend.routed_stream import NOWHERE, RoutedStream
 from quire.launch.frontend.router_link import RouterLink
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
-from quire.protocol.errors import EngineError
+from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.process.log import event_logger
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.codec import ProtocolError
@@ -102,8 +102,9 @@ class EngineSet:
             EngineError: the engines have failed.
         """
         self.require_alive()
-        before = self._streams.get(request.request_id)
-        if before is not None and before.stream.over:
+        if (before := self._streams.get(request.request_id)) is not None:
+            if not before.stream.over:
+                raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
             self._forget(before)
         stream = Stream(request, on_update, parent)
         self._waiting.adopt(stream)

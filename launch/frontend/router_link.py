@@ -75,6 +75,7 @@ class RouterLink:
         if now - oldest >= ROUTE_TIMEOUT_S:
             log.warning("the router does not answer: engines are chosen without it", seconds=ROUTE_TIMEOUT_S)
             self.is_silent = True
+            self._ended += self._asked  # a late answer has no effect
             self._asked.clear()
 
     # ---- reports

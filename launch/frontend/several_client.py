@@ -213,10 +213,6 @@ class SeveralEnginesClient(SubmittingClient):
             keys = await self._keys.of(request, self._set.engines.block_size)
         return ZmqSequence(self._set, self._set.add(request, on_update, parent, keys))
 
-    async def statistics(self) -> Statistics | None:
-        found = await self.statistics_by_engine()
-        return merge_statistics(list(found.values())) if found else None
-
     async def statistics_by_engine(self) -> dict[int, Statistics]:
         self._set.require_alive()
         return await self._links.ask(self._set.engines.accepting, partial(Control, "statistics"))
