@@ -16,7 +16,6 @@ import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.fleet.engine_settings import engine_config
-from quire.launch.fleet.engine_start import EngineStart, start_file, write_start
 from quire.launch.fleet.places import Places
 from quire.launch.fleet.policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.slots import EngineSlot, directory_name
@@ -24,7 +23,7 @@ from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
 from quire.launch.supervision.members import Process
-from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram
+from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
@@ -91,7 +90,7 @@ class Fleet:
 
     def start_all(self) -> None:
         """Start all processes. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
         (self.directory / "router").write_bytes(msgspec.json.encode(self._routing))
         self.policy.begin(time.monotonic())
 
@@ -170,10 +169,13 @@ class Fleet:
     def start_engine(self, engine: int, num_starts: int, num_engines: int, ranks: list[RankPlace]) -> ChildProcess:
         directory = self._engine_directory(engine, num_starts)
         config = engine_config(self.config, engine, num_starts, num_engines, ranks)
+        arguments = ["--directory", str(directory), "--worker", self._worker.module]
+        arguments += [f"--worker-argument={argument}" for argument in self._worker.arguments]
+        arguments += ["--standby"] if self._standby else []
         try:
             directory.mkdir(mode=0o700)
-            write_start(directory, EngineStart(config, self._worker, self._standby))
-            return self._start("quire.launch.fleet", ["--directory", str(directory)])
+            write_config(directory, config)  # before the router reads it
+            return self._start("quire.launch.fleet", arguments)
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
 
@@ -202,7 +204,6 @@ class Fleet:
         directory = self._engine_directory(engine, num_starts)
         self._ended_restarts.update(msgspec.structs.asdict(self._engine_restarts.pop(engine, Restarts())))
         shutil.rmtree(directory, ignore_errors=True)
-        start_file(directory).unlink(missing_ok=True)
 
     # ---- shutdown
 

@@ -100,7 +100,7 @@ class Supervisor:
 
     def start_engine(self) -> None:
         """Start scheduler and workers. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
         self.policy.begin(time.monotonic())
 
     def start_all(self) -> None:
@@ -242,3 +242,10 @@ class Supervisor:
 def _child_of(member: Member) -> ChildProcess:
     assert isinstance(member.process, ChildProcess)
     return member.process
+
+
+def write_config(directory: Path, config: EngineConfig) -> None:
+    """Write the file ``config``; readers see the old or the new one."""
+    fresh = directory / "config.new"
+    fresh.write_bytes(msgspec.msgpack.encode(config))
+    fresh.replace(directory / "config")
