@@ -223,8 +223,9 @@ class Engines:
             slot.goal = "serve"
         if not self._has_served and all(each.has_settled for each in self.slots.values()):
             self.fatal_error = (ConfigError if refused else EngineError)(reason)
-        else:
-            log.error("restarting an engine", engine=slot.number, seconds=delay, reason=reason)
+        else:  # the server's start shows the reason of an engine that cannot start
+            report = log.error if self._has_served else log.info
+            report("restarting an engine", engine=slot.number, seconds=delay, reason=reason)
 
     def _retire(self, slot: EngineSlot, goal: Goal, now: float) -> None:
         """Drain an engine, if it serves, and then do what ``goal`` says."""
