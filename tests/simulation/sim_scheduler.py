@@ -59,7 +59,7 @@ class SimChild:
 
 
 class SimHub:
-    """Implements ``transport.Hub`` like ZmqHub, over wires. Messages sent before it existed wait for it."""
+    """Implements ``clients.Hub`` like ZmqHub, over wires. Messages sent before it existed wait for it."""
 
     def __init__(self, world: "World", incarnation: int) -> None:
         self._world = world
