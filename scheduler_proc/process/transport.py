@@ -8,7 +8,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.zmq_channel import PeerMessage
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
