@@ -38,13 +38,13 @@ def load_curve_keys(folder: Path, flag: str = KV_EVENTS_FLAG) -> CurveKeys:
         ConfigError: a directory or file is missing, other users could change or read it, or it contains no key.
     """
     for place in (folder, folder / ALLOWED):
-        _require(flag, place, stat.S_ISDIR, "a directory of mode 0700 that belongs to this user", 0o077)
-    _require(flag, folder / SECRET, stat.S_ISREG, "a file of mode 0600 that belongs to this user", 0o077)
+        require_private(flag, place, stat.S_ISDIR, "a directory of mode 0700 that belongs to this user", 0o077)
+    require_private(flag, folder / SECRET, stat.S_ISREG, "a file of mode 0600 that belongs to this user", 0o077)
     names = [name for name in sorted((folder / ALLOWED).iterdir()) if name.suffix == ".key"]
     if not names:
         raise ConfigError(f"{flag}: {folder / ALLOWED} has no public key (NAME.key): add one per permitted peer")
     for name in names:
-        _require(
+        require_private(
             flag, name, stat.S_ISREG, "a file, not a link, that belongs to this user and no other may write", 0o022
         )
         read_key(name, flag)
@@ -54,7 +54,8 @@ def load_curve_keys(folder: Path, flag: str = KV_EVENTS_FLAG) -> CurveKeys:
     return CurveKeys(public, secret, folder / ALLOWED)
 
 
-def _require(flag: str, place: Path, is_kind: Any, wanted: str, forbidden: int) -> None:
+def require_private(flag: str, place: Path, is_kind: Any, wanted: str, forbidden: int) -> None:
+    """Raise ConfigError unless a file or folder is of this kind and user, and has none of the forbidden mode bits."""
     try:
         info = place.lstat()
     except (OSError, ValueError):
@@ -64,7 +65,7 @@ def _require(flag: str, place: Path, is_kind: Any, wanted: str, forbidden: int) 
 
 
 def read_key(file: Path, flag: str) -> tuple[bytes, bytes | None]:
-    """Return the public key in a file, and the secret key or None."""
+    """Return the public key in a file, and the secret key or None. Raises ConfigError if it is no key file."""
     from zmq.auth import load_certificate
 
     try:
