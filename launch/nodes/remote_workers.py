@@ -107,6 +107,8 @@ class NodeWorkers:
         self._own: dict[str, str] = {}
         """The address of this machine towards each node."""
         self._info: dict[str, NodeInfo] = {}
+        self._unreachable: dict[str, str] = {}
+        """Why a node does not answer, which has had its time: workers on it end at once, until it is back."""
         self._processes: dict[int, RemoteProcess] = {}
         """By number, until they have ended."""
         self._unsent: list[tuple[str, RemoteProcess, StartWorker | Command]] = []
@@ -180,6 +182,9 @@ class NodeWorkers:
             self._num_started += 1
             process = RemoteProcess(self, rank, self._num_started)
             self._processes[process.number] = process
+            if reason := self._unreachable.get(self._places[rank].node):
+                self._end(process, reason)
+                return process
             order = StartWorker(process.number, is_quiet, self._log.level, self._log.form)
             self._unsent.append((self._places[rank].node, process, order))
             self._send_all()
@@ -239,11 +244,13 @@ class NodeWorkers:
     def ready(self, address: str, info: NodeInfo) -> None:
         with self._lock:
             self._info[address] = info
+            self._unreachable.pop(address, None)
             self._send_all()
 
     def lost(self, address: str, reason: str, *, is_final: bool) -> None:
         with self._lock:
-            self._info.pop(address, None)
+            if self._info.pop(address, None) is None:
+                self._unreachable[address] = reason
             self._unsent = [each for each in self._unsent if each[0] != address]
             for process in list(self._processes.values()):
                 if self._places[process.rank].node == address:
