@@ -280,6 +280,11 @@ COMMANDS = {
         _lazy("top.command:add_top_flags"),
         _lazy("top.command:run"),
     ),
+    "engines": Command(
+        "List the engines of a running server; add, drain, resume, remove or restart them.",
+        _lazy("fleet.command:add_engines_flags"),
+        _lazy("fleet.command:run"),
+    ),
     "replay": Command(
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
         _lazy("replay.arguments:add_replay_flags"),

@@ -15,6 +15,9 @@ from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.network_options import check_network
 from quire.launch.config.observability import check_metrics_prefix, check_tracing
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.fleet.engine_settings import check_shared, router_config
+from quire.launch.fleet.fleet import Fleet
+from quire.launch.fleet.places import LocalPlaces
 from quire.launch.listener import Listener
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
@@ -30,9 +33,9 @@ class _Signals:
     SIGHUP stays ignored under ``nohup``. IGNORED_SIGNALS are ignored, also by children from their first instruction.
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, processes: Supervisor | Fleet) -> None:
         self.count = 0
-        signal.set_wakeup_fd(supervisor.wakeup_fd)
+        signal.set_wakeup_fd(processes.wakeup_fd)
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -64,46 +67,71 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         admin_api_key=read_admin_keys(options, keys),
     )
     with Listener(options) as listener:
-        _run(config, options, model_name, worker, listener, started)
+        fd = listener.socket.fileno()
+        front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
+        about = f"Quire {__version__} serves {model_name} on {listener.address}"
+        if options.data_parallel_size > 1:
+            with _make_fleet(config, options, worker, front_end) as fleet:
+                _run(fleet, config, options, about, started)
+            return
+        with Supervisor(
+            config,
+            worker=worker,
+            front_end=front_end,
+            standby=options.standby_workers,
+            environment=options.logs.environment,
+        ) as supervisor:
+            _run(supervisor, config, options, about, started)
+
+
+def _make_fleet(
+    config: EngineConfig, options: ServeOptions, worker: WorkerProgram, front_end: FrontEndProgram
+) -> Fleet:
+    check_shared(config, options.data_parallel_size)
+    return Fleet(
+        config,
+        router_config(config, options),
+        options.data_parallel_size,
+        places=LocalPlaces(config.tensor_parallel_size),
+        worker=worker,
+        front_end=front_end,
+        standby=options.standby_workers,
+        drain_timeout=options.drain_timeout,
+        environment=options.logs.environment,
+    )
 
 
 def _run(
-    config: EngineConfig,
-    options: ServeOptions,
-    model_name: str,
-    worker: WorkerProgram,
-    listener: Listener,
-    started: float,
+    processes: Supervisor | Fleet, config: EngineConfig, options: ServeOptions, about: str, started: float
 ) -> None:
-    adapters = server_adapters(config, options)
-    fd = listener.socket.fileno()
-    front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
-    standby, environment = options.standby_workers, options.logs.environment
-    with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
-        signals = _Signals(supervisor)
-        write_settings(supervisor.directory, options, adapters)
-        supervisor.start_engine()
-        supervisor.start_front_ends()
-        while not supervisor.is_ready and not signals.count:
-            supervisor.watch(None)
-        if not signals.count:
-            if config.sampling_defaults:
-                values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
-                write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
-            write_line(_kv_cache_line(config, supervisor.policy.ready_detail))
-            seconds = time.monotonic() - started
-            write_line(f"Quire {__version__} serves {model_name} on {listener.address} (ready in {seconds:.1f} s)")
-        while not signals.count:
-            supervisor.watch(None)
-        write_line(
-            f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
-        )
-        deadline = time.monotonic() + options.shutdown_timeout + 5
-        supervisor.drain()
-        while supervisor.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
-            supervisor.watch(0.5)
-        if signals.count >= 2:
-            supervisor.kill_all()
+    signals = _Signals(processes)
+    write_settings(processes.directory, options, server_adapters(config, options))
+    processes.start_all()
+    while not processes.is_ready and not signals.count:
+        processes.watch(None)
+    if not signals.count:
+        if config.sampling_defaults:
+            values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
+            write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
+        seconds, engines = time.monotonic() - started, ""
+        if isinstance(processes, Fleet):
+            for slot in processes.slots:
+                write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
+            engines = f", {len(processes.slots)} engines"
+        else:
+            write_line(_kv_cache_line(config, processes.policy.ready_detail))
+        write_line(f"{about} (ready in {seconds:.1f} s{engines})")
+    while not signals.count:
+        processes.watch(None)
+    write_line(
+        f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
+    )
+    deadline = time.monotonic() + options.shutdown_timeout + 5
+    processes.drain()
+    while processes.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
+        processes.watch(0.5)
+    if signals.count >= 2:
+        processes.kill_all()
 
 
 def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from quire.protocol.process.child import Command, Report
 
-Role = Literal["scheduler", "worker", "frontend"]
+Role = Literal["scheduler", "worker", "frontend", "engine", "router"]
 
 STANDBY_DELAY_S = 2.0
 """Delay of standbys after the group is ready, so that their imports do not slow its first steps; and after a death."""
@@ -79,7 +79,7 @@ class Member:
     process: Process
     last_report_at: float
     index: int = 0
-    """The rank of a worker in the group, or the number of a front end."""
+    """The rank of a worker in the group, or the number of a front end or of an engine."""
     started: bool = False
     ready: bool = False
     joined: int = 0

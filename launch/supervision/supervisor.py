@@ -108,7 +108,9 @@ class Supervisor:
             self._remote.open(self.directory)
         self.policy.begin(time.monotonic())
 
-    def start_front_ends(self) -> None:
+    def start_all(self) -> None:
+        """Start the engine and its front ends."""
+        self.start_engine()
         self.policy.admit_front_ends(time.monotonic())
 
     @property

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from itertools import chain
 
+from quire.protocol.block_hash import group_suffix
 from quire.scheduler_proc.core.step import NewBlocks
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_suffix
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 from quire.scheduler_proc.requests.request import Request

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import EngineState
+from quire.protocol.wire.front_end_messages import EngineState, TenantService
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.process.transport import Hub
@@ -15,7 +15,8 @@ from quire.scheduler_proc.process.transport import Hub
 class FrontEnds:
     """Owns the hub, and the client number under which the Scheduler knows each connection. Does not know requests.
 
-    A client number is never reused, because requests of a disconnected front end may still be ending.
+    A client number is never reused, because requests of a disconnected front end may still be ending. The router of a
+    server with several engines connects as a front end that has no requests.
     """
 
     def __init__(self, hub: Hub, config: EngineConfig, on_disconnect: Callable[[int], None]) -> None:
@@ -28,6 +29,8 @@ class FrontEnds:
         self._clients: dict[bytes, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         """(process id, index) of each client."""
+        self._routers: set[int] = set()
+        """Clients that are the router: at most one, because a new one replaces it."""
         self._next_client = 0
 
     def receive(self) -> tuple[int, PeerMessage] | None:
@@ -43,6 +46,8 @@ class FrontEnds:
                 self._on_hello(received.peer, message)
             elif isinstance(message, Heartbeat):
                 self.send(client, message)
+            elif isinstance(message, TenantService) and client not in self._routers:
+                self._refuse(received.peer, "only the router may send TenantService")
             else:
                 return client, received
         return None
@@ -77,13 +82,16 @@ class FrontEnds:
             self._refuse(peer, reason, final=True)
             return
         place = (hello.pid, hello.index)
-        for client in [client for client, other in self._places.items() if other == place]:
+        lost = {client for client, other in self._places.items() if other == place}
+        for client in sorted(lost | self._routers if hello.role == "router" else lost):
             self._disconnect(client)  # its previous connection was lost unnoticed
         client = self._next_client
         self._next_client += 1
         self._clients[peer] = client
         self._peers[client] = peer
         self._places[client] = place
+        if hello.role == "router":
+            self._routers.add(client)
         self.send(client, self._welcome)
         if self._state.kind == "recovering":
             # It accepts requests, which wait in the scheduler.
@@ -101,6 +109,7 @@ class FrontEnds:
     def _disconnect(self, client: int) -> None:
         peer = self._peers.pop(client)
         del self._places[client]
+        self._routers.discard(client)
         self._hub.forget(peer)
         del self._clients[peer]
         self._on_disconnect(client)

@@ -90,7 +90,8 @@ class SchedulerLoop:
         transport.add(self._grammars.fileno())
         transport.add(child.fileno())
         self._collector = Collector(clock)
-        self._kv_events = transport.open_kv_events(config) if config.kv_events_endpoint else None
+        is_published = config.feeds_router or config.kv_events_endpoint
+        self._kv_events = transport.open_kv_events(config) if is_published else None
 
     def run(self) -> None:
         """Run until the supervisor sends ``stop``.

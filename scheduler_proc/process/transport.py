@@ -8,7 +8,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.zmq_channel import PeerMessage
-from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 
@@ -65,7 +65,7 @@ class Transport(Protocol):
         """Return False when no message arrived within the timeout."""
         ...
 
-    def open_kv_events(self, config: EngineConfig) -> KVEventPublisher: ...
+    def open_kv_events(self, config: EngineConfig) -> KVEventFeeds: ...
 
     def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
         """Make the memory of each rank's pages, which lasts as long as this process. Returns where each rank finds it.

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.protocol.block_hash import HashChain
 from quire.protocol.wire.arrays import Int32
-from quire.scheduler_proc.kv.block_hash import HashChain
 
 _NO_TOKENS = np.zeros(0, np.int32)
 

@@ -31,8 +31,8 @@ def plan_memory(
 
     Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
     ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, without
-    ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a CPU
-    divide the memory.
+    ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a
+    CPU divide the memory, and by default all engines do.
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
@@ -58,7 +58,8 @@ def plan_memory(
     elif config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
     else:
-        default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left, block_bytes)
+        others = usable - usable // config.data_parallel_size  # other engines start at the same time
+        default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
         num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // block_bytes
     kv_cache = num_blocks * block_bytes
     if num_blocks < 2 or kv_cache > left:

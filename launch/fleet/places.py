@@ -1,0 +1,32 @@
+"""Where engines run: the interface for the fleet, and engines on this machine."""
+
+from typing import Protocol
+
+from quire.protocol.config import RankPlace
+
+
+class Places(Protocol):
+    """Gives engines the places of their ranks."""
+
+    def take(self, engine: int) -> list[RankPlace] | str:
+        """Return the place of each rank of an engine that is about to start, or in one line why there is none. The
+        engine has none yet."""
+        ...
+
+    def give_back(self, engine: int) -> None:
+        """Take back the places of an engine that has ended. No effect if it has none."""
+        ...
+
+
+class LocalPlaces:
+    """All ranks on this machine: rank r of engine e on GPU ``e * num_ranks + r``. A worker checks that it exists."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def take(self, engine: int) -> list[RankPlace] | str:
+        first = engine * self._num_ranks
+        return [RankPlace(device=first + rank) for rank in range(self._num_ranks)]
+
+    def give_back(self, engine: int) -> None:
+        pass
