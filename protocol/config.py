@@ -45,11 +45,13 @@ class RankPlace(msgspec.Struct, frozen=True):
         node: address of a node agent, ``tcp://ADDRESS:PORT``, or "" for this machine.
         device: number of its GPU there.
         node_key: the public key of the agent, 40 characters of Z85.
+        num_devices: number of devices of the node, among whose engines its cores and host memory are divided.
     """
 
     node: str = ""
     device: int = 0
     node_key: str = ""
+    num_devices: int = 1
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
@@ -130,11 +132,13 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         """Whether the workers run on nodes."""
         return any(place.node for place in self.ranks)
 
-    def num_ranks_beside(self, rank: int) -> int:
-        """Return the number of ranks on the machine of ``rank``, itself included; they share its memory and cores."""
-        if not self.ranks:
-            return self.tensor_parallel_size
-        return sum(place.node == self.ranks[rank].node for place in self.ranks)
+    def sharing(self, rank: int) -> tuple[int, int]:
+        """Return how many ranks of this engine, and how many engines, share cores and memory of a rank's machine."""
+        if not self.uses_nodes:
+            return self.tensor_parallel_size, self.data_parallel_size
+        place = self.ranks[rank]
+        beside = sum(each.node == place.node for each in self.ranks)
+        return beside, max(1, place.num_devices // beside)
 
     @property
     def uses_programs(self) -> bool:

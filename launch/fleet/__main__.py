@@ -6,6 +6,7 @@ It supervises the engine's scheduler and workers, and reports when they are read
 from pathlib import Path
 
 from quire.launch.fleet.engine_start import EngineStart, read_start
+from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.wire.zmq_channel import check_socket_directory
@@ -29,6 +30,7 @@ def run(start: EngineStart, directory: Path, child: Child) -> None:
         standby=start.standby,
         on_new_scheduler=report_incarnation,
         directory=directory,
+        remote=NodeWorkers(start.config, start.log) if start.config.uses_nodes else None,
     ) as supervisor:
         supervisor.wake_on(child.fileno())
         supervisor.start_engine()

@@ -6,14 +6,17 @@ import msgspec
 
 from quire.launch.supervision.supervisor import WorkerProgram
 from quire.protocol.config import EngineConfig
+from quire.protocol.process.log import LogOptions
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """``standby``: keep a standby worker per rank. ``worker``: the program of the workers."""
+    """``standby``: keep a standby worker per rank. ``worker``: the program of the workers. ``log``: their log's options
+    on nodes."""
 
     config: EngineConfig
     worker: WorkerProgram
     standby: bool
+    log: LogOptions
 
 
 def start_file(directory: Path) -> Path:

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
+from quire.protocol.process.log import LogOptions
 from quire.protocol.process.restarts import Restarts, read_pids, read_restarts, write_pids, write_restarts
 from quire.protocol.routing import RoutingConfig
 
@@ -56,20 +57,20 @@ class Fleet:
         front_end: FrontEndProgram,
         standby: bool,
         drain_timeout: float,
-        environment: Mapping[str, str],
+        log: LogOptions,
     ) -> None:
         """
         Args:
             config: what all engines have in common.
             standby: keep a standby worker per rank of each engine.
-            environment: variables for all children, besides those of this process.
+            log: options of the logs of all processes.
         """
         self.config = config
         self._routing = routing
         self._worker = worker
         self._front_end = front_end
         self._standby = standby
-        self._environment = environment
+        self._log = log
         self._import_paths = import_paths(config.logits_processors)
         self._children = Children()
         self.directory, self._lock = make_directory()
@@ -172,7 +173,7 @@ class Fleet:
         config = engine_config(self.config, engine, num_starts, num_engines, ranks)
         try:
             directory.mkdir(mode=0o700)
-            write_start(directory, EngineStart(config, self._worker, self._standby))
+            write_start(directory, EngineStart(config, self._worker, self._standby, self._log))
             return self._start("quire.launch.fleet", ["--directory", str(directory)])
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
@@ -190,7 +191,7 @@ class Fleet:
         return self._start(program.module, arguments, program.pass_fds)
 
     def _start(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess:
-        return self._children.start(module, arguments, fds, self._environment, self._import_paths)
+        return self._children.start(module, arguments, fds, self._log.environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)

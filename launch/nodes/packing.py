@@ -7,10 +7,11 @@ from quire.protocol.config import RankPlace
 
 
 class FreeNode(NamedTuple):
-    """A node that answers, and its devices that no engine uses."""
+    """A node that answers, the number of its devices, and those that no engine uses."""
 
     address: str
     node_key: str
+    num_devices: int
     devices: list[int]
 
 
@@ -25,20 +26,19 @@ def place_ranks(nodes: Sequence[FreeNode], num_ranks: int) -> list[RankPlace] | 
     places: list[RankPlace] = []
     for node in sorted(nodes, key=lambda each: (-len(each.devices), each.address)):
         devices = sorted(node.devices)[: num_ranks - len(places)]
-        places += [RankPlace(node.address, device, node.node_key) for device in devices]
+        places += [RankPlace(node.address, device, node.node_key, node.num_devices) for device in devices]
     return places
 
 
-def too_few(nodes: Sequence[FreeNode], num_devices: int, num_ranks: int, silent: Sequence[str]) -> str:
+def too_few(nodes: Sequence[FreeNode], num_ranks: int, silent: Sequence[str]) -> str:
     """Return in one line why ``place_ranks`` has returned None.
 
     Args:
-        num_devices: devices of all nodes that answer, free or not.
         silent: addresses that do not answer.
     """
-    free = sum(len(node.devices) for node in nodes)
+    free, total = sum(len(node.devices) for node in nodes), sum(node.num_devices for node in nodes)
     others = f"; no answer from {', '.join(silent)}" if silent else ""
     return (
-        f"an engine needs {num_ranks} devices, {free} of {num_devices} on {len(nodes)} nodes are free{others}: add "
+        f"an engine needs {num_ranks} devices, {free} of {total} on {len(nodes)} nodes are free{others}: add "
         f"nodes, or lower --data-parallel-size or --tensor-parallel-size"
     )

@@ -63,11 +63,11 @@ class NodePlaces:
             while any(each not in self._known for each in self._addresses):
                 if not self._changed.wait(max(0.0, self._wait_until - time.monotonic())):
                     break
-            nodes, num_devices = self._free()
+            nodes = self._free()
             places = place_ranks(nodes, self._num_ranks)
             if places is None:
                 silent = [each for each in self._addresses if not isinstance(self._known.get(each), NodeInfo)]
-                return too_few(nodes, num_devices, self._num_ranks, silent)
+                return too_few(nodes, self._num_ranks, silent)
             self._taken[engine] = places
             return places
 
@@ -80,16 +80,15 @@ class NodePlaces:
         self._is_closed.set()
         self._thread.close()
 
-    def _free(self) -> tuple[list[FreeNode], int]:
-        """Return the nodes that answer with their free devices, and the number of all their devices."""
+    def _free(self) -> list[FreeNode]:
+        """Return the nodes that answer, with their free devices."""
         used = {(place.node, place.device) for places in self._taken.values() for place in places}
-        nodes, num_devices = [], 0
+        nodes = []
         for address in self._addresses:
             if isinstance(info := self._known.get(address), NodeInfo):
-                num_devices += info.num_devices
                 free = [device for device in range(info.num_devices) if (address, device) not in used]
-                nodes.append(FreeNode(address, self._node_key, free))
-        return nodes, num_devices
+                nodes.append(FreeNode(address, self._node_key, info.num_devices, free))
+        return nodes
 
     # ---- names
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire.launch.config.serve_options import ServeOptions
 from quire.launch.nodes.addresses import ip_addresses, parse_address
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
 
@@ -13,6 +15,27 @@ RAY = "ray"
 RESOLVE_S = 5.0
 """Interval at which names are looked up again."""
 _DNS = "dns:"
+
+
+def check_nodes(config: EngineConfig, options: ServeOptions, *, simulated: bool) -> None:
+    """Raise ConfigError if ``--nodes`` and other settings do not fit each other."""
+    if not options.nodes:
+        if options.node_keys:
+            raise ConfigError("--node-keys is of use only with --nodes")
+        return
+    for flag, value in (
+        ("--cpu-offload-bytes", config.cpu_offload_bytes),
+        ("--ssd-cache-bytes", config.ssd_cache_bytes),
+        ("--simulate", simulated),
+    ):
+        if value:
+            raise ConfigError(
+                f"{flag} cannot be used with --nodes: scheduler and workers must be on one machine for it"
+            )
+    if not options.node_keys and options.nodes != [RAY]:
+        raise ConfigError("--nodes needs --node-keys DIR (`quire node --make-keys` makes keys)")
+    if options.node_keys and options.nodes == [RAY]:
+        raise ConfigError("--node-keys is not used with --nodes ray, which makes keys at its start")
 
 
 class NodeSources(NamedTuple):
