@@ -7,9 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.launch.supervision.supervisor import REAL_WORKER, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
+from quire.protocol.process.log import LogOptions
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
 TICK_S = 1.0
@@ -27,7 +29,12 @@ def run(directory: Path, child: Child, worker: WorkerProgram, *, standby: bool) 
 
     config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
     with Supervisor(
-        config, worker=worker, standby=standby, on_new_scheduler=report_incarnation, directory=directory
+        config,
+        worker=worker,
+        standby=standby,
+        on_new_scheduler=report_incarnation,
+        directory=directory,
+        remote=NodeWorkers(config, LogOptions.of(None, None)) if config.uses_nodes else None,
     ) as supervisor:
         supervisor.wake_on(child.fileno())
         supervisor.start_engine()

@@ -57,8 +57,8 @@ def kv_endpoint(endpoint: str, engine: int) -> str:
     return f"{address}:{int(port) + engine}"
 
 
-def check_shared(config: EngineConfig, num_engines: int) -> None:
-    """Check what the engines of one machine share.
+def check_shared(config: EngineConfig, num_engines: int, *, uses_nodes: bool = False) -> None:
+    """Check what the engines of one machine share. ``uses_nodes``: their workers are on other machines.
 
     Raises:
         ConfigError: their endpoints would collide, or their host memory does not suffice.
@@ -83,6 +83,8 @@ def check_shared(config: EngineConfig, num_engines: int) -> None:
                     f"has port + N, so leave at least {num_engines} ports between both flags"
                 )
             taken[address] = f"{flag} of engine {engine}"
+    if uses_nodes:
+        return
     needs = {"--cpu-offload-bytes": config.cpu_offload_bytes}
     if config.device == "cpu":
         needs["--kv-cache-memory-bytes"] = config.kv_cache_memory_bytes * config.tensor_parallel_size

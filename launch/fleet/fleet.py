@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,11 +22,12 @@ from quire.launch.fleet.slots import EngineSlot, directory_name
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
-from quire.launch.supervision.members import Process
+from quire.launch.supervision.members import Process, WatchedProcess
 from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
+from quire.protocol.process.log import LogOptions
 from quire.protocol.process.restarts import Restarts, read_pids, read_restarts, write_pids, write_restarts
 from quire.protocol.routing import RoutingConfig
 
@@ -55,20 +56,20 @@ class Fleet:
         front_end: FrontEndProgram,
         standby: bool,
         drain_timeout: float,
-        environment: Mapping[str, str],
+        log: LogOptions,
     ) -> None:
         """
         Args:
             config: what all engines have in common.
             standby: keep a standby worker per rank of each engine.
-            environment: variables for all children, besides those of this process.
+            log: options of the logs of all processes.
         """
         self.config = config
         self._routing = routing
         self._worker = worker
         self._front_end = front_end
         self._standby = standby
-        self._environment = environment
+        self._log = log
         self._import_paths = import_paths(config.logits_processors)
         self._children = Children()
         self.directory, self._lock = make_directory()
@@ -122,7 +123,7 @@ class Fleet:
         if self.policy.fatal_error is not None:
             raise self.policy.fatal_error
 
-    def _take(self, child: ChildProcess, reports: Sequence[Report], ended: bool) -> None:
+    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
         now = time.monotonic()
         for report in reports:
             self.policy.reported(child, report, now)
@@ -192,7 +193,7 @@ class Fleet:
         return self._start(program.module, arguments, program.pass_fds)
 
     def _start(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess:
-        return self._children.start(module, arguments, fds, self._environment, self._import_paths)
+        return self._children.start(module, arguments, fds, self._log.environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)

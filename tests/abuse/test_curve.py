@@ -248,7 +248,7 @@ INVALID_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "not found"),
     "no secret": (lambda k: (k / SECRET).unlink(), "not found"),
     "no list": (lambda k: shutil.rmtree(k / ALLOWED), "not found"),
-    "an empty list": (lambda k: (k / ALLOWED / "router.key").unlink(), "add one per permitted subscriber"),
+    "an empty list": (lambda k: (k / ALLOWED / "router.key").unlink(), "add one per permitted peer"),
     "a list of other files": (lambda k: (k / ALLOWED / "router.key").rename(k / ALLOWED / "x.txt"), "add one per"),
     "a folder that is a link": (_link, "mode 0700"),
     "a secret that is a link": (lambda k: _link(k / SECRET), "mode 0600"),
