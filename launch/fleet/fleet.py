@@ -23,7 +23,7 @@ from quire.launch.fleet.slots import EngineSlot, directory_name
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
-from quire.launch.supervision.members import Process
+from quire.launch.supervision.members import Process, WatchedProcess
 from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
@@ -124,7 +124,7 @@ class Fleet:
         if self.policy.fatal_error is not None:
             raise self.policy.fatal_error
 
-    def _take(self, child: ChildProcess, reports: Sequence[Report], ended: bool) -> None:
+    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
         now = time.monotonic()
         for report in reports:
             self.policy.reported(child, report, now)
