@@ -290,6 +290,11 @@ COMMANDS = {
         _lazy("replay.arguments:add_replay_flags"),
         _lazy("replay.command:run"),
     ),
+    "node": Command(
+        "Run the workers of other machines' servers on this machine's devices.",
+        _lazy("nodes.agent:add_node_flags"),
+        _lazy("nodes.agent:run"),
+    ),
     "completion": Command(
         "Print a script that lets a shell complete commands, flags and values.",
         _lazy("completion:add_completion_flags"),

@@ -21,7 +21,7 @@ class PlainServer:
     """A server at ``url``. Proxies of the environment are not used."""
 
     def __init__(self, url: str) -> None:
-        """Raise ConfigError if this is no URL of a server."""
+        """Raise ConfigError if the URL is neither http nor https."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -1,8 +1,9 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
+import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -17,8 +18,9 @@ from quire.launch.config.observability import check_metrics_prefix, check_tracin
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.fleet.engine_settings import check_shared, router_config
 from quire.launch.fleet.fleet import Fleet
-from quire.launch.fleet.places import LocalPlaces
+from quire.launch.fleet.places import LocalPlaces, Places
 from quire.launch.listener import Listener
+from quire.launch.nodes.sources import check_nodes, parse_sources
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.gguf_file import is_gguf
@@ -70,9 +72,11 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         fd = listener.socket.fileno()
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
-        if options.data_parallel_size > 1:
-            with _make_fleet(config, options, worker, front_end) as fleet:
-                _run(fleet, config, options, about, started)
+        if options.data_parallel_size > 1 or options.nodes:
+            with _open_places(config, options, worker) as places:
+                config = msgspec.structs.replace(config, head_key_file=places.head_key_file)
+                with _make_fleet(config, options, places, worker, front_end) as fleet:
+                    _run(fleet, config, options, about, started)
             return
         with Supervisor(
             config,
@@ -84,20 +88,36 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             _run(supervisor, config, options, about, started)
 
 
+@contextlib.contextmanager
+def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> Iterator[Places]:
+    """Connect to the nodes, if there are any."""
+    check_nodes(config, options, simulated=worker is not REAL_WORKER)
+    if not options.nodes:
+        yield LocalPlaces(config.tensor_parallel_size)
+        return
+    from quire.launch.nodes.places import NodePlaces  # pyzmq, which --help does not wait for
+
+    places = NodePlaces(parse_sources(options.nodes), Path(options.node_keys), config.tensor_parallel_size)
+    try:
+        yield places
+    finally:
+        places.close()
+
+
 def _make_fleet(
-    config: EngineConfig, options: ServeOptions, worker: WorkerProgram, front_end: FrontEndProgram
+    config: EngineConfig, options: ServeOptions, places: Places, worker: WorkerProgram, front_end: FrontEndProgram
 ) -> Fleet:
-    check_shared(config, options.data_parallel_size)
+    check_shared(config, options.data_parallel_size, uses_nodes=bool(options.nodes))
     return Fleet(
         config,
         router_config(config, options),
         options.data_parallel_size,
-        places=LocalPlaces(config.tensor_parallel_size),
+        places=places,
         worker=worker,
         front_end=front_end,
         standby=options.standby_workers,
         drain_timeout=options.drain_timeout,
-        environment=options.logs.environment,
+        log=options.logs,
     )
 
 

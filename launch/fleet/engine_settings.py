@@ -9,7 +9,6 @@ import msgspec
 from quire.launch.config.serve_options import ServeOptions
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import ConfigError
-from quire.protocol.process.host_memory import available_bytes
 from quire.protocol.routing import RoutingConfig
 
 
@@ -58,8 +57,8 @@ def kv_endpoint(endpoint: str, engine: int) -> str:
     return f"{address}:{int(port) + engine}"
 
 
-def check_shared(config: EngineConfig, num_engines: int) -> None:
-    """Check what the engines of one machine share.
+def check_shared(config: EngineConfig, num_engines: int, *, uses_nodes: bool = False) -> None:
+    """Check what the engines of one machine share. ``uses_nodes``: their workers are on other machines.
 
     Raises:
         ConfigError: their endpoints would collide, or their host memory does not suffice.
@@ -84,9 +83,13 @@ def check_shared(config: EngineConfig, num_engines: int) -> None:
                     f"has port + N, so leave at least {num_engines} ports between both flags"
                 )
             taken[address] = f"{flag} of engine {engine}"
+    if uses_nodes:
+        return
     needs = {"--cpu-offload-bytes": config.cpu_offload_bytes}
     if config.device == "cpu":
         needs["--kv-cache-memory-bytes"] = config.kv_cache_memory_bytes * config.tensor_parallel_size
+    from quire.protocol.process.host_memory import available_bytes  # psutil, which --help does not wait for
+
     free = available_bytes()
     for flag, each in needs.items():
         if each * num_engines > free:

@@ -1,4 +1,4 @@
-"""The engines of a fleet: when each is started, drained, ended and started again. No I/O."""
+"""The engines of a fleet: when each is started, drained, ended and restarted. No I/O."""
 
 from collections import deque
 from typing import Protocol
@@ -166,7 +166,7 @@ class Engines:
     # ---- state
 
     def places(self) -> list[EnginePlace]:
-        """Return the engines as front ends and the router are told of them, by number."""
+        """Return the list that is sent to front ends and the router, by number."""
         return [self.slots[number].place(self._root) for number in sorted(self.slots)]
 
     @property
@@ -207,11 +207,11 @@ class Engines:
     def _fail(
         self, slot: EngineSlot, reason: str, now: float, *, refused: bool = False, has_reason: bool = True
     ) -> None:
-        """Let the engine start again later.
+        """Restart the engine later.
 
         Args:
             refused: it cannot run with these settings, or there is no place for it.
-            has_reason: it has said itself why it ended.
+            has_reason: it has reported why it ended.
         """
         if slot.serving_since is not None and now - slot.serving_since >= STABLE_S:
             slot.num_failures = 0
@@ -223,8 +223,9 @@ class Engines:
             slot.goal = "serve"
         if not self._has_served and all(each.has_settled for each in self.slots.values()):
             self.fatal_error = (ConfigError if refused else EngineError)(reason)
-        else:
-            log.error("an engine ended and will be started again", engine=slot.number, seconds=delay, reason=reason)
+        else:  # the server's start shows the reason of an engine that cannot start
+            report = log.error if self._has_served else log.info
+            report("restarting an engine", engine=slot.number, seconds=delay, reason=reason)
 
     def _retire(self, slot: EngineSlot, goal: Goal, now: float) -> None:
         """Drain an engine, if it serves, and then do what ``goal`` says."""
@@ -268,8 +269,8 @@ class Engines:
     def _roll(self, now: float) -> None:
         """Carry on with the rolling restart: begin with the next engine when the last one is serving again.
 
-        An engine that does not start again holds the others up, which then still serve. One that is not running when
-        its turn comes is left out, because it is started again anyway.
+        An engine that cannot be restarted holds the others up, which then still serve. One that is not running when
+        its turn comes is left out, because it is restarted anyway.
         """
         while self._rolling:
             number, before = self._rolling[0]

@@ -9,25 +9,25 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.fleet.engine_settings import engine_config
-from quire.launch.fleet.engine_start import EngineStart, start_file, write_start
 from quire.launch.fleet.places import Places
 from quire.launch.fleet.policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.slots import EngineSlot, directory_name
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
-from quire.launch.supervision.members import Process
-from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram
+from quire.launch.supervision.members import Process, WatchedProcess
+from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
+from quire.protocol.process.log import LogOptions
 from quire.protocol.process.restarts import Restarts, read_pids, read_restarts, write_pids, write_restarts
 from quire.protocol.routing import RoutingConfig
 
@@ -56,20 +56,20 @@ class Fleet:
         front_end: FrontEndProgram,
         standby: bool,
         drain_timeout: float,
-        environment: Mapping[str, str],
+        log: LogOptions,
     ) -> None:
         """
         Args:
             config: what all engines have in common.
             standby: keep a standby worker per rank of each engine.
-            environment: variables for all children, besides those of this process.
+            log: options of the logs of all processes.
         """
         self.config = config
         self._routing = routing
         self._worker = worker
         self._front_end = front_end
         self._standby = standby
-        self._environment = environment
+        self._log = log
         self._import_paths = import_paths(config.logits_processors)
         self._children = Children()
         self.directory, self._lock = make_directory()
@@ -91,7 +91,7 @@ class Fleet:
 
     def start_all(self) -> None:
         """Start all processes. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
         (self.directory / "router").write_bytes(msgspec.json.encode(self._routing))
         self.policy.begin(time.monotonic())
 
@@ -123,7 +123,7 @@ class Fleet:
         if self.policy.fatal_error is not None:
             raise self.policy.fatal_error
 
-    def _take(self, child: ChildProcess, reports: Sequence[Report], ended: bool) -> None:
+    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
         now = time.monotonic()
         for report in reports:
             self.policy.reported(child, report, now)
@@ -170,10 +170,13 @@ class Fleet:
     def start_engine(self, engine: int, num_starts: int, num_engines: int, ranks: list[RankPlace]) -> ChildProcess:
         directory = self._engine_directory(engine, num_starts)
         config = engine_config(self.config, engine, num_starts, num_engines, ranks)
+        arguments = ["--directory", str(directory), "--worker", self._worker.module]
+        arguments += [f"--worker-argument={argument}" for argument in self._worker.arguments]
+        arguments += ["--standby"] if self._standby else []
         try:
             directory.mkdir(mode=0o700)
-            write_start(directory, EngineStart(config, self._worker, self._standby))
-            return self._start("quire.launch.fleet", ["--directory", str(directory)])
+            write_config(directory, config)  # before the router reads it
+            return self._start("quire.launch.fleet", arguments)
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
 
@@ -190,7 +193,7 @@ class Fleet:
         return self._start(program.module, arguments, program.pass_fds)
 
     def _start(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess:
-        return self._children.start(module, arguments, fds, self._environment, self._import_paths)
+        return self._children.start(module, arguments, fds, self._log.environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)
@@ -202,7 +205,6 @@ class Fleet:
         directory = self._engine_directory(engine, num_starts)
         self._ended_restarts.update(msgspec.structs.asdict(self._engine_restarts.pop(engine, Restarts())))
         shutil.rmtree(directory, ignore_errors=True)
-        start_file(directory).unlink(missing_ok=True)
 
     # ---- shutdown
 

@@ -1,6 +1,6 @@
 """Orders of administrators to a server with several engines, and which ones are refused. No I/O.
 
-A front end checks an order by the engines that it was told of last, to answer at once; the fleet checks it again.
+A front end checks an order against the newest list of engines that it has, to answer at once; the fleet checks it, too.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from quire.protocol.routing import MAX_ENGINES, EnginePlace
 
 Order: TypeAlias = Literal["add", "drain", "resume", "remove", "restart"]
 """add: start another engine; drain: move the requests of an engine to others, and give it no new ones; resume: give a
-drained one new requests; remove: drain it and end it; restart: drain it, end it and start it again; without an engine
+drained one new requests; remove: drain it and end it; restart: drain it, end it and restart it; without an engine
 all of them, one after the other."""
 ORDERS: tuple[str, ...] = get_args(Order)
 ALL = -1
@@ -29,7 +29,7 @@ def check_order(order: str, engine: int, places: Sequence[EnginePlace]) -> None:
         engine: number of the engine, or ALL.
 
     Raises:
-        InvalidRequest: there is no such order or no such engine.
+        InvalidRequest: the order or the engine does not exist.
         OrderRefused: the engines do not allow it now.
     """
     if order not in ORDERS:

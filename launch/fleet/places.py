@@ -6,7 +6,13 @@ from quire.protocol.config import RankPlace
 
 
 class Places(Protocol):
-    """Gives engines the places of their ranks."""
+    """Gives engines the places of their ranks.
+
+    Attributes:
+        head_key_file: file with this machine's key pair for nodes; empty if all engines are on this machine.
+    """
+
+    head_key_file: str
 
     def take(self, engine: int) -> list[RankPlace] | str:
         """Return the place of each rank of an engine that is about to start, or in one line why there is none. The
@@ -20,6 +26,8 @@ class Places(Protocol):
 
 class LocalPlaces:
     """All ranks on this machine: rank r of engine e on GPU ``e * num_ranks + r``. A worker checks that it exists."""
+
+    head_key_file = ""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -1,8 +1,8 @@
 """Fleet policy: decides which engines, routers and front ends to start, stop or notify. No I/O; the Fleet executes the
 decisions.
 
-An engine is one process here: it supervises its scheduler and workers itself. An engine that ends is started again,
-while the others go on; front ends move its requests to them. The router and the front ends are started again likewise.
+An engine is one process here: it supervises its scheduler and workers itself. An engine that ends is restarted while
+the others serve; front ends move its requests to them. The router and the front ends are restarted likewise.
 """
 
 from collections.abc import Iterable

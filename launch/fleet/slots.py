@@ -19,8 +19,8 @@ class EngineSlot:
     Attributes:
         member: its process, or None while it is not running.
         due: when to start it, while it is not running.
-        deadline: draining: when it counts as drained even if front ends have not said so; stopped: when its process is
-            killed.
+        deadline: draining: when it counts as drained even if front ends have not reported it; stopped: when its
+            process is killed.
         drained: the front ends that have no request on it.
         num_failures: ends in a row after it had not served for long.
         serving_since: when the present process began to serve.
@@ -45,7 +45,7 @@ class EngineSlot:
     ready_detail: dict[str, float] = field(default_factory=dict)
 
     def place(self, root: str) -> EnginePlace:
-        """Return what front ends and the router are told. ``root``: the fleet's directory."""
+        """Return what is sent to front ends and the router. ``root``: the fleet's directory."""
         return EnginePlace(
             self.number,
             f"{root}/{directory_name(self.number, self.num_starts)}" if self.member is not None else "",

@@ -6,6 +6,7 @@ import selectors
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.launch.supervision.child_process import ChildProcess
+from quire.launch.supervision.members import WatchedProcess
 from quire.protocol.process.child import Report
 
 
@@ -38,26 +39,30 @@ class Children:
     ) -> ChildProcess:
         """Start a child; the arguments are those of ChildProcess."""
         child = ChildProcess(module, arguments, pass_fds, environment, import_paths)
-        for fd in child.watched:
-            self._selector.register(fd, selectors.EVENT_READ, child)
+        self.add(child)
         return child
 
-    def wait(self, timeout: float) -> Iterator[tuple[ChildProcess, list[Report], bool]]:
+    def add(self, child: WatchedProcess) -> None:
+        """Wait for a process that another object has started, too."""
+        for fd in child.watched:
+            self._selector.register(fd, selectors.EVENT_READ, child)
+
+    def wait(self, timeout: float) -> Iterator[tuple[WatchedProcess, list[Report], bool]]:
         """Wait for at most ``timeout`` seconds; yield each child that has reported or ended, with its reports and
         whether it has ended. A child that has ended stays open until ``close_child``."""
         for key, _ in self._selector.select(timeout):
-            child: ChildProcess | None = key.data
+            child: WatchedProcess | None = key.data
             if child is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 4096)
             elif child.watched:  # it was not killed while this event was pending
                 yield (child, *child.read_reports())
 
-    def kill(self, child: ChildProcess) -> None:
+    def kill(self, child: WatchedProcess) -> None:
         child.kill()
         self.close_child(child)
 
-    def close_child(self, child: ChildProcess) -> None:
+    def close_child(self, child: WatchedProcess) -> None:
         for fd in child.watched:
             self._selector.unregister(fd)
         child.close()

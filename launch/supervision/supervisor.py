@@ -12,15 +12,14 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
-from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
-from quire.launch.supervision.members import Member, Process, Role
+from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
 from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command, Report
@@ -70,12 +69,14 @@ class Supervisor:
         on_new_scheduler: Callable[[int], None] = lambda incarnation: None,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
+        remote: RemoteWorkers | None = None,
     ) -> None:
         """
         Args:
             directory: the socket directory, of mode 0700, if the caller has made it; None: make one.
             environment: variables for all children, besides those of this process.
             standby: keep a standby worker per rank.
+            remote: starts the workers, which are on nodes and have no standbys; None: they are on this machine.
             on_new_scheduler: for a front end in this process: called with the incarnation of each new scheduler.
         """
         self.config = config
@@ -85,12 +86,14 @@ class Supervisor:
         self._environment = environment or {}
         self._on_new_scheduler = on_new_scheduler
         self._import_paths = import_paths(config.logits_processors)
+        self._remote = remote
         self._children = Children()
         self.directory, self._lock = (directory, -1) if directory is not None else make_directory()
         count = front_end.num_processes if front_end is not None else 0
         self._written_restarts = Restarts()
         self._written_pids: dict[str, list[int]] = {}
-        self.policy = SupervisionPolicy(ProcessCounts(config.tensor_parallel_size, count, standby), self)
+        counts = ProcessCounts(config.tensor_parallel_size, count, standby and remote is None)
+        self.policy = SupervisionPolicy(counts, self)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -100,7 +103,9 @@ class Supervisor:
 
     def start_engine(self) -> None:
         """Start scheduler and workers. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
+        if self._remote is not None:
+            self._remote.open(self.directory)
         self.policy.begin(time.monotonic())
 
     def start_all(self) -> None:
@@ -147,7 +152,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 write_pids(self.directory, pids)
 
-    def _take(self, child: ChildProcess, reports: Sequence[Report], ended: bool) -> None:
+    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
         now = time.monotonic()
         for report in reports:
             self.policy.reported(child, report, now)
@@ -159,8 +164,14 @@ class Supervisor:
 
     # ---- policy.Runner
 
-    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> ChildProcess:
+    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> WatchedProcess:
         self._sweep(incarnation, worker_epoch)
+        if self._remote is not None:
+            self._remote.prepare_group(worker_epoch)
+            if role == "worker":
+                worker = self._remote.start(index, is_quiet=self._quiet)
+                self._children.add(worker)
+                return worker
         common = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = dict(self._environment)
@@ -178,12 +189,12 @@ class Supervisor:
         return self._children.start(module, [*common, *arguments], fds, environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
-        assert isinstance(process, ChildProcess)
-        process.send(command)
+        if command.kind == "worker_epoch" and self._remote is not None:
+            self._remote.prepare_group(command.worker_epoch)
+        _watched(process).send(command)
 
     def kill(self, process: Process) -> None:
-        assert isinstance(process, ChildProcess)
-        self._children.kill(process)
+        self._children.kill(_watched(process))
 
     def scheduler_replaced(self, incarnation: int) -> None:
         self._on_new_scheduler(incarnation)
@@ -191,7 +202,7 @@ class Supervisor:
     def _sweep(self, incarnation: int, worker_epoch: int) -> None:
         """Unlink sockets and shared memory of ended schedulers and groups. A process that has one open keeps it."""
         for file in self.directory.iterdir():
-            found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
+            found = re.match(r"(frontend|worker|ranks|links)-(\d+)", file.name)
             if found and int(found[2]) < (incarnation if found[1] == "frontend" else worker_epoch):
                 file.unlink(missing_ok=True)
 
@@ -224,8 +235,10 @@ class Supervisor:
                 failed = died and role == "frontend"
                 self.send(member.process, Command("engine_failed") if failed else Command("stop", text=reason))
             for member in members:
-                _child_of(member).end(deadline)
+                _watched(member.process).end(deadline)
         self.policy.members.clear()
+        if self._remote is not None:
+            self._remote.close()
         self._children.close()
         with contextlib.suppress(OSError):
             os.close(self._lock)
@@ -236,9 +249,16 @@ class Supervisor:
         """Kill all children now."""
         self.policy.stop()
         for member in self.policy.members:
-            _child_of(member).kill()
+            _watched(member.process).kill()
 
 
-def _child_of(member: Member) -> ChildProcess:
-    assert isinstance(member.process, ChildProcess)
-    return member.process
+def _watched(process: Process) -> WatchedProcess:
+    """Return a process that ``Supervisor.start`` has returned as what it is there."""
+    return cast(WatchedProcess, process)
+
+
+def write_config(directory: Path, config: EngineConfig) -> None:
+    """Write the file ``config``; readers see the old or the new one."""
+    fresh = directory / "config.new"
+    fresh.write_bytes(msgspec.msgpack.encode(config))
+    fresh.replace(directory / "config")

@@ -1,5 +1,6 @@
 """Setup of a worker from its configuration: device, memory plan, model, weights, attention backend."""
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -85,7 +86,7 @@ def make_runner(
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     size += draft_plan.weight_bytes if draft_plan is not None else 0
     if device.type == "cpu":
-        set_threads(size, group.size * config.data_parallel_size)
+        set_threads(size, math.prod(config.sharing(group.rank)))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = pick_backend(config, layout, device, capability, head_scales=have_head_scales(scales))
     draft_backend = None
@@ -98,7 +99,7 @@ def make_runner(
     expert_bytes = expert_block_bytes(layout, model.build.routes)
     other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
-    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes)
+    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, rank=group.rank)
     log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)

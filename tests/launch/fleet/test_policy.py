@@ -24,7 +24,7 @@ def fleet() -> FakeFleet:
 
 
 class TestStart:
-    def test_processes_and_what_they_are_told(self) -> None:
+    def test_processes_and_their_first_commands(self) -> None:
         fleet = FakeFleet(num_engines=2, num_front_ends=2)
         assert [process.role for process in fleet.started] == ["engine"] * 2 + ["router"] + ["frontend"] * 2
         assert fleet.engine(1).ranks == [RankPlace(device=2), RankPlace(device=3)]
@@ -56,7 +56,7 @@ class TestStart:
         fleet.die(fleet.engine(1), "no such tensor", status)
         assert type(fleet.policy.fatal_error) is kind and str(fleet.policy.fatal_error) == "no such tensor"
 
-    def test_a_first_start_that_is_killed_is_tried_again(self) -> None:
+    def test_a_first_start_that_is_killed_is_repeated(self) -> None:
         fleet = FakeFleet(num_engines=1)
         for _ in range(FIRST_STARTS - 1):
             fleet.die(fleet.engine(0))
@@ -88,7 +88,7 @@ class TestStart:
 
 
 class TestDeaths:
-    def test_an_engine_is_started_again_in_a_new_directory(self, fleet: FakeFleet) -> None:
+    def test_an_engine_is_restarted_in_a_new_directory(self, fleet: FakeFleet) -> None:
         fleet.report(fleet.engine(1), "incarnation", incarnation=2)
         fleet.die(fleet.engine(1))
         assert fleet.ended == [(1, 1)] and fleet.states == {0: "serving", 1: "starting"}
@@ -145,11 +145,11 @@ class TestDeaths:
         fleet.become_ready("engine", "frontend")
         assert fleet.policy.fatal_error is None and fleet.policy.is_ready
 
-    def test_schedulers_and_router_are_told_of_a_front_ends_death(self, fleet: FakeFleet) -> None:
+    def test_schedulers_and_router_are_notified_of_a_front_ends_death(self, fleet: FakeFleet) -> None:
         (front_end,) = fleet.alive("frontend")
         fleet.die(front_end)
-        told = Command("front_end_exited", pid=front_end.pid)
-        assert all(told in process.commands for process in fleet.alive("engine") + fleet.alive("router"))
+        notice = Command("front_end_exited", pid=front_end.pid)
+        assert all(notice in process.commands for process in fleet.alive("engine") + fleet.alive("router"))
         assert len(fleet.alive("frontend")) == 1
         fleet.check()
 
@@ -164,7 +164,7 @@ class TestDeaths:
 
 
 class TestOrders:
-    def test_an_engine_is_drained_when_all_front_ends_say_so(self) -> None:
+    def test_an_engine_is_drained_when_all_front_ends_report_it(self) -> None:
         fleet = FakeFleet(num_front_ends=2)
         fleet.become_ready()
         fleet.order("drain", 1)
@@ -182,7 +182,7 @@ class TestOrders:
         fleet.die(fleet.alive("frontend")[0])
         assert fleet.states[1] == "drained"
 
-    def test_a_front_end_that_says_nothing_delays_only(self, fleet: FakeFleet) -> None:
+    def test_a_front_end_that_reports_nothing_only_delays(self, fleet: FakeFleet) -> None:
         fleet.order("drain", 0)
         fleet.pass_time(DRAIN_S + DRAIN_GRACE_S - 0.5)
         assert fleet.states[0] == "draining"

@@ -32,7 +32,7 @@ class FakeProcess:
 
     @property
     def places(self) -> list[EnginePlace]:
-        """The list of engines that it was told of last."""
+        """The newest list of engines that it was sent."""
         return next((c.engines for c in reversed(self.commands) if c.kind == "engines"), [])
 
     @property
@@ -123,7 +123,7 @@ class FakeFleet:
         self.tick()
 
     def obey(self) -> None:
-        """Let front ends drain, and engines end, as they were told to."""
+        """Let front ends drain, and engines end, as their commands say."""
         for front_end in self.alive("frontend"):
             for place in front_end.places:
                 if place.state == "draining":
