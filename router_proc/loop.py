@@ -90,6 +90,8 @@ class RouterLoop:
             case "engines":
                 self._consume(EnginesKnown(command.engines))
                 self._engines.update(command.engines)
+            case "front_end_exited":
+                self._clients.on_process_exit(command.pid)
 
     def _answer(self) -> None:
         """Consume all messages of front ends, and send the answers."""

@@ -152,7 +152,8 @@ class SchedulerLoop:
         now = self._clock()
         if now >= self._throughput.due:
             self._throughput.report(self._scheduler, now)
-        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now)):
+        replays = None if self._kv_events is None else self._kv_events.remaining()
+        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now), replays):
             if remaining is not None:
                 timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         masks_due = self._grammars.deadline

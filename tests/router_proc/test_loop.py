@@ -31,7 +31,8 @@ from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address
 from quire.router_proc.loop import RouterLoop
 from quire.router_proc.sockets import Sockets
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 CONFIG = msgspec.structs.replace(make_config(), feeds_router=True)
 HASHES = [bytes([number]) * HASH_BYTES[CONFIG.prefix_caching_hash_algo] for number in range(4)]
