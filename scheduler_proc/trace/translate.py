@@ -90,10 +90,12 @@ def public_config(config: EngineConfig) -> EngineConfig:
         kv_events_endpoint="",
         kv_events_replay_endpoint="",
         kv_events_curve_dir="",
+        kv_events_topic="",
         trace="",
         crash_dump_dir="",
         learned_costs_dir="",
         ssd_cache_dir="",
+        ranks=[],
     )
 
 
