@@ -110,7 +110,7 @@ def test_subscribers_of_the_user_may_get_events_in_the_format_of_vllm(
     while dealer.poll(WAIT_MS) and (frames := dealer.recv_multipart())[3]:
         assert frames[:2] == [b"", b"kv@a@b"]
         follower.apply(frames[3])
-    assert max(follower.prefixes.values(), key=len)[1][:10] == tuple(range(10))
+    assert max((tokens for _, tokens in follower.prefixes.values()), key=len)[:10] == tuple(range(10))
     assert len(follower.of("GPU")) == 4
     dealer.close()
     dealer = context.socket(zmq.DEALER)
