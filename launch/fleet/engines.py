@@ -89,6 +89,7 @@ class Engines:
         if slot.state != "starting":
             return  # it has recovered
         slot.has_settled = self._has_served = True
+        slot.detail = ""
         slot.serving_since = now
         if all(each.goal == "drain" for each in self.slots.values()):
             slot.goal = "serve"  # the others were removed since it was drained
@@ -202,7 +203,7 @@ class Engines:
             self._fail(slot, str(error), now)
             return
         slot.member = Member("engine", process, now, slot.number)
-        slot.state, slot.incarnation, slot.serving_since, slot.detail = "starting", 1, None, ""
+        slot.state, slot.incarnation, slot.serving_since = "starting", 1, None
 
     def _fail(
         self, slot: EngineSlot, reason: str, now: float, *, refused: bool = False, has_reason: bool = True

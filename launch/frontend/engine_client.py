@@ -80,6 +80,11 @@ class Stoppable(Protocol):
 class Sequence(Stoppable, Protocol):
     """One sequence in flight whose updates are taken."""
 
+    @property
+    def engines(self) -> str:
+        """The engines that have had it and why, such as ``2 cached, 0 load``; empty with one engine alone."""
+        ...
+
     def take(self) -> Update | None:
         """Return the tokens since the last call, or None. The last update has ``ended``.
 

@@ -295,6 +295,8 @@ class EngineSet:
         routed.engine, routed.session = number, session
         routed.num_tokens, routed.has_started, routed.stays = len(routed.stream.tokens), False, False
         session.adopt(routed.stream)
+        earlier = routed.stream.engines
+        routed.stream.engines = f"{earlier}, {number} {reason}" if earlier else f"{number} {reason}"
         if num_cached_tokens is None:
             self._router.place(routed)
         log.debug("engine chosen", id=routed.stream.request_id, engine=number, reason=reason, cached=num_cached_tokens)

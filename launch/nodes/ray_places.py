@@ -40,11 +40,6 @@ class RayPlaces:
         """
         self._cluster = cluster
         self._num_ranks = num_ranks
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-keys-")
-        folder = Path(self._folder.name)
-        write_pair(folder / HEAD_SECRET, folder / "head.key")
-        self.head_key_file = str(folder / HEAD_SECRET)
-        self._head_key = (folder / "head.key").read_text()
         resources = cluster.resources()
         if bundles_of(num_ranks, resources) is None or sum(resources) < num_ranks * num_engines:
             raise ConfigError(
@@ -52,6 +47,11 @@ class RayPlaces:
                 f"{num_engines * num_ranks} {cluster.resource}s, its {len(resources)} nodes have {sum(resources)}: add "
                 f"nodes, or lower --data-parallel-size or --tensor-parallel-size"
             )
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-keys-")
+        folder = Path(self._folder.name)
+        write_pair(folder / HEAD_SECRET, folder / "head.key")
+        self.head_key_file = str(folder / HEAD_SECRET)
+        self._head_key = (folder / "head.key").read_text()
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="ray")
         self._placed: dict[int, Future[RayEngine]] = {n: self._begin() for n in range(num_engines)}
         """By engine: its agents, once they run."""

@@ -188,7 +188,10 @@ async def _restart(server: FleetServer, before: dict[int, int], outcome: EngineO
         outcome.problems.append(f"the rolling restart was refused: {status} {text[:200]}")
         return
     deadline = time.monotonic() + RESTART_S
-    while any((await _serving(server.port)).get(engine, 0) <= starts for engine, starts in before.items()):
+    while True:
+        now = await _serving(server.port)
+        if all(now.get(engine, 0) > starts for engine, starts in before.items()):
+            return
         if time.monotonic() > deadline:
             outcome.problems.append(f"the rolling restart took more than {RESTART_S:g} s")
             return

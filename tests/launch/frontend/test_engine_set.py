@@ -83,6 +83,7 @@ def test_streams_of_a_dead_engine_go_on_elsewhere_with_their_tokens(how: str) ->
     assert world.asked[0].excluded == [0] and world.asked[0].num_tokens == 5
     world.answer(0, 1)
     assert names_on(world, 1) == {"a"} and len(answer.tokens) == 2
+    assert answer.stream.engines == "0 load, 1 load"
     assert_complete(world, "a")
 
 

@@ -11,6 +11,8 @@ from quire.launch.frontend.engine_client import Update
 class PulledSequence:
     """Implements ``take`` by the generator ``updates``, which advances only when its update was taken."""
 
+    engines = ""
+
     def updates(self) -> AsyncIterator[Update]:
         raise NotImplementedError
 
