@@ -122,7 +122,7 @@ class Engines:
         ]
 
     def set_places(self, places: list[EnginePlace]) -> list[Engine]:
-        """Apply a new list. Return the engines whose link is to be closed: their scheduler is gone."""
+        """Apply a new list. Return the engines whose link is to be closed: their scheduler has ended."""
         self.places = places
         gone = self._by_number.keys() - {place.engine for place in places}
         lost = [self._by_number.pop(number) for number in sorted(gone)]
