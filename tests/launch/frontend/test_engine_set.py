@@ -73,7 +73,7 @@ def test_requests_wait_until_an_engine_serves() -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "kill_scheduler"])
-def test_streams_of_a_dead_engine_go_on_elsewhere_with_their_tokens(how: str) -> None:
+def test_streams_of_a_dead_engine_continue_elsewhere_with_their_tokens(how: str) -> None:
     world = serving()
     answer = place(world, "a", 0)
     step(world, 0)
