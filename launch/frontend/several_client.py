@@ -127,7 +127,7 @@ class SeveralEnginesClient(SubmittingClient):
 
     @property
     def places(self) -> list[EnginePlace]:
-        return self._set.engines.places
+        return self._set.engines.described()
 
     @property
     def state(self) -> str:

@@ -107,6 +107,7 @@ def test_without_workers_an_engine_keeps_only_what_may_be_the_cause() -> None:
     for engine, other in ((0, 1), (1, 0)):
         world.set_state(engine, "recovering")
         world.to_front(engine)
+        assert [bool(each.detail) for each in world.set.engines.described()] == [engine == 0, engine == 1]
         world.to_router()
         while world.asked:
             world.answer(0, other)
