@@ -112,7 +112,8 @@ class EngineClient(Protocol):
 
     @property
     def places(self) -> list[EnginePlace]:
-        """The engines of a server with several; empty for one engine alone."""
+        """The engines of a server with several, with the reason for each that cannot compute requests now; empty for
+        one engine alone."""
         ...
 
     @property

@@ -141,7 +141,7 @@ class EngineSet:
     # ---- the engines
 
     def set_places(self, places: list[EnginePlace]) -> None:
-        """Apply a new list of engines: open and close links, and move the streams of engines that are gone."""
+        """Apply a new list of engines: open and close links, and move the streams of engines that have ended."""
         for engine in self.engines.set_places(places):
             self._lose(engine)
         self.engines.open_links()
@@ -179,7 +179,7 @@ class EngineSet:
         return True
 
     def _lose(self, engine: Engine) -> None:
-        """Close the link to a scheduler that is gone, and take back its streams."""
+        """Close the link to a scheduler that has ended, and take back its streams."""
         if (session := engine.session) is None:
             return
         self._progress_at = max(self._progress_at, session.progress_at)

@@ -211,10 +211,10 @@ async def _settle(server: FleetServer, needed: int, outcome: EngineOutcome) -> d
 
 
 async def _serving(port: int) -> dict[int, int]:
-    """Return the number of starts of each engine that serves and answers."""
+    """Return the number of starts of each engine that serves and has workers."""
     _, text = await _admin(port, "GET", "/admin/engines")
     engines = json.loads(text).get("engines", ())
-    return {e["engine"]: e["starts"] for e in engines if e["state"] == "serving" and e["kv_blocks"] is not None}
+    return {each["engine"]: each["starts"] for each in engines if each["state"] == "serving" and not each["detail"]}
 
 
 async def _admin(port: int, method: str, path: str) -> tuple[int, str]:

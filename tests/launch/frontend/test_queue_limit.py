@@ -14,8 +14,8 @@ from tiers import thinned
 from tqdm import tqdm
 
 import quire
-from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.scheduler_link import Readers
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.launch.http.app import make_app

@@ -142,7 +142,7 @@ def test_a_stream_moves_and_questions_reach_all_engines(peers: list[Peer], tmp_p
     finish(talk())
 
 
-def test_without_a_router_requests_go_on(peers: list[Peer], tmp_path: Path, finish: Any) -> None:
+def test_requests_need_no_router(peers: list[Peer], tmp_path: Path, finish: Any) -> None:
     first, second, _ = peers
 
     async def talk() -> None:
