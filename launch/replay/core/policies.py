@@ -47,11 +47,11 @@ class Preset:
     """Policies and settings of an engine to imitate.
 
     Attributes:
-        settings: EngineConfig fields that differ from Quire's defaults; the user's settings override them.
+        settings: keys of ``--set`` that differ from Quire's defaults; the user's settings override them.
     """
 
     policies: Policies
-    settings: Mapping[str, bool | int | float] = field(default_factory=dict)
+    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 _VLLM = Policies(
@@ -61,17 +61,22 @@ _VLLM = Policies(
     uncached_blocks_first=False,
     takes_between_steps=True,
 )
-_VLLM_SETTINGS = {"max_prefill_share": 1.0, "watermark": 0.0, "reserve_full_sequence": False}
+_VLLM_SETTINGS: Mapping[str, bool | int | float | str] = {
+    "max_prefill_share": 1.0,
+    "watermark": 0.0,
+    "reserve_full_sequence": False,
+    "routing": "vllm",
+}
 
 PRESETS: Mapping[str, Preset] = {
     "quire": Preset(QUIRE),
     # Prefills may use the whole budget; one queue in order of admission; blocks first in, first out; and, new in this
     # version, room for the whole prompt. A preempted request waits before all others: under fcfs its old position.
-    "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}),
+    "vllm-0.19": Preset(_VLLM, {**_VLLM_SETTINGS, "async_scheduling": True}),
     # From 0.11: a request is admitted once its first chunk fits, and steps are not scheduled ahead.
     "vllm-0.11": Preset(
         replace(_VLLM, admit_whole_prompts=False),
-        _VLLM_SETTINGS | {"async_scheduling": False},
+        {**_VLLM_SETTINGS, "async_scheduling": False},
     ),
 }
 """The values of ``like``."""

@@ -9,8 +9,9 @@ from quire.launch.replay.costs.cost import ConstantCost, CostModel
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.fleet import FleetSimulator
 from quire.launch.replay.simulate.program_score import ProgramScore
-from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_model
+from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_machine
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import source_of
 from quire.launch.replay.workload.workload import Call, Workload
@@ -32,10 +33,14 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
     """
     if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
         workload = replace(workload, settings=workload.settings | {"model": _fit_longest(find_model(config), workload)})
-    model, size = resolve_model(workload, given)
+    model, size, sharing, max_num_seqs = resolve_machine(workload, given)
     if cost is not None:
-        machine = parse_cost(cost, tensor_parallel_size=size, model=model)
+        machine = parse_cost(
+            cost, tensor_parallel_size=size, model=model, expert_parallel=sharing, max_num_seqs=max_num_seqs
+        )
         return make_setup(workload, given, machine), machine
+    if sharing:
+        raise ConfigError("--set enable_expert_parallel needs the layer profile of the machine: --cost table:DIR")
     machine, note = _default_machine(workload, size, model)
     setup = make_setup(workload, given, machine)
     setup.notes.append(note)
@@ -86,6 +91,8 @@ def run_workload(
     if no_hints and not (setup.config.uses_programs and setup.config.enable_prefix_caching):
         text = "--no-hints needs --set scheduling_policy=program (or continuum), and enable_prefix_caching"
         raise ConfigError(f"{text}: otherwise the scheduler looks for no programs")
+    if no_hints and setup.num_engines > 1:
+        raise ConfigError("--no-hints needs --set data_parallel_size=1: programs of several engines are not compared")
     limit = setup.config.max_model_len
     calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
     kept = _without_overlong(workload.calls, limit, overlong)
@@ -105,13 +112,16 @@ def run_workload(
     record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
     if generated["other_bound_tokens"]:
         record.notes.append(_generated_note(reuse_answers, generated["other_bound_tokens"]))
+    source = source_of(kept, concurrency, closed_loop)
+    if setup.num_engines > 1:
+        return FleetSimulator(setup, cost, source, record, reuse_answers=reuse_answers, progress=progress).run()
     score = ProgramScore() if no_hints else None
     simulator = Simulator(
         setup.config,
         setup.layout,
         setup.num_usable_blocks,
         cost,
-        source_of(kept, concurrency, closed_loop),
+        source,
         record,
         policies=setup.policies,
         tiers=setup.tiers,
