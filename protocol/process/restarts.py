@@ -18,12 +18,12 @@ class Restarts(msgspec.Struct):
 
 
 def write_restarts(directory: Path, restarts: Restarts) -> None:
-    _replace(directory / FILE, restarts)
+    replace_file(directory / FILE, restarts)
 
 
 def write_pids(directory: Path, pids: Mapping[str, list[int]]) -> None:
     """Publish the ids of all processes of the engine by their role."""
-    _replace(directory / PIDS_FILE, pids)
+    replace_file(directory / PIDS_FILE, pids)
 
 
 def read_pids(directory: Path) -> dict[str, list[int]]:
@@ -34,7 +34,7 @@ def read_pids(directory: Path) -> dict[str, list[int]]:
         return {}
 
 
-def _replace(path: Path, content: object) -> None:
+def replace_file(path: Path, content: object) -> None:
     """Replace a file in the socket directory; readers see the old or the new one."""
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(content))

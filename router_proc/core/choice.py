@@ -1,0 +1,115 @@
+"""Which engine gets a request: the rules of the policies, with their constants. A pure function of what is known."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from quire.protocol.routing import RoutingPolicy
+from quire.router_proc.core.index import NO_HIT, Hit
+from quire.router_proc.core.load import EngineLoad
+
+WEIGHT = 2.0
+"""How much an uncached token of the request counts, beside one of the queue: where it is computed, it also evicts."""
+RUNNING_TOKENS = 16.0
+"""Tokens of a prompt that a running request counts as, because it slows the others down."""
+HOST_SHARE = 0.1
+DISK_SHARE = 0.3
+"""What a token that is loaded from another medium costs, as a share of computing it."""
+ADAPTER_SECONDS = 0.2
+"""What loading an adapter costs."""
+
+
+class Question(NamedTuple):
+    """What the rules know about a request.
+
+    Attributes:
+        num_tokens: tokens to compute unless they are cached.
+        adapter: digest of its adapter, or empty.
+        last_engine: the engine that had its job's last request, or -1.
+    """
+
+    num_tokens: int
+    adapter: bytes
+    last_engine: int
+
+
+class Option(NamedTuple):
+    """An engine that accepts the request.
+
+    Attributes:
+        hit, block_size: blocks of the request that it has, and their tokens.
+    """
+
+    engine: int
+    load: EngineLoad
+    hit: Hit = NO_HIT
+    block_size: int = 1
+
+    @property
+    def num_cached(self) -> int:
+        return self.hit.num_blocks * self.block_size
+
+
+class Choice(NamedTuple):
+    option: Option
+    reason: str
+
+
+def choose(policy: RoutingPolicy, question: Question, options: list[Option]) -> Choice:
+    """Return the engine for a request, and the reason as of Routed. ``options``: at least one, by engine."""
+    if len(options) == 1:
+        return Choice(options[0], "only")
+    if policy == "round-robin":
+        return Choice(min(options, key=lambda option: (option.load.last_chosen, option.engine)), "turn")
+    if policy == "session":
+        for option in options:
+            if option.engine == question.last_engine:
+                return Choice(option, "session")
+    return _cheapest(question, options)
+
+
+def _cheapest(question: Question, options: list[Option]) -> Choice:
+    """Return the option with the least score.
+
+    Ties: the engine that had the job's last request, then the fewest requests, then the longest time since a choice.
+    """
+    best, least = options[0], (float("inf"), False, 0, 0)
+    num_least = 0
+    for option in options:
+        load = option.load
+        found = (
+            _score(question, option),
+            option.engine != question.last_engine,
+            load.num_requests,
+            load.last_chosen,
+        )
+        num_least = num_least + 1 if found[0] == least[0] else (1 if found[0] < least[0] else num_least)
+        if found < least:
+            best, least = option, found
+    return Choice(best, _reason(question, best, options, num_least))
+
+
+def _score(question: Question, option: Option) -> float:
+    """Return the seconds until the request begins to decode, with what it does to others."""
+    hit, load = option.hit, option.load
+    uncached = question.num_tokens - option.num_cached
+    loaded = (HOST_SHARE * hit.num_host + DISK_SHARE * hit.num_disk) * option.block_size
+    queue = load.queue_tokens + RUNNING_TOKENS * load.num_running
+    seconds = (WEIGHT * (uncached + loaded) + queue) * load.seconds_per_token
+    return seconds + (ADAPTER_SECONDS if question.adapter and not load.has_adapter(question.adapter) else 0.0)
+
+
+def _reason(question: Question, best: Option, options: Iterable[Option], num_least: int) -> str:
+    others = [option for option in options if option is not best]
+    if best.num_cached > max(option.num_cached for option in others):
+        return "cached"
+    adapter = question.adapter
+    if adapter and best.load.has_adapter(adapter) and not all(option.load.has_adapter(adapter) for option in others):
+        return "adapter"
+    return "session" if num_least > 1 and best.engine == question.last_engine else "load"
+
+
+def complete_measures(loads: Mapping[int, EngineLoad], measured: Mapping[int, float], default: float) -> None:
+    """Give each engine its measured seconds per token, and one without a measurement those of the slowest."""
+    slowest = max(measured.values(), default=default)
+    for engine, load in loads.items():
+        load.seconds_per_token = measured.get(engine, slowest)

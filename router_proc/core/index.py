@@ -1,0 +1,256 @@
+"""Which engines have which KV blocks in their caches: exact, in bulk, and with bounded memory."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.routing import KEY_BYTES, MAX_ENGINES
+from quire.router_proc.core.key_table import KeyTable
+
+MEDIA = ("device", "host", "disk")
+MAX_QUEUED = 8192
+"""Changes that are queued before they are applied: applied in bulk, each costs a tenth."""
+NUM_SAMPLES = 16
+"""Blocks of a prompt that are looked up at least, spread evenly."""
+MAX_MEDIA_SAMPLES = 64
+"""Blocks of a hit that are looked up at most to learn on which media they are."""
+DEFAULT_MAX_BLOCKS = 2**22
+"""Most blocks of an engine whose pool is not known."""
+
+Keys = memoryview
+"""Block keys as integers of 64 bits."""
+_DTYPES = ((8, np.uint8), (16, np.uint16), (32, np.uint32), (MAX_ENGINES, np.uint64))
+
+
+class Hit(NamedTuple):
+    """The longest prefix of a prompt that an engine has.
+
+    Attributes:
+        num_blocks: blocks of the prefix, in any medium.
+        num_host, num_disk: those of them that are only on that medium, in this order of preference.
+    """
+
+    num_blocks: int
+    num_host: int = 0
+    num_disk: int = 0
+
+
+NO_HIT = Hit(0)
+
+
+def keys_of(raw: bytes) -> Keys:
+    """Return the block keys of concatenated prefixes of hashes. Raises TypeError for a part of a key."""
+    return memoryview(raw).cast("Q")
+
+
+def counted_group(layout: KVLayout) -> int:
+    """Return the KV group whose blocks are indexed: the first of full attention, otherwise 0.
+
+    A request needs its whole prefix there. What other groups keep (a sliding window's last blocks) is cached with it.
+    """
+    kinds = [group.kind for group in layout.groups]
+    return kinds.index("full_attention") if "full_attention" in kinds else 0
+
+
+class _Queue:
+    """Changes of one engine that are not in the table yet, in order."""
+
+    __slots__ = ("hashes", "runs")
+
+    def __init__(self) -> None:
+        self.hashes: list[bytes] = []
+        self.runs: list[tuple[int, bool, int]] = []
+        """(medium, whether stored, number of hashes)."""
+
+
+class BlockIndex:
+    """Owns a table of block keys with one bit per engine and medium.
+
+    A key is the first ``KEY_BYTES`` bytes of a block's hash, which covers the whole prefix. Two of 2**22 blocks share a
+    key with probability 5e-7; a request is then routed as if it was cached.
+
+    Changes are queued and applied before the next lookup, or when there are many. An engine that has more blocks than
+    its pool can hold reports false events: its blocks are dropped, and it is listed in ``overfull`` until ``forget``.
+    """
+
+    def __init__(self) -> None:
+        self._table = KeyTable(np.uint8, 1)
+        self._queues: dict[int, _Queue] = {}
+        self._num_queued = 0
+        self._counts: dict[int, list[int]] = {}
+        """Blocks by engine and medium."""
+        self._limits: dict[int, int] = {}
+        self.overfull: set[int] = set()
+
+    # ---- changes
+
+    def stored(self, engine: int, hashes: Sequence[bytes], medium: str) -> None:
+        """Note that an engine has these blocks. ``hashes``: all of one length, which is a multiple of KEY_BYTES."""
+        self._enqueue(engine, hashes, medium, True)
+
+    def removed(self, engine: int, hashes: Sequence[bytes], medium: str) -> None:
+        """Note that an engine has these blocks no more."""
+        self._enqueue(engine, hashes, medium, False)
+
+    def cleared(self, engine: int, medium: str = "") -> None:
+        """Drop an engine's blocks on a medium; without one, on all."""
+        self._apply(engine)
+        for number, name in enumerate(MEDIA[: self._table.num_columns]):
+            counts = self._counts.get(engine, ())
+            if medium in ("", name) and any(counts[number : number + 1]):
+                self._table.clear_bit(number, engine)
+                self._counts[engine][number] = 0
+
+    def forget(self, engine: int) -> None:
+        """Drop all blocks and queued changes of an engine, which starts from nothing."""
+        if (queue := self._queues.pop(engine, None)) is not None:
+            self._num_queued -= len(queue.hashes)
+        self.cleared(engine)
+        self._counts.pop(engine, None)
+        self.overfull.discard(engine)
+
+    def limit(self, engine: int, max_blocks: int) -> None:
+        """Set the most blocks that an engine can have."""
+        self._limits[engine] = max_blocks
+
+    def _enqueue(self, engine: int, hashes: Sequence[bytes], medium: str, is_stored: bool) -> None:
+        if engine in self.overfull or not hashes:
+            return
+        queue = self._queues.get(engine)
+        if queue is None:
+            queue = self._queues[engine] = _Queue()
+        queue.hashes += hashes
+        queue.runs.append((MEDIA.index(medium), is_stored, len(hashes)))
+        self._num_queued += len(hashes)
+        if self._num_queued >= MAX_QUEUED:
+            self.apply()
+
+    def apply(self) -> None:
+        """Apply all queued changes."""
+        for engine in sorted(self._queues):
+            self._apply(engine)
+
+    def _apply(self, engine: int) -> None:
+        queue = self._queues.pop(engine, None)
+        if queue is None:
+            return
+        self._num_queued -= len(queue.hashes)
+        width = len(queue.hashes[0]) // KEY_BYTES
+        keys = np.frombuffer(b"".join(queue.hashes), np.uint64)[::width]
+        media, stored, lengths = (np.array(column) for column in zip(*queue.runs, strict=True))
+        media, stored = np.repeat(media, lengths), np.repeat(stored, lengths)
+        self._make_room(engine, int(media.max()) + 1)
+        counts = self._counts.setdefault(engine, [0] * len(MEDIA))
+        for medium in range(int(media.max()) + 1):
+            of_medium = media == medium
+            if of_medium.any():
+                counts[medium] += self._table.set_bits(medium, engine, keys[of_medium], stored[of_medium])
+        if sum(counts) > self._limits.get(engine, DEFAULT_MAX_BLOCKS):
+            self.forget(engine)
+            self.overfull.add(engine)
+
+    def _make_room(self, engine: int, num_media: int) -> None:
+        """Widen the table for the number of an engine, or for another medium."""
+        dtype = next(dtype for size, dtype in _DTYPES if engine < size)
+        columns = max(num_media, self._table.num_columns)
+        if np.dtype(dtype).itemsize > self._table.dtype.itemsize or columns > self._table.num_columns:
+            wider = dtype if np.dtype(dtype).itemsize > self._table.dtype.itemsize else self._table.dtype
+            self._table.widen(wider, columns)
+
+    # ---- look-ups
+
+    def hits(self, keys: Keys) -> dict[int, Hit]:
+        """Return the prefix of a prompt that each engine has; engines without its first block are left out.
+
+        A cache has all blocks before one that it has, because it evicts the last ones of a sequence first. So
+        NUM_SAMPLES blocks, spread evenly, are looked up, and then those at which a prefix may end, by bisection. The
+        time hardly depends on the length. A block that is missing in spite of that may stay unnoticed.
+
+        Args:
+            keys: the prompt's block keys, from the first.
+        """
+        if self._queues:
+            self.apply()
+        found: dict[int, Hit] = {}
+        if not len(keys):
+            return found
+        last, mask_of = len(keys) - 1, self._table.mask
+        at, mask = 0, mask_of(keys[0])
+        step = max(1, last // NUM_SAMPLES)
+        while mask and at < last:
+            to = min(at + step, last)
+            both = mask & mask_of(keys[to])
+            if both != mask:
+                self._add_ends(keys, at, mask, to, both, found)
+            at, mask = to, both
+        for engine in bits_of(mask):
+            found[engine] = Hit(len(keys))
+        return found if self._table.num_columns == 1 else self._with_media(keys, found)
+
+    def _add_ends(self, keys: Keys, low: int, mask: int, high: int, high_mask: int, found: dict[int, Hit]) -> None:
+        """Add the hits that end in block ``low`` or later, before block ``high``.
+
+        Args:
+            mask, high_mask: engines that have block ``low``, and those of them that have block ``high``.
+        """
+        if high - low == 1:
+            for engine in bits_of(mask & ~high_mask):
+                found[engine] = Hit(high)
+            return
+        middle = (low + high) // 2
+        middle_mask = mask & (self._table.mask(keys[middle]) | high_mask)
+        if middle_mask != mask:
+            self._add_ends(keys, low, mask, middle, middle_mask, found)
+        if middle_mask != high_mask:
+            self._add_ends(keys, middle, middle_mask, high, high_mask, found)
+
+    def _with_media(self, keys: Keys, found: dict[int, Hit]) -> dict[int, Hit]:
+        """Return the hits with their media, by the shares of at most MAX_MEDIA_SAMPLES blocks."""
+        longest = max((hit.num_blocks for hit in found.values()), default=0)
+        step = -(-longest // MAX_MEDIA_SAMPLES) or 1
+        columns = self._table.find(np.asarray(keys[:longest:step]))
+        hits = {}
+        for engine, (length, *_) in found.items():
+            bit, number = columns[0].dtype.type(1 << engine), -(-length // step)
+            elsewhere = (columns[0][:number] & bit) == 0
+            num_elsewhere = int(np.count_nonzero(elsewhere))
+            num_host = int(np.count_nonzero(columns[1][:number][elsewhere] & bit))
+            hits[engine] = Hit(length, num_host * length // number, (num_elsewhere - num_host) * length // number)
+        return hits
+
+    # ---- figures
+
+    def num_blocks(self, engine: int) -> int:
+        """Return the number of an engine's blocks; a block on two media counts twice."""
+        self._apply(engine)
+        return sum(self._counts.get(engine, ()))
+
+    @property
+    def num_keys(self) -> int:
+        """Number of different blocks."""
+        return self._table.num_keys
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table. The queue, of at most MAX_QUEUED changes, is not included."""
+        return self._table.num_bytes
+
+    def check(self) -> None:
+        """Assert the invariants, after applying what is queued. O(size)."""
+        self.apply()
+        assert self._num_queued == 0 and not self._queues
+        self._table.check()
+        for engine, counts in self._counts.items():
+            assert engine not in self.overfull
+            for medium, count in enumerate(counts):
+                assert count == self._table.count(medium, engine), f"engine {engine}, {MEDIA[medium]}"
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """Yield the numbers of the bits that are set, from the lowest."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

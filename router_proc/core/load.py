@@ -1,0 +1,137 @@
+"""The requests of each engine, as the router knows them: how much is computed before another one begins."""
+
+from collections import OrderedDict
+from itertools import islice
+
+from quire.protocol.routing import KEY_BYTES
+
+DEFAULT_SECONDS_PER_TOKEN = 1e-4
+"""Until an engine has been measured. Only differences between engines, and the ratio to constant times, matter."""
+MAX_COMPARED = 16
+"""The newest requests of an engine, not started yet, with which a prompt is compared."""
+
+Ticket = tuple[int, int]
+"""(client, ticket of the client)."""
+
+
+class Placement:
+    """A request on an engine.
+
+    Attributes:
+        num_uncached: tokens that were not cached there when it was routed.
+        has_started: whether its prompt is computed.
+    """
+
+    __slots__ = ("engine", "has_started", "num_uncached")
+
+    def __init__(self, engine: int, num_uncached: int, *, has_started: bool) -> None:
+        self.engine = engine
+        self.num_uncached = num_uncached
+        self.has_started = has_started
+
+
+class EngineLoad:
+    """Totals of one engine's placements, and what else is remembered about it.
+
+    Attributes:
+        queue_tokens: uncached tokens of requests that have not started.
+        num_waiting, num_running: requests that have not started, and those that have.
+        seconds_per_token: what a token of a prompt takes.
+        last_chosen: number of the last choice of this engine, from 1; 0 without one.
+        keys_per_block: number of keys of a request per block of the counted group.
+    """
+
+    __slots__ = (
+        "_adapters",
+        "_expected",
+        "keys_per_block",
+        "last_chosen",
+        "num_running",
+        "num_waiting",
+        "queue_tokens",
+        "seconds_per_token",
+    )
+
+    def __init__(self) -> None:
+        self.queue_tokens = 0
+        self.num_waiting = 0
+        self.num_running = 0
+        self.seconds_per_token = DEFAULT_SECONDS_PER_TOKEN
+        self.last_chosen = 0
+        self.keys_per_block = 1
+        self._expected: dict[Ticket, bytes] = {}
+        self._adapters: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_waiting + self.num_running
+
+    def add(self, ticket: Ticket, placement: Placement, keys: bytes) -> None:
+        """Count a request. ``keys``: those of its blocks, which are cached soon."""
+        if placement.has_started:
+            self.num_running += 1
+            return
+        self.num_waiting += 1
+        self.queue_tokens += placement.num_uncached
+        if keys:
+            self._expected[ticket] = keys
+
+    def start(self, ticket: Ticket, placement: Placement) -> None:
+        if not placement.has_started:
+            self.remove(ticket, placement)
+            placement.has_started = True
+            self.num_running += 1
+
+    def remove(self, ticket: Ticket, placement: Placement) -> None:
+        if placement.has_started:
+            self.num_running -= 1
+            return
+        self.num_waiting -= 1
+        self.queue_tokens -= placement.num_uncached
+        self._expected.pop(ticket, None)
+
+    def num_expected(self, keys: bytes, num_cached: int) -> int:
+        """Return how many blocks of a prompt will be cached soon, because requests that compute them are routed here.
+
+        Args:
+            keys: the prompt's block keys.
+            num_cached: blocks of it that are cached.
+        """
+        longest, at = num_cached, num_cached * KEY_BYTES
+        wanted = keys[at : at + KEY_BYTES]
+        if not wanted:
+            return longest
+        for other in islice(reversed(self._expected.values()), MAX_COMPARED):
+            if other.startswith(wanted, at):
+                longest = max(longest, num_common(keys, other, num_cached + 1))
+        return longest
+
+    def has_adapter(self, adapter: bytes) -> bool:
+        return adapter in self._adapters
+
+    def use_adapter(self, adapter: bytes, max_loras: int) -> None:
+        """Note that a request with this adapter is routed here. The adapters used last are loaded."""
+        self._adapters[adapter] = None
+        self._adapters.move_to_end(adapter)
+        while len(self._adapters) > max_loras:
+            self._adapters.popitem(last=False)
+
+    def check(self) -> None:
+        """Assert that as many prompts are remembered as wait, at most."""
+        assert len(self._expected) <= self.num_waiting
+
+
+def num_common(keys: bytes, others: bytes, least: int) -> int:
+    """Return the number of first keys that two prompts share, of which ``least`` are known to be shared.
+
+    A key covers its whole prefix: prompts that share one share all before it.
+    """
+    low, high = least, min(len(keys), len(others)) // KEY_BYTES
+    while low < high:  # the first ``low`` are shared, and at most ``high``
+        middle = (low + high) // 2
+        at = middle * KEY_BYTES
+        if keys[at : at + KEY_BYTES] == others[at : at + KEY_BYTES]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
