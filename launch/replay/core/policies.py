@@ -5,8 +5,13 @@ Only replays use them (``--set like=vllm-0.19``, or one key at a time); planner.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.routing import RoutingPolicy
+
+Routing: TypeAlias = Literal[RoutingPolicy, "vllm"]
+"""A policy of the router, or that of vLLM's client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,13 @@ class Preset:
     """Policies and settings of an engine to imitate.
 
     Attributes:
-        settings: keys of ``--set`` that differ from Quire's defaults; the user's settings override them.
+        settings: EngineConfig fields that differ from Quire's defaults; the user's settings override them.
+        routing: how requests are routed to several engines.
     """
 
     policies: Policies
-    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    settings: Mapping[str, bool | int | float] = field(default_factory=dict)
+    routing: Routing = "cache"
 
 
 _VLLM = Policies(
@@ -61,22 +68,18 @@ _VLLM = Policies(
     uncached_blocks_first=False,
     takes_between_steps=True,
 )
-_VLLM_SETTINGS: Mapping[str, bool | int | float | str] = {
-    "max_prefill_share": 1.0,
-    "watermark": 0.0,
-    "reserve_full_sequence": False,
-    "routing": "vllm",
-}
+_VLLM_SETTINGS = {"max_prefill_share": 1.0, "watermark": 0.0, "reserve_full_sequence": False}
 
 PRESETS: Mapping[str, Preset] = {
     "quire": Preset(QUIRE),
     # Prefills may use the whole budget; one queue in order of admission; blocks first in, first out; and, new in this
     # version, room for the whole prompt. A preempted request waits before all others: under fcfs its old position.
-    "vllm-0.19": Preset(_VLLM, {**_VLLM_SETTINGS, "async_scheduling": True}),
+    "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}, "vllm"),
     # From 0.11: a request is admitted once its first chunk fits, and steps are not scheduled ahead.
     "vllm-0.11": Preset(
         replace(_VLLM, admit_whole_prompts=False),
-        {**_VLLM_SETTINGS, "async_scheduling": False},
+        _VLLM_SETTINGS | {"async_scheduling": False},
+        "vllm",
     ),
 }
 """The values of ``like``."""

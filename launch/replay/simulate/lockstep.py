@@ -20,7 +20,7 @@ class LockstepSimulator(Simulator):
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **(options | {"fast_forward": False}))
         self._scheduled: deque[StepShape] = deque()
-        """Shapes of the steps that have not begun, the last ones in flight."""
+        """Shapes of the scheduled steps that the worker has not started, the last ones in flight."""
         self._idle_until = 0.0
 
     @property
@@ -54,13 +54,13 @@ class JointSteps:
         self._engines = engines
         self._cost = cost
         self.end = 0.0
-        """When the last step that has begun ends."""
+        """When the step that the workers compute ends."""
 
     def begin(self, now: float) -> bool:
-        """Begin the next step of all engines, if the last one has ended by ``now`` and any engine has one to compute.
+        """Start the next step of all engines, if the last one has ended by ``now`` and any engine has scheduled one.
 
         Returns:
-            Whether a step has begun.
+            Whether a step was started.
         """
         shapes = [engine.next_shape for engine in self._engines]
         if self.end > now or not any(shapes):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -11,7 +11,7 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.foreign_names import FOREIGN_NAMES
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
-from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
+from quire.launch.replay.core.policies import QUIRE, Policies, Routing, find_preset
 from quire.launch.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
@@ -22,7 +22,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.routing import MAX_ENGINES, RoutingPolicy
+from quire.protocol.routing import MAX_ENGINES
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30
@@ -71,8 +71,6 @@ FLEET = {
 }
 """Keys of ``--set`` for several engines, and the fields of Setup."""
 
-Routing: TypeAlias = Literal[RoutingPolicy, "vllm"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -81,7 +79,6 @@ class Setup:
     Attributes:
         shown: the settings by ``--set`` key.
         notes: defaults that the user should know.
-        routing: a RoutingPolicy, or ``vllm``: that of vLLM's client.
         enable_expert_parallel: the engines share the experts of their model, and step together.
     """
 
@@ -94,7 +91,7 @@ class Setup:
     tiers: Tiers = NO_TIERS
     adapter_load_s: float = ADAPTER_LOAD_S
     num_engines: int = 1
-    routing: str = "cache"
+    routing: Routing = "cache"
     enable_expert_parallel: bool = False
 
 
@@ -146,7 +143,7 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
 
 
 class Machine(NamedTuple):
-    """What a cost model must know of the engines. ``expert_parallel``: number of those that share experts, or 0."""
+    """The engines as a cost model needs them. ``expert_parallel``: number of engines that share experts, or 0."""
 
     model: ModelConfig
     tensor_parallel_size: int
@@ -186,8 +183,11 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
     recorded = {key: value for key, value in workload.settings.items() if key not in INERT}
     for key in recorded.keys() - types.keys():
         raise ConfigError(f"{workload.source}: unknown setting {key!r}{did_you_mean(key, types)}")
-    preset = find_preset(wanted["like"]).settings if "like" in wanted else {}
-    values = recorded | dict(preset) | wanted
+    preset: dict[str, Any] = {}
+    if "like" in wanted:
+        other = find_preset(wanted["like"])
+        preset = dict(other.settings) | {"routing": other.routing}
+    values = recorded | preset | wanted
     if not 1 <= values.get("data_parallel_size", 1) <= MAX_ENGINES:
         number = values["data_parallel_size"]
         raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
