@@ -91,6 +91,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--html and --perfetto cannot show a sweep: run the setting of interest by itself")
     if args.compare and args.perfetto:
         raise UsageError("--perfetto shows one run: it cannot be combined with --compare")
+    if args.perfetto and dict(args.set).get("data_parallel_size", "1") != "1":
+        raise UsageError("--perfetto shows the steps of one engine: it cannot be combined with data_parallel_size")
     check_repeats(args)
     check_outputs(args)
 

@@ -42,10 +42,10 @@ class ExpertParallelCost(LayerProfileCost):
             ConfigError: a model without experts, or a missing or invalid file.
         """
         profile = read_profile(folder, model, ranks, max_num_seqs)
-        super().__init__(folder, **profile, with_experts=False)
         self._model: ModelConfig = profile["model"]
         if not expert_layers(self._model):
             raise ConfigError(f"{folder}: enable_expert_parallel needs a model with experts")
+        super().__init__(folder, **profile, with_experts=False)
         self._captured: list[int] = profile["captured"]
         self._link: Link = profile["link"]
         self._num_engines, self._num_parts = num_engines, num_engines * ranks

@@ -63,7 +63,7 @@ def sweep(
 
     Args:
         axes: (``--set`` key, texts of its values), each key once.
-        jobs: number of processes; None: one per core.
+        jobs: number of processes, 1: this one; None: one per core.
         progress: called with the number of finished runs and their total.
 
     Raises:
@@ -80,6 +80,13 @@ def run_points(
 ) -> list[SweepRow]:
     """Do one run with each of ``points``, texts by ``--set`` key; see ``sweep``."""
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MAX_PROCESSES)
+    if jobs == 1:
+        rows = []
+        for point in points:
+            rows.append(run_point(task, point))
+            if progress is not None:
+                progress(len(rows), len(points))
+        return rows
     others = set(multiprocessing.active_children())
     with _pool(jobs) as pool:
         try:
