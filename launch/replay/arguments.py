@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.protocol.routing import MAX_ENGINES
 
-FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "synthetic")
+FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "measured", "synthetic")
 OVERLONG = ("refuse", "clip", "drop")
 TARGETS = ("ttft", "tpot", "e2e")
 

@@ -14,6 +14,7 @@ from quire.launch.replay.report.summary import (
     CONVERSATION_COLUMNS,
     ENGINE_COLUMNS,
     SWEEP_COLUMNS,
+    by_run,
     conversation_cells,
     engine_cells,
     side_by_side,
@@ -157,11 +158,26 @@ def _what_if(args: argparse.Namespace) -> Result:
     """Run one simulation; for a change of settings of Quire's own trace, also the recorded settings."""
     workload = _load(args)
     changed = _run(args, workload, dict(args.set))
+    if workload.format == "measured" and not _given(args, WORKLOAD_FLAGS):
+        return _beside_measured(args, changed)
     if workload.format != "quire" or not args.set:
         return result_of(changed)
     recorded = _recorded(args, changed)
     base = _run(args, workload, {})
     return change_of(recorded, base, changed)
+
+
+def _beside_measured(args: argparse.Namespace, replayed: RunRecord) -> Result:
+    """Return the result of a measured run's replay, with the measured figures."""
+    from quire.launch.replay.recorded.measured import measured_record
+
+    measured = measured_record(args.trace)
+    result = result_of(replayed)
+    if measured is not None:
+        found = {"measured": summary(measured), "replayed": result.figures}
+        result.tables = [*by_run(found), *result.tables[1:]]
+        result.figures = {**result.figures, "measured": found["measured"]}
+    return result
 
 
 def _recorded(args: argparse.Namespace, changed: RunRecord) -> RunRecord | None:

@@ -184,8 +184,8 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
     for key in recorded.keys() - types.keys():
         raise ConfigError(f"{workload.source}: unknown setting {key!r}{did_you_mean(key, types)}")
     preset: dict[str, Any] = {}
-    if "like" in wanted:
-        other = find_preset(wanted["like"])
+    if like := wanted.get("like", recorded.get("like")):
+        other = find_preset(like)
         preset = dict(other.settings) | {"routing": other.routing}
     values = recorded | preset | wanted
     if not 1 <= values.get("data_parallel_size", 1) <= MAX_ENGINES:

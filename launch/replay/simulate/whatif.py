@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
 from quire.launch.replay.costs.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.layers import is_layer_profile
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
@@ -26,13 +28,16 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
 
     Args:
         given: texts by ``--set`` key.
-        cost: the ``--cost`` text; None: a fit to the trace's own steps, or a default machine.
+        cost: the ``--cost`` text; None: a fit to the trace's own steps, the profile of a measured run, or else a
+            default machine.
 
     Raises:
         ConfigError: an invalid setting or cost.
     """
     if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
         workload = replace(workload, settings=workload.settings | {"model": _fit_longest(find_model(config), workload)})
+    if cost is None and workload.format == "measured":
+        cost = _measured_machine(workload)
     model, size, sharing, max_num_seqs = resolve_machine(workload, given)
     if cost is not None:
         machine = parse_cost(
@@ -45,6 +50,14 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
     setup = make_setup(workload, given, machine)
     setup.notes.append(note)
     return setup, machine
+
+
+def _measured_machine(workload: Workload) -> str:
+    """Return the ``--cost`` text of the profile in the folder of a measured run. Raises ConfigError without one."""
+    if not is_layer_profile(Path(workload.source)):
+        text = f"{workload.source}: no layer profile of the measured machine (profile_dense_tp1.csv, ...)"
+        raise ConfigError(f"{text}: --cost is needed")
+    return f"table:{workload.source}"
 
 
 def _fit_longest(model: ModelConfig, workload: Workload) -> ModelConfig:

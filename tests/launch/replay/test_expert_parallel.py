@@ -1,10 +1,9 @@
 """Profiles of several tensor-parallel degrees, links, and steps of engines that share experts."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
+from made_up_profile import write_profile
 
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
@@ -20,28 +19,9 @@ MODEL = SHAPES["qwen3-30b-a3b"]
 LAYERS, HIDDEN, EXPERTS = 48, 2048, 128
 
 
-def write(path: Path, header: str, rows: list[tuple[object, ...]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header.split(","), *rows])
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A made-up profile: in microseconds, dense layers take 0.1 per token, experts 2 per expert and 1 per token.
-
-    Degree 2 takes half, except for the experts, of which it has none.
-    """
-    for ranks in (1, 2):
-        end = f"_tp{ranks}.csv"
-        dense = [(layer, n, 0.1 * n / ranks) for layer in ("qkv_proj", "o_proj") for n in (1, 8, 64, 4096)]
-        write(tmp_path / f"profile_dense{end}", "layer,tokens,time_us", dense)
-        write(tmp_path / f"profile_per_sequence{end}", "layer,sequences,time_us", [("lm_head", n, 5) for n in (1, 64)])
-        attention = [(0, 0, 1, 16, 3), (0, 0, 64, 16, 3), (16, 0, 0, 0, 3), (16, 0, 1, 16, 3), (16, 0, 64, 16, 3)]
-        write(tmp_path / f"profile_attention{end}", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", attention)
-    experts = [(n, e, 2 * e + n) for n in (1, 64, 4096) for e in (8, 64, 128)]
-    write(tmp_path / "profile_moe.csv", "tokens,activated_experts,time_us", experts)
-    (tmp_path / "profile_meta.yaml").write_text("model: Qwen/Qwen3-30B-A3B-Instruct-2507\n")
-    (tmp_path / "config.json").write_text(json.dumps({"link_bw": 10, "link_latency": 2000, "nodes": []}))
+    write_profile(tmp_path)
     return tmp_path
 
 
