@@ -49,10 +49,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _replay(args: argparse.Namespace) -> Result:
+    from quire.launch.replay.recorded.router import replay_router
+
     if args.against is not None:
         return _live(args)
     if _is_exact(args):
         return _exact(args)
+    if _is_as_recorded(args, "router"):
+        return replay_router(args.trace)
     if args.sweep:
         return _sweep(args)
     return _compare(args) if args.compare else _what_if(args)
@@ -111,12 +115,17 @@ def check_repeats(args: argparse.Namespace) -> None:
 
 
 def _is_exact(args: argparse.Namespace) -> bool:
-    """Whether the trace is Quire's own and no flag changes the run."""
+    """Whether the trace is an engine's and no flag changes the run."""
+    return _is_as_recorded(args, "quire")
+
+
+def _is_as_recorded(args: argparse.Namespace, format: str) -> bool:
+    """Whether the trace has this format and no flag changes the run."""
     from quire.launch.replay.formats.detect import detect_format
 
     if _given(args, (*WORKLOAD_FLAGS, *ENGINE_FLAGS)):
         return False
-    return args.format == "quire" or (args.format == "auto" and detect_format(args.trace) == "quire")
+    return args.format == format or (args.format == "auto" and detect_format(args.trace) == format)
 
 
 # ---- kinds of replay

@@ -383,7 +383,7 @@ class Statistics(Message, frozen=True, tag=22):
     num_pin_failures: int = 0
     """Choices of this time that failed."""
     tenant_service: list[tuple[int, int]] = []
-    """Service of each tenant by this engine since its start, as in TenantService; empty with fewer than two tenants."""
+    """Service of each tenant since this scheduler began, as in TenantService; empty with fewer than two API keys."""
 
 
 class EngineState(Message, frozen=True, tag=23):

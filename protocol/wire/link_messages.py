@@ -15,7 +15,11 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """First message of a connecting process. ``role`` is frontend or worker; ``index`` is its number or rank."""
+    """First message of a connecting process.
+
+    ``role`` is frontend, worker, or router (to a scheduler, which answers it as it answers front ends); ``index`` is
+    the number or rank of the process.
+    """
 
     protocol_version: int
     role: str

@@ -5,6 +5,7 @@ times are short: a process that exits does not wait for a peer that has exited.
 """
 
 import asyncio
+import contextlib
 import os
 import stat
 from collections import Counter
@@ -253,3 +254,41 @@ class AsyncZmqChannel:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class KVEventPeer:
+    """The connected ends of an engine's KV cache events: a SUB, and a DEALER that requests missed messages."""
+
+    def __init__(self, context: "zmq.Context[Any]", endpoint: str, replay_endpoint: str, topic: bytes) -> None:
+        self.sub: zmq.Socket[Any] = context.socket(zmq.SUB)
+        self.dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
+        for socket in (self.sub, self.dealer):
+            _configure(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self.sub.connect(endpoint)
+        self.dealer.connect(replay_endpoint)
+
+    def request(self, sequence: int) -> None:
+        """Request all messages from this number. Without effect while the engine does not read: request once more."""
+        with contextlib.suppress(zmq.Again):
+            self.dealer.send(sequence.to_bytes(8, "big"), zmq.NOBLOCK)
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next published message without waiting."""
+        return _receive(self.sub)
+
+    def receive_answer(self) -> list[bytes] | None:
+        """Return the next message of an answer to ``request`` without waiting."""
+        return _receive(self.dealer)
+
+    def close(self) -> None:
+        self.sub.close()
+        self.dealer.close()
+
+
+def _receive(socket: "zmq.Socket[Any]") -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

@@ -209,6 +209,10 @@ class Router:
 
     # ---- figures
 
+    def seconds_per_token(self, engine: int) -> float:
+        """Return what a token of a prompt takes on an engine, as far as it has been measured."""
+        return self._loads[engine].seconds_per_token
+
     def figures(self) -> RouterFigures:
         """Return the Router's part of the figures."""
         return RouterFigures(

@@ -4,6 +4,7 @@ from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.front_end_messages import TenantService
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepRow
@@ -172,10 +173,20 @@ class RequestTable:
         if request.adapter is not None:
             request.adapter.num_requests -= 1
         del self.requests[request.client, request.request_id]
-        if self.requests:
-            self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
-        else:
+        self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
+        if not self.requests:
             self.waiting.forget_service()
+
+    def served_elsewhere(self, event: TenantService, num_tenants: int) -> None:
+        """Count what other engines have served, except to tenants that do not exist.
+
+        Without requests it is not counted: they would begin with equal counts after this engine has been idle.
+        """
+        if not self.requests:
+            return
+        for tenant, num_tokens in event.served:
+            if 0 <= tenant <= num_tenants:
+                self.waiting.charge_elsewhere(tenant, num_tokens)
 
     def retire(self, handle: int) -> None:
         """Mark the handle of an ended request, which the workers may still hold, for release."""

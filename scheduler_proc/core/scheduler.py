@@ -22,6 +22,7 @@ from quire.protocol.wire.front_end_messages import (
     SchedulerToFrontEnd,
     Statistics,
     Stop,
+    TenantService,
 )
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
@@ -196,6 +197,8 @@ class Scheduler:
                 self.arrivals.adapter_loaded(event)
             case UnloadAdapter():
                 self.arrivals.replies.append((client, self.statistics(event.query, self.arrivals.unload(event))))
+            case TenantService():
+                self.table.served_elsewhere(event, self.config.num_tenants)
             case _:
                 assert_never(event)
         self.adapters.plan_loads()
@@ -384,7 +387,7 @@ class Scheduler:
         statistics = make_statistics(
             self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
         )
-        return self.programs.add_to(self.adapters.add_to(statistics))
+        return self.programs.add_to(self.adapters.add_to(self.planner.tenants.add_to(statistics, self.config)))
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""

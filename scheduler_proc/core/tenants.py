@@ -3,7 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from quire.protocol.config import EngineConfig
+from quire.protocol.wire.front_end_messages import Statistics
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.request import Request
@@ -29,6 +32,12 @@ class TenantShares:
         for request in self._table.running.values():
             held[request.tenant] += self._kv.num_held_blocks(request)
         return held
+
+    def add_to(self, statistics: Statistics, config: EngineConfig) -> Statistics:
+        """Return ``statistics`` with the service of each tenant, which other engines need if there are several."""
+        if config.num_tenants < 2:
+            return statistics
+        return msgspec.structs.replace(statistics, tenant_service=sorted(self._table.waiting.service.items()))
 
     def has_its_share(self, request: Request, config: EngineConfig | None) -> bool:
         """Whether the request's tenant has its share of the rows of ``config``; of the blocks if ``config`` is None."""

@@ -1,6 +1,7 @@
 """Publishes KV cache events: a PUB socket, and a ROUTER socket that resends missed batches. See docs/kv_events.md."""
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,46 @@ NUMBER_BYTES = 64
 """The same for a replay endpoint without keys."""
 
 
+class KVEventFeeds:
+    """Records the changes of the prefix cache and publishes them at every endpoint. Never blocks.
+
+    Owns the publishers. A batch is encoded once, and the publishers keep the same bytes.
+    """
+
+    def __init__(self, publishers: Sequence["KVEventPublisher"], incarnation: int) -> None:
+        """``incarnation``: that of all ``publishers``."""
+        self._publishers = publishers
+        self._incarnation = incarnation
+        self._recorder: KVEventRecorder | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def record(self, layout: KVLayout, hash_bytes: int) -> KVEventRecorder:
+        """Return the recorder for a new pool, whose events are published."""
+        self._recorder = KVEventRecorder(layout, hash_bytes)
+        self._recorder.cleared()
+        return self._recorder
+
+    def publish(self, now: float) -> None:
+        """Publish the events since the last call, if any, as one batch."""
+        events = [] if self._recorder is None else self._recorder.take()
+        if not events:
+            return
+        payload = self._encoder.encode(KVEventBatch(now, events, self._incarnation))
+        for publisher in self._publishers:
+            publisher.publish(payload)
+
+    def answer(self) -> None:
+        """Answer one replay request at each endpoint, if any."""
+        for publisher in self._publishers:
+            publisher.answer()
+
+    def close(self) -> None:
+        for publisher in self._publishers:
+            publisher.close()
+
+
 class KVEventPublisher:
-    """Numbers, publishes and keeps batches of events. Never blocks.
+    """Numbers, publishes and keeps batches of events at one endpoint. Never blocks.
 
     Owns both sockets. Invariant: the kept batches are the newest, without gaps, up to ``next_sequence``.
     """
@@ -61,11 +100,9 @@ class KVEventPublisher:
         self._curve = CurveContext(load_curve_keys(Path(curve_dir))) if curve_dir else None
         self.next_sequence = 0
         self._incarnation = incarnation
-        self._recorder: KVEventRecorder | None = None
         self._kept: deque[bytes] = deque()
         self._bytes = 0
         self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
-        self._encoder = msgspec.msgpack.Encoder()
         self._replay: ReplayRouter | None = None
         self._limit: ConnectionLimit | None = None
         self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
@@ -96,18 +133,8 @@ class KVEventPublisher:
         """The socket to poll: when it is readable, call ``answer``."""
         return None if self._replay is None else self._replay.socket
 
-    def record(self, layout: KVLayout, hash_bytes: int) -> KVEventRecorder:
-        """Return the recorder for a new pool, whose events are published."""
-        self._recorder = KVEventRecorder(layout, hash_bytes)
-        self._recorder.cleared()
-        return self._recorder
-
-    def publish(self, now: float) -> None:
-        """Publish the events since the last call, if any, as one batch."""
-        events = [] if self._recorder is None else self._recorder.take()
-        if not events:
-            return
-        payload = self._encoder.encode(KVEventBatch(now, events, self._incarnation))
+    def publish(self, payload: bytes) -> None:
+        """Publish and keep the next batch, encoded."""
         self._pub.send_multipart([TOPIC, _eight_bytes(self.next_sequence), payload], zmq.NOBLOCK)
         self.next_sequence += 1
         self._kept.append(payload)

@@ -14,6 +14,7 @@ from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Received
+from quire.protocol.wire.clients import mismatch
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, ClientEvent, EngineState, Rejected, Statistics
 from quire.protocol.wire.kv_events import HASH_BYTES
@@ -22,7 +23,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
-from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
+from quire.scheduler_proc.process.front_ends import FrontEnds
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
 from quire.scheduler_proc.process.pause import KeptPause
@@ -90,7 +91,8 @@ class SchedulerLoop:
         transport.add(self._grammars.fileno())
         transport.add(child.fileno())
         self._collector = Collector(clock)
-        self._kv_events = transport.open_kv_events(config) if config.kv_events_endpoint else None
+        is_published = config.feeds_router or config.kv_events_endpoint
+        self._kv_events = transport.open_kv_events(config) if is_published else None
 
     def run(self) -> None:
         """Run until the supervisor sends ``stop``.

@@ -7,7 +7,7 @@ for the event log, with their own tags (protocol/wire/link_messages.py).
 from typing import TypeAlias
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
-from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop, TenantService
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -71,4 +71,5 @@ Consumed: TypeAlias = (
     | LoadLate
     | AdapterLoaded
     | UnloadAdapter
+    | TenantService
 )

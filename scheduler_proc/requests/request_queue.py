@@ -92,7 +92,7 @@ class RequestQueue:
     queueing that counts tokens. Computed prompt positions are charged at admission, output tokens OUTPUT_WEIGHT times
     at the end. Idle time gives no credit: a tenant that starts to wait counts as served at least as much as the least
     served tenant that waited at the last admission. A preempted request keeps the count of its admission, and so its
-    place.
+    place. What other engines of the server have served counts too, as soon as it is known (``charge_elsewhere``).
 
     Each operation costs O(log n). When no request exists, all counts are reset (``forget_service``).
     """
@@ -109,6 +109,8 @@ class RequestQueue:
         """The same tenants, ranked by their service count."""
         self._served: dict[int, int] = {}
         self._floor = 0
+        self.service: dict[int, int] = {}
+        """Service of each tenant by this engine since its start."""
 
     def key(self, request: Request) -> _Key:
         """Return the sort key within a tenant; the smallest key is first, and keys are unique."""
@@ -191,6 +193,11 @@ class RequestQueue:
 
     def charge(self, tenant: int, num_tokens: int) -> None:
         """Add ``num_tokens`` to the service count of ``tenant``."""
+        self.service[tenant] = self.service.get(tenant, 0) + num_tokens
+        self.charge_elsewhere(tenant, num_tokens)
+
+    def charge_elsewhere(self, tenant: int, num_tokens: int) -> None:
+        """As ``charge``, for service by another engine. Call it only while a request exists."""
         self._served[tenant] = self._served.get(tenant, 0) + num_tokens
         if self._turns and tenant in self._lines:
             self._take_turn(tenant)

@@ -18,7 +18,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
-from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop
+from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop, TenantService
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
@@ -130,6 +130,7 @@ OtherEvent: TypeAlias = (
     | LoadLate
     | AdapterLoaded
     | UnloadAdapter
+    | TenantService
 )
 
 

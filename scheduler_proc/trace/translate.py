@@ -94,6 +94,7 @@ def public_config(config: EngineConfig) -> EngineConfig:
         crash_dump_dir="",
         learned_costs_dir="",
         ssd_cache_dir="",
+        ranks=[],
     )
 
 

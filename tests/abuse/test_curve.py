@@ -31,7 +31,7 @@ from quire.protocol.wire.connection_limit import MAX_CONNECTIONS
 from quire.protocol.wire.curve_keys import ALLOWED, SECRET, load_curve_keys
 from quire.protocol.wire.kv_events import END, TOPIC, check_endpoints
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 ZERO = (0).to_bytes(8, "big")
@@ -67,10 +67,10 @@ def setup(context: "zmq.Context[Any]", tmp_path_factory: pytest.TempPathFactory)
     create_certificates(folder, "false_server")
     events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     publisher = KVEventPublisher(context, events, replay, 7, curve_dir=str(keys))
-    recorder = publisher.record(layout_of(4), 32)
-    pool = BlockPool(40, enable_caching=True, events=recorder)
+    feeds = KVEventFeeds([publisher], 7)
+    pool = BlockPool(40, enable_caching=True, events=feeds.record(layout_of(4), 32))
     assert not keys_of(pool)
-    publisher.publish(0.0)
+    feeds.publish(0.0)
     yield Setup(publisher, events, replay, keys, folder)
     publisher.close()
 

@@ -4,7 +4,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,36 +11,16 @@ from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
 from scheduler_load import Load, random_settings
 from tiers import thinned
+from waiting_request import waiting_request
 
-from quire.protocol.request.sampling_params import SamplingParams
 from quire.scheduler_proc.core.tenants import equal_parts
 from quire.scheduler_proc.kv.fair_pool import CHUNK
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
-from quire.scheduler_proc.requests.tokens import Tokens
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
-
-
-def waiting_request(number: int, tenant: int, priority: int = 0, arrival: float = 0.0) -> Request:
-    request = Request(
-        client=0,
-        request_id=f"r{number}",
-        tokens=Tokens(np.zeros(1, np.int32), None),
-        num_prompt_tokens=1,
-        sampling=SamplingParams(),
-        seed=0,
-        stop_tokens=frozenset(),
-        max_total_tokens=9,
-        priority=priority,
-        arrival=arrival,
-        tenant=tenant,
-        handle=number,
-    )
-    request.number = number
-    return request
 
 
 @dataclass

@@ -8,7 +8,7 @@ from scheduler_driver import make_config
 
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import Abort, EngineState, Rejected
+from quire.protocol.wire.front_end_messages import Abort, EngineState, Rejected, TenantService
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.worker_messages import Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
@@ -20,7 +20,7 @@ DAMAGED = ProtocolError("crc", "damaged")
 
 
 class Lists:
-    """Implements ``transport.Hub``.
+    """Implements ``clients.Hub``.
 
     Attributes:
         sent: (peer, message) of each successful send.
@@ -69,8 +69,8 @@ class Case:
         return found
 
 
-def hello(pid: int = 7, index: int = 0, *, version: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(version, "frontend", index, pid)
+def hello(pid: int = 7, index: int = 0, *, version: int = PROTOCOL_VERSION, role: str = "frontend") -> Hello:
+    return Hello(version, role, index, pid)
 
 
 @pytest.fixture
@@ -176,3 +176,21 @@ def test_a_reconnecting_front_end_replaces_its_old_client(case: Case) -> None:
     case.deliver(b"b", hello(1))
     assert case.disconnected == [0] and case.hub.forgotten == [b"a"]
     assert case.deliver(b"b", Abort(["1"])) == [(1, Abort(["1"]))]
+
+
+def test_only_the_router_may_report_service_of_tenants(case: Case) -> None:
+    served = TenantService([(1, 10)])
+    case.deliver(b"a", hello(7))
+    assert case.deliver(b"r", hello(8, role="router"), served) == [(1, served)]
+    assert case.sent_to(b"r") == [WELCOME, EngineState("loading")]
+    assert case.deliver(b"a", served) == [] and case.disconnected == [0]
+    assert case.sent_to(b"a")[-1] == Refused("only the router may send TenantService")
+
+
+def test_a_new_router_replaces_the_previous_one_and_no_front_end(case: Case) -> None:
+    """The supervisor of an engine does not know when the router of the server ends."""
+    case.deliver(b"a", hello(7))
+    for number in range(3):
+        case.deliver(b"r%d" % number, hello(10 + number, role="router"))
+    assert case.disconnected == [1, 2] and case.hub.forgotten == [b"r0", b"r1"]
+    assert case.deliver(b"a", hello(9), Abort(["x"])) == [(0, hello(9)), (0, Abort(["x"]))]

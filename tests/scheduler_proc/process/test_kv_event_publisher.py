@@ -12,7 +12,7 @@ from kv_event_ends import Engine, Subscriber, keys_of
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.kv_events import END, GONE, MORE
-from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_a_late_subscriber_receives_everything_in_parts(engine: Engine, subscrib
 
 
 def test_a_step_without_events_sends_nothing(engine: Engine) -> None:
-    engine.publisher.publish(0.0)
-    engine.publisher.publish(1.0)
+    engine.feeds.publish(0.0)
+    engine.feeds.publish(1.0)
     assert engine.publisher.next_sequence == 1  # the one with AllBlocksCleared
 
 
@@ -71,7 +71,7 @@ def test_large_batches_are_sent_in_small_answers(engine: Engine, subscriber: Sub
     assert engine.pool.events is not None
     for step in range(4):
         engine.pool.events.stored([i.to_bytes(32, "big") for i in range(step * 9000, step * 9000 + 9000)], "device")
-        engine.publisher.publish(0.0)
+        engine.feeds.publish(0.0)
     kinds = [subscriber.ask_once() for _ in range(4)]
     assert kinds == [MORE, MORE, MORE, END] and len(subscriber.mirror.keys) == 36_000
 
@@ -174,6 +174,6 @@ def test_endpoints_are_checked_and_bound(context: "zmq.Context[Any]", engine: En
 def test_answer_does_nothing_without_a_replay_endpoint(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     publisher = KVEventPublisher(context, f"ipc://{tmp_path}/events", "", 1)
     publisher.answer()
-    publisher.publish(0.0)
+    KVEventFeeds([publisher], 1).publish(0.0)
     assert publisher.replay_socket is None and publisher.next_sequence == 0
     publisher.close()

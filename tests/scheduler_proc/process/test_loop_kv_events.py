@@ -15,6 +15,7 @@ from scheduler_driver import make_config, make_request
 from quire.protocol.wire.front_end_messages import Control, Statistics, StepOutputs
 from quire.protocol.wire.kv_events import END, TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
 from quire.protocol.wire.transfer_messages import CONTENTS_PER_MESSAGE, DiskContents, DiskPages
+from quire.protocol.wire.zmq_channel import kv_events_address
 
 pytestmark = pytest.mark.full
 
@@ -59,6 +60,47 @@ def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[An
     mirror = Mirror()
     mirror.apply(kept())
     assert mirror.keys == set()
+    dealer.close()
+    loop.stop()
+
+
+def test_the_router_and_the_subscribers_of_the_user_get_equal_batches(
+    context: "zmq.Context[Any]", tmp_path: Path
+) -> None:
+    """Rank 2 of several engines has the endpoints of the flags with its own suffix."""
+    router, router_replay = kv_events_address(tmp_path, 1)
+    replay = f"ipc://{tmp_path}/replay"
+    endpoints = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
+    config = make_config(feeds_router=True, data_parallel_rank=2, data_parallel_size=3, **endpoints)
+    loop = LoopUnderTest(context, tmp_path, config)
+    subscriber = context.socket(zmq.SUB)
+    subscriber.subscribe(TOPIC)
+    subscriber.connect(router)
+    loop.handshake()
+    loop.client.send(make_request("a", list(range(10)), max_tokens=8, temperature=0.0))
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+    assert subscriber.poll(WAIT_MS) and subscriber.recv_multipart()[0] == TOPIC
+    found = []
+    for address in (router_replay, f"{replay}-2"):
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(address)
+        found.append(batches_from(dealer, 0))
+        dealer.close()
+    assert found[0] == found[1] and len(found[0][0]) > 1
+    subscriber.close()
+    loop.stop()
+
+
+def test_without_prefix_caching_the_router_learns_that_nothing_is_cached(
+    context: "zmq.Context[Any]", tmp_path: Path
+) -> None:
+    loop = LoopUnderTest(context, tmp_path, make_config(feeds_router=True, enable_prefix_caching=False))
+    loop.handshake()
+    loop.client.send(make_request("a", list(range(10)), max_tokens=8, temperature=0.0))
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(kv_events_address(tmp_path, 1)[1])
+    assert batches_from(dealer, 0) == ([[AllBlocksCleared()]], END)
     dealer.close()
     loop.stop()
 

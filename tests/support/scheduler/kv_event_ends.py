@@ -24,7 +24,7 @@ from quire.protocol.wire.kv_events import (
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
 
 WAIT_MS = 10_000
 
@@ -110,7 +110,8 @@ class Engine:
     def __init__(self, context: "zmq.Context[Any]", folder: Path, incarnation: int = 1, **kept: int) -> None:
         self.events, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         self.publisher = KVEventPublisher(context, self.events, self.replay, incarnation, **kept)
-        recorder = self.publisher.record(layout_of(4), 32)
+        self.feeds = KVEventFeeds([self.publisher], incarnation)
+        recorder = self.feeds.record(layout_of(4), 32)
         self.pool = BlockPool(40, enable_caching=True, events=recorder)
         self._holder = Holder(self.pool, [os.urandom(32) for _ in range(60)])
         self._rng = random.Random(5)
@@ -120,7 +121,7 @@ class Engine:
         while self.publisher.next_sequence == before:
             for _ in range(4):
                 self._holder.act(self._rng.choice([0, 1, 1, 1, 2, 3, 3, 4]), self._rng.randrange(1000))
-            self.publisher.publish(float(before))
+            self.feeds.publish(float(before))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

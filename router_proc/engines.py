@@ -1,0 +1,185 @@
+"""The engines that the router follows: their events, and their counters once a second."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import EngineError
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.process.log import event_logger
+from quire.protocol.routing import EnginePlace, RoutingConfig
+from quire.protocol.wire.front_end_messages import Statistics
+from quire.protocol.wire.kv_events import HASH_BYTES
+from quire.router_proc.core.events import CacheChanged, CacheForgotten, EngineMeasured
+from quire.router_proc.core.pace import Pace
+from quire.router_proc.core.tenants import TenantBook
+from quire.router_proc.engine_link import EngineLink
+from quire.router_proc.follower import Follower
+from quire.router_proc.sockets import EventPeer, Transport
+
+log = event_logger("router")
+
+MAX_MESSAGES = 64
+"""Messages of an engine that are processed before the questions of front ends are."""
+SLACK_BLOCKS = 65_536
+"""Blocks that an engine may report beyond twice its pools, whose size is known a second later than its events."""
+
+Consume = Callable[[CacheChanged | CacheForgotten | EngineMeasured], None]
+
+
+class Feed:
+    """The events of one engine's KV cache: the subscription, and the state of following it."""
+
+    def __init__(self, place: EnginePlace, config: EngineConfig, transport: Transport, consume: Consume) -> None:
+        layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype).with_block_size(place.block_size)
+        self._transport = transport
+        self._peer: EventPeer = transport.open_events(place)
+        hash_bytes = HASH_BYTES[config.prefix_caching_hash_algo]
+        self.follower = Follower(place.engine, layout, hash_bytes, consume, self._peer.request)
+
+    def receive(self, now: float) -> None:
+        """Process messages of both sockets, MAX_MESSAGES of each at most."""
+        for receive, process in (
+            (self._peer.receive_answer, self.follower.answered),
+            (self._peer.receive, self.follower.published),
+        ):
+            for _ in range(MAX_MESSAGES):
+                if (frames := receive()) is None:
+                    break
+                process(frames, now)
+
+    def close(self) -> None:
+        self._transport.close_events(self._peer)
+
+
+class Engine:
+    """One engine, from its start to its end: a replacement is another object. Without prefix caching it has no feed."""
+
+    def __init__(self, place: EnginePlace, transport: Transport, consume: Consume, pid: int) -> None:
+        """Raises EngineError if its configuration cannot be read."""
+        self.place = place
+        self._consume = consume
+        config = _read_config(place)
+        self.feed = Feed(place, config, transport, consume) if config.feeds_router else None
+        self.link = EngineLink(lambda: transport.open_link(place), pid)
+        self._pace = Pace()
+        self._logged = ""
+
+    def tick(self, now: float) -> Statistics | None:
+        """Return the newest statistics, and ask for the next ones. Call once a second."""
+        if self.feed is not None:
+            self.feed.follower.tick(now)
+        newest = None
+        while (statistics := self.link.receive()) is not None:
+            newest = statistics
+        self.link.poll()
+        if newest is not None:
+            self._pace.update(newest)
+            pools = newest.num_usable_blocks + sum(tier.num_pages for tier in newest.tiers)
+            measured = EngineMeasured(self.place.engine, self._pace.seconds_per_token, 2 * pools + SLACK_BLOCKS)
+            self._consume(measured)
+        return newest
+
+    def log_distrust(self, follower: Follower) -> None:
+        """Log once why the engine is not indexed."""
+        reason = follower.not_indexed
+        if reason and reason != self._logged:
+            until = "until it restarts" if follower.has_given_up else "for a while"
+            log.warning(f"the cache of an engine is not indexed {until}", engine=self.place.engine, reason=reason)
+        self._logged = reason
+
+    def close(self) -> None:
+        self.link.close()
+        if self.feed is not None:
+            self.feed.close()
+
+
+class Engines:
+    """Owns one Engine per place at which an engine runs."""
+
+    def __init__(self, config: RoutingConfig, transport: Transport, consume: Consume, pid: int) -> None:
+        self._config = config
+        self._transport = transport
+        self._consume = consume
+        self._pid = pid
+        self._engines: dict[int, Engine] = {}
+        self._tenants = TenantBook()
+        self._unreadable: dict[int, str] = {}
+
+    def update(self, places: list[EnginePlace]) -> None:
+        """Follow exactly the engines that run at these places. Called after the Router knows them."""
+        running = {place.engine: place for place in places if place.directory and place.block_size}
+        for number, engine in list(self._engines.items()):
+            place = running.get(number)
+            if place is None or _identity(place) != _identity(engine.place):
+                self._engines.pop(number).close()
+                self._tenants.forget(number)
+        self._unreadable = {number: reason for number, reason in self._unreadable.items() if number in running}
+        for number, place in running.items():
+            if number not in self._engines:
+                self._follow(place)
+
+    def _follow(self, place: EnginePlace) -> None:
+        try:
+            self._engines[place.engine] = Engine(place, self._transport, self._consume, self._pid)
+        except EngineError as error:
+            self._unreadable[place.engine] = str(error)
+            log.warning("the cache of an engine is not indexed", engine=place.engine, reason=error)
+        else:
+            self._unreadable.pop(place.engine, None)
+
+    def receive(self, now: float) -> None:
+        for engine in self._engines.values():
+            if engine.feed is not None:
+                engine.feed.receive(now)
+
+    def tick(self, now: float, overfull: set[int]) -> None:
+        """Do what is due once a second. ``overfull``: engines that have reported more blocks than they can have."""
+        for number, follower in self._followers():
+            if number in overfull:
+                follower.distrust("it has reported more blocks than its pool has", now)
+        for number, engine in self._engines.items():
+            statistics = engine.tick(now)
+            if statistics is not None and self._config.num_tenants > 1:
+                self._tenants.report(number, dict(statistics.tenant_service))
+                if served := self._tenants.take(number):
+                    engine.link.send_service(served)
+        for number, follower in self._followers():
+            self._engines[number].log_distrust(follower)
+
+    def _followers(self) -> Iterator[tuple[int, Follower]]:
+        for number, engine in self._engines.items():
+            if engine.feed is not None:
+                yield number, engine.feed.follower
+
+    @property
+    def gaps(self) -> dict[int, int]:
+        return {number: follower.num_gaps for number, follower in self._followers()}
+
+    @property
+    def damaged(self) -> dict[int, int]:
+        return {number: follower.num_damaged for number, follower in self._followers()}
+
+    @property
+    def not_indexed(self) -> dict[int, str]:
+        """Why engines are not indexed now, by number."""
+        found = {number: follower.not_indexed for number, follower in self._followers()}
+        return self._unreadable | {number: reason for number, reason in found.items() if reason}
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def _identity(place: EnginePlace) -> tuple[str, int, int]:
+    return place.directory, place.incarnation, place.block_size
+
+
+def _read_config(place: EnginePlace) -> EngineConfig:
+    file = Path(place.directory) / "config"
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=EngineConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EngineError(f"its configuration cannot be read: {error}") from None

@@ -1,0 +1,78 @@
+"""The router's trace: JSON lines with each consumed event and each choice, which ``quire replay`` compares."""
+
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from quire.protocol.errors import ConfigError
+from quire.protocol.process.log import event_logger
+from quire.protocol.routing import RoutingConfig
+from quire.protocol.wire.router_messages import Routed
+from quire.router_proc.core.events import RouterEvent
+
+FORMAT = "quire router trace"
+VERSION = 1
+
+log = event_logger("router")
+
+
+class RouterHeader(msgspec.Struct, frozen=True, tag="router-header", tag_field="kind"):
+    """Begins the lines of one router process. ``incarnation``: from 1; a later one replaced a router that died."""
+
+    config: RoutingConfig
+    incarnation: int = 1
+    format: str = FORMAT
+    version: int = VERSION
+
+
+class Consumed(msgspec.Struct, frozen=True, tag="consumed", tag_field="kind"):
+    event: RouterEvent
+    client: int = 0
+
+
+class Chosen(msgspec.Struct, frozen=True, tag="chosen", tag_field="kind"):
+    """The answer to the question just consumed."""
+
+    message: Routed
+    client: int = 0
+
+
+RouterLine: TypeAlias = RouterHeader | Consumed | Chosen
+
+
+class RouterTrace:
+    """Writes a trace. A disk that fails ends the trace with one log line; routing continues."""
+
+    def __init__(self, path: Path, config: RoutingConfig, incarnation: int) -> None:
+        """Raises ConfigError if the file cannot be written."""
+        try:
+            self._file = path.open("wb" if incarnation == 1 else "ab")
+        except OSError as error:
+            raise ConfigError(f"cannot write the router's trace {path}: {error.strerror}") from None
+        self._encoder = msgspec.json.Encoder()
+        self._has_failed = False
+        self.write(RouterHeader(config, incarnation))
+
+    def write(self, line: RouterLine) -> None:
+        if not self._has_failed:
+            try:
+                self._file.write(self._encoder.encode(line) + b"\n")
+            except OSError as error:
+                self._fail(error)
+
+    def flush(self) -> None:
+        if not self._has_failed:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._fail(error)
+
+    def close(self) -> None:
+        self.flush()
+        if not self._has_failed:
+            self._file.close()
+
+    def _fail(self, error: OSError) -> None:
+        self._has_failed = True
+        log.error("the router's trace ends here: it cannot be written", reason=error.strerror)
