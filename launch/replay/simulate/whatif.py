@@ -11,7 +11,6 @@ from quire.launch.replay.costs.layers import is_layer_profile
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
-from quire.launch.replay.simulate.fleet import FleetSimulator
 from quire.launch.replay.simulate.program_score import ProgramScore
 from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_machine
 from quire.launch.replay.simulate.simulator import Simulator
@@ -127,6 +126,8 @@ def run_workload(
         record.notes.append(_generated_note(reuse_answers, generated["other_bound_tokens"]))
     source = source_of(kept, concurrency, closed_loop)
     if setup.num_engines > 1:
+        from quire.launch.replay.simulate.fleet import FleetSimulator  # one engine needs no router
+
         return FleetSimulator(setup, cost, source, record, reuse_answers=reuse_answers, progress=progress).run()
     score = ProgramScore() if no_hints else None
     simulator = Simulator(
