@@ -24,7 +24,7 @@ class _Line(msgspec.Struct):
 
 
 def measured_record(folder: Path) -> RunRecord | None:
-    """Return the measured requests, from the time at which the engine received each; None if they are not there.
+    """Return the measured requests, from the time at which the engine received each; None if the folder has none.
 
     Raises:
         ConfigError: a bad line.
