@@ -80,6 +80,8 @@ class Follower:
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
         self._num_queued_bytes = 0
+        self._has_dropped = False
+        """Whether a live message was not queued, so that another request must follow the present one."""
         self._damaged_at: list[float] = []
         self.num_gaps = 0
         self.num_damaged = 0
@@ -191,21 +193,25 @@ class Follower:
     def _catch_up(self, now: float) -> None:
         """Apply the messages that were published in the meantime."""
         self._is_replaying = False
-        live = self._live
+        live, had_all = self._live, not self._has_dropped
         self._drop_queue()
         while live and not self._is_replaying:
             self._live_message(live.popleft(), now)
         for frames in live:  # what follows another gap
             self._queue(frames)
+        if not had_all and not self._is_replaying:
+            self._ask(now)
 
     def _queue(self, frames: Frames) -> None:
         size = sum(map(len, frames))
-        if self._num_queued_bytes + size <= MAX_QUEUED_BYTES:
-            self._live.append(frames)
-            self._num_queued_bytes += size
+        if self._num_queued_bytes + size > MAX_QUEUED_BYTES:
+            self._has_dropped = True
+            return
+        self._live.append(frames)
+        self._num_queued_bytes += size
 
     def _drop_queue(self) -> None:
-        self._live, self._num_queued_bytes = deque(), 0
+        self._live, self._num_queued_bytes, self._has_dropped = deque(), 0, False
 
     def _is_of_incarnation(self, incarnation: int) -> bool:
         if self._incarnation is None:
