@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -18,9 +18,9 @@ from quire.launch.config.observability import check_metrics_prefix, check_tracin
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.fleet.engine_settings import check_shared, router_config
 from quire.launch.fleet.fleet import Fleet
-from quire.launch.fleet.places import LocalPlaces, Places
+from quire.launch.fleet.places import LocalPlaces, OwnedPlaces, Places
 from quire.launch.listener import Listener
-from quire.launch.nodes.sources import check_nodes, parse_sources
+from quire.launch.nodes.sources import RAY, check_nodes, parse_sources
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.gguf_file import is_gguf
@@ -73,7 +73,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
-            with _open_places(config, options, worker) as places:
+            with contextlib.closing(_open_places(config, options, worker)) as places:
                 config = msgspec.structs.replace(config, head_key_file=places.head_key_file)
                 with _make_fleet(config, options, places, worker, front_end) as fleet:
                     _run(fleet, config, options, about, started)
@@ -88,20 +88,20 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             _run(supervisor, config, options, about, started)
 
 
-@contextlib.contextmanager
-def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> Iterator[Places]:
+def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> OwnedPlaces:
     """Connect to the nodes, if there are any."""
     check_nodes(config, options, simulated=worker is not REAL_WORKER)
+    size = config.tensor_parallel_size
     if not options.nodes:
-        yield LocalPlaces(config.tensor_parallel_size)
-        return
-    from quire.launch.nodes.places import NodePlaces  # pyzmq, which --help does not wait for
+        return LocalPlaces(size)
+    if options.nodes == [RAY]:
+        from quire.launch.nodes.ray_cluster import RayCluster  # pyzmq, which --help does not wait for
+        from quire.launch.nodes.ray_places import RayPlaces
 
-    places = NodePlaces(parse_sources(options.nodes), Path(options.node_keys), config.tensor_parallel_size)
-    try:
-        yield places
-    finally:
-        places.close()
+        return RayPlaces(RayCluster("CPU" if config.device == "cpu" else "GPU"), size, options.data_parallel_size)
+    from quire.launch.nodes.places import NodePlaces
+
+    return NodePlaces(parse_sources(options.nodes), Path(options.node_keys), size)
 
 
 def _make_fleet(

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, 
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
-from quire.protocol.process.log import LogOptions
+from quire.protocol.process.log import LOG_ENGINE_VARIABLE, LogOptions
 from quire.protocol.process.restarts import Restarts, read_pids, read_restarts, write_pids, write_restarts
 from quire.protocol.routing import RoutingConfig
 
@@ -176,7 +176,7 @@ class Fleet:
         try:
             directory.mkdir(mode=0o700)
             write_config(directory, config)  # before the router reads it
-            return self._start("quire.launch.fleet", arguments)
+            return self._start("quire.launch.fleet", arguments, more={LOG_ENGINE_VARIABLE: str(engine)})
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
 
@@ -192,8 +192,12 @@ class Fleet:
         arguments = ["--directory", str(self.directory), *program.arguments, "--index", str(index)]
         return self._start(program.module, arguments, program.pass_fds)
 
-    def _start(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess:
-        return self._children.start(module, arguments, fds, self._log.environment, self._import_paths)
+    def _start(
+        self, module: str, arguments: Sequence[str], fds: Sequence[int] = (), more: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """``more``: variables besides those of the log."""
+        environment = {**self._log.environment, **(more or {})}
+        return self._children.start(module, arguments, fds, environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)

@@ -6,13 +6,7 @@ from quire.protocol.config import RankPlace
 
 
 class Places(Protocol):
-    """Gives engines the places of their ranks.
-
-    Attributes:
-        head_key_file: file with this machine's key pair for nodes; empty if all engines are on this machine.
-    """
-
-    head_key_file: str
+    """Gives engines the places of their ranks."""
 
     def take(self, engine: int) -> list[RankPlace] | str:
         """Return the place of each rank of an engine that is about to start, or in one line why there is none. The
@@ -21,6 +15,20 @@ class Places(Protocol):
 
     def give_back(self, engine: int) -> None:
         """Take back the places of an engine that has ended. No effect if it has none."""
+        ...
+
+
+class OwnedPlaces(Places, Protocol):
+    """Places that the server has opened.
+
+    Attributes:
+        head_key_file: file with this machine's key pair for nodes; empty if all engines are on this machine.
+    """
+
+    head_key_file: str
+
+    def close(self) -> None:
+        """Disconnect from nodes. The engines have ended."""
         ...
 
 
@@ -37,4 +45,7 @@ class LocalPlaces:
         return [RankPlace(device=first + rank) for rank in range(self._num_ranks)]
 
     def give_back(self, engine: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -40,6 +42,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--keys", type=Path, metavar="DIR", help="folder of mode 0700 with server.key_secret and allowed/NAME.key"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs; without one 1)")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     parser.add_argument(
         "--make-keys", type=Path, metavar="DIR", help="write new keys to DIR/node (--keys) and DIR/head (--node-keys)"
     )
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     agent = Agent(args.listen, load_curve_keys(args.keys, KEYS_FLAG), devices)
     write_line(f"Quire {__version__} runs up to {devices} workers for heads that connect to {args.listen}")
     try:
-        agent.run()
+        agent.run(stdin=sys.stdin.fileno() if args.stop_with_stdin else None)
     finally:
         agent.close()
 
@@ -94,14 +97,18 @@ class Agent:
         self.heads = Heads(info, self)
         self._is_stopping = False
 
-    def run(self) -> None:
-        """Serve heads until one of STOP_SIGNALS."""
+    def run(self, stdin: int | None = None) -> None:
+        """Serve heads until one of STOP_SIGNALS, or the end of ``stdin``: a pipe from which nothing else is read."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         for number in IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if stdin is not None:
+            self._waiter.add(stdin)
         while not self._is_stopping:
             self.turn(HEARTBEAT_S / 2)
+            if stdin is not None and select.select([stdin], [], [], 0)[0]:
+                return
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._is_stopping = True

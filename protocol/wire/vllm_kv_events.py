@@ -66,8 +66,10 @@ class VllmBatch(msgspec.Struct, array_like=True, frozen=True):
     data_parallel_rank: int
 
 
-def check_topic(topic: str, kv_events_format: str) -> None:
-    """Raises ConfigError if this format has no topic of its own, or if it is too long."""
+def check_format(kv_events_format: str, topic: str, endpoint: str) -> None:
+    """Check the settings of the endpoint of the user. Raises ConfigError if they have no effect, or are too long."""
+    if kv_events_format != "quire" and not endpoint:
+        raise ConfigError(f"--kv-events-format {kv_events_format} needs --kv-events-endpoint")
     if topic and kv_events_format != "vllm":
         raise ConfigError(f"--kv-events-topic {topic[:64]!r} needs --kv-events-format vllm: quire's topic is kv")
     if len(topic.encode(errors="surrogatepass")) > MAX_TOPIC_BYTES:

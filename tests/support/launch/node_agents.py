@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,16 @@ import msgspec
 
 from quire import LLM
 from quire.launch.nodes.addresses import ReservedPort
+from quire.launch.nodes.agent import Agent
+from quire.launch.nodes.heads import Heads
 from quire.launch.nodes.keys import HEAD_SECRET, load_node_key, make_keys
 from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.launch.offline import llm as offline
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.process.log import LogOptions
+from quire.protocol.wire.curve_keys import load_curve_keys
+from quire.protocol.wire.node_messages import NodeInfo
 
 
 class NodeAgents:
@@ -44,7 +49,8 @@ class NodeAgents:
         assert process.stderr is not None and "runs up to" in process.stderr.readline()
 
     def kill(self, index: int) -> None:
-        if (process := self.processes[index]) is not None:
+        process, self.processes[index] = self.processes[index], None
+        if process is not None:
             process.kill()
             process.communicate()
 
@@ -82,3 +88,33 @@ def llm_on_nodes(config: EngineConfig, agents: NodeAgents, *indices: int) -> Ite
     make = partial(Supervisor, remote=NodeWorkers(config, LogOptions()))
     with mock.patch.object(offline, "Supervisor", make), LLM.from_config(config, quiet=True) as llm:
         yield llm
+
+
+@contextlib.contextmanager
+def agent_in_thread(folder: Path, *, devices: int = 1, info: NodeInfo | None = None) -> Iterator[tuple[str, Path]]:
+    """Run an agent, which must not get signals or start workers, in a thread; yield its address and the head's keys.
+
+    ``info``: what it says of itself.
+    """
+    node, head = make_keys(folder / f"keys-{len(list(folder.iterdir()))}")
+    port = ReservedPort("127.0.0.1")
+    address = f"tcp://127.0.0.1:{port.number}"
+    agent = Agent(address, load_curve_keys(node, "--keys"), devices)
+    if info is not None:
+        agent.heads = Heads(info, agent)
+    is_stopping = threading.Event()
+
+    def run() -> None:
+        while not is_stopping.is_set():
+            agent.turn(0.05)
+            agent.heads.check()
+        agent.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield address, head
+    finally:
+        is_stopping.set()
+        thread.join()
+        port.close()
