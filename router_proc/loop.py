@@ -90,6 +90,7 @@ class RouterLoop:
             case "engines":
                 self._consume(EnginesKnown(command.engines))
                 self._engines.update(command.engines)
+                self._tick_at = self._clock()  # a new engine's events are requested at once
             case "front_end_exited":
                 self._clients.on_process_exit(command.pid)
 

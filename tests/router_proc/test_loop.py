@@ -153,7 +153,7 @@ def test_routes_by_the_events_of_engines(case: Case) -> None:
     case.child.put(Command("engines", engines=[case.engines[0].place]))
     assert case.ask(3) == Routed(3, 0, "only")
     found = case.figures()
-    assert found.choices[-2:] == [(1, "cached", 1)] or found.choices == [(1, "cached", 1)]
+    assert (1, "cached", 1) in found.choices
     assert found.num_unplaced == 1 and found.index_bytes > 0 and not found.not_indexed
 
 
