@@ -295,13 +295,18 @@ COMMANDS = {
         _lazy("nodes.command:add_node_flags"),
         _lazy("nodes.command:run"),
     ),
+    "plan": Command(
+        "Find how many engines carry a trace within given latencies, by simulation.",
+        _lazy("replay.arguments:add_plan_flags"),
+        _lazy("replay.plan.command:run"),
+    ),
     "completion": Command(
         "Print a script that lets a shell complete commands, flags and values.",
         _lazy("completion:add_completion_flags"),
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, embed, serve, beams, pins, wire, scheduler, sampling, kernels.",
+        "Run a benchmark: engine, embed, serve, beams, pins, wire, router, scheduler, sampling, kernels.",
         lambda parser: None,
         lambda args: None,
     ),
@@ -332,6 +337,11 @@ COMMANDS = {
         "Measure size and cost of the messages of a decoding batch.",
         _lazy("bench.flags:wire"),
         _lazy("bench.wire:run"),
+    ),
+    "bench router": Command(
+        "Measure the router's time per request and per event, and the memory of its index.",
+        _lazy("bench.flags:router"),
+        _lazy("bench.router:run"),
     ),
     "bench scheduler": Command(
         "Measure the scheduler's time per step, optionally beside another engine's.",

@@ -116,6 +116,7 @@ class Engines:
             if place is None or _identity(place) != _identity(engine.place):
                 self._engines.pop(number).close()
                 self._tenants.forget(number)
+        self._unreadable = {number: reason for number, reason in self._unreadable.items() if number in running}
         for number, place in running.items():
             if number not in self._engines:
                 self._follow(place)

@@ -22,6 +22,8 @@ ANSWER_TIMEOUT_S = 3.0
 """Seconds without a message of an answer after which it is requested once more: the engine loads, or lost it."""
 MAX_QUEUED = 4096
 """Live messages that are kept while missing ones arrive. Further ones are dropped, and requested later."""
+MAX_FUTILE = 3
+"""Answers without a new batch after which the missing one is not expected any more."""
 BACKOFF_S = (1.0, 5.0, 15.0, 60.0)
 """Seconds without events after each damaged message, and after the last of them the engine is not indexed."""
 FORGIVEN_S = 600.0
@@ -72,8 +74,8 @@ class Follower:
         self._incarnation: int | None = None
         self._next = 0
         self._is_replaying = False
-        self._has_advanced = False
-        """Whether the present answer has had a batch that was not applied before."""
+        self._num_futile = 0
+        """Requests since the last batch of an answer that was not applied before."""
         self._due = 0.0
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
@@ -136,16 +138,15 @@ class Follower:
         kind, sequence, payload = _split(frames)
         if kind != TOPIC:
             raise Damaged(f"topic {kind[:16]!r} instead of {TOPIC!r}")
-        if sequence > self._next:
-            self.num_gaps += 1
-            self._live.append(frames)
-            self._ask(now)
-            return
         batch = self._decode(payload)
         if batch.incarnation != self._incarnation:
             self._start_over(now)  # the engine was restarted
         elif sequence == self._next:  # an earlier one was applied
             self._apply(batch)
+        elif sequence > self._next:
+            self.num_gaps += 1
+            self._live.append(frames)
+            self._ask(now)
 
     def _answer(self, frames: Frames, now: float) -> None:
         self._due = now + ANSWER_TIMEOUT_S
@@ -164,31 +165,35 @@ class Follower:
         elif kind == MORE:
             if sequence == self._next:
                 self._ask(now)
-        elif sequence < self._next:
-            raise Damaged(f"the replay ends before batch {sequence}, but batch {self._next - 1} was published")
-        elif sequence == self._next:
-            self._catch_up(now)
-        elif self._has_advanced:
-            self._ask(now)  # some of its messages were lost
         else:
-            raise Damaged(f"the replay has no batch {self._next}, although it ends before {sequence}")
+            self._ended(sequence, now)
+
+    def _ended(self, sequence: int, now: float) -> None:
+        """Process the end of an answer, which has all batches before ``sequence``."""
+        self._num_futile += 1
+        if sequence < self._next:
+            raise Damaged(f"the replay ends before batch {sequence}, but batch {self._next - 1} was published")
+        if self._num_futile > MAX_FUTILE:
+            raise Damaged(f"batch {self._next} is missing in {self._num_futile} answers, although later ones exist")
+        if sequence == self._next:
+            self._catch_up(now)
+        else:
+            self._ask(now)  # some of its messages were lost
 
     def _replayed(self, sequence: int, payload: bytes, now: float) -> None:
         batch = self._decode(payload)
         if not self._is_of_incarnation(batch.incarnation):
             self._start_over(now)
         elif sequence == self._next:
-            self._has_advanced = True
+            self._num_futile = 0
             self._apply(batch)
 
     def _catch_up(self, now: float) -> None:
         """Apply the messages that were published in the meantime."""
         self._is_replaying = False
         live, self._live = self._live, deque()
-        while live and not self._is_replaying and not self._is_waiting:
-            frames = live.popleft()
-            if _split(frames)[1] >= self._next:
-                self._live_message(frames, now)
+        while live and not self._is_replaying:
+            self._live_message(live.popleft(), now)
         self._live.extend(live)  # what follows another gap
 
     def _is_of_incarnation(self, incarnation: int) -> bool:
@@ -197,13 +202,13 @@ class Follower:
         return incarnation == self._incarnation
 
     def _start_over(self, now: float) -> None:
-        self._incarnation, self._next = None, 0
+        self._incarnation, self._next, self._num_futile = None, 0, 0
         self._live.clear()
         self._consume(CacheForgotten(self._engine))
         self._ask(now)
 
     def _ask(self, now: float) -> None:
-        self._is_replaying, self._has_advanced = True, False
+        self._is_replaying = True
         self._due = now + ANSWER_TIMEOUT_S
         self._request(self._next)
 

@@ -39,7 +39,7 @@ class RouterLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``directory``: receives the figures. Raises ConfigError if the trace cannot be written."""
-        self._router = Router(config)
+        self.router = Router(config)
         self._transport = transport
         self._child = child
         self._directory = directory
@@ -59,9 +59,13 @@ class RouterLoop:
                 self._wait()
                 self.turn()
         finally:
-            self._engines.close()
-            if self._trace is not None:
-                self._trace.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the links to engines, and the trace."""
+        self._engines.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def turn(self) -> None:
         """Run one turn. Questions are answered before and after the events of engines, which may be many."""
@@ -76,7 +80,7 @@ class RouterLoop:
 
     def _wait(self) -> None:
         if not self._transport.wait(0):
-            self._router.index.apply()  # now, rather than when a question waits
+            self.router.index.apply()  # now, rather than when a question waits
             self._transport.wait(max(0, int((self._tick_at - self._clock()) * 1000) + 1))
 
     def _on_command(self, command: Command) -> None:
@@ -86,6 +90,7 @@ class RouterLoop:
             case "engines":
                 self._consume(EnginesKnown(command.engines))
                 self._engines.update(command.engines)
+                self._tick_at = self._clock()  # a new engine's events are requested at once
             case "front_end_exited":
                 self._clients.on_process_exit(command.pid)
 
@@ -97,7 +102,7 @@ class RouterLoop:
                 self._consume(message, client)
             else:
                 self._clients.refuse(client, f"unexpected {type(message).__name__}")
-        for client, routed in self._router.take_messages():
+        for client, routed in self.router.take_messages():
             if self._trace is not None:
                 self._trace.write(Chosen(routed, client))
             if log.isEnabledFor(logging.DEBUG):
@@ -107,7 +112,7 @@ class RouterLoop:
     def _consume(self, event: RouterEvent, client: int = 0) -> None:
         if self._trace is not None:
             self._trace.write(Consumed(event, client))
-        self._router.consume(event, client)
+        self.router.consume(event, client)
 
     def _connected(self, client: int, hello: Hello) -> None:
         log.debug("front end connected", client=client, pid=hello.pid)
@@ -117,13 +122,13 @@ class RouterLoop:
 
     def _tick(self, now: float) -> None:
         self._tick_at = now + TICK_S
-        self._engines.tick(now, self._router.index.overfull)
+        self._engines.tick(now, self.router.index.overfull)
         write_router_figures(self._directory, self.figures())
         if self._trace is not None:
             self._trace.flush()
 
     def figures(self) -> RouterFigures:
-        found = self._router.figures()
+        found = self.router.figures()
         not_indexed = self._engines.not_indexed
         return msgspec.structs.replace(
             found,

@@ -5,17 +5,20 @@ It supervises the engine's scheduler and workers, and reports when they are read
 
 from pathlib import Path
 
-from quire.launch.fleet.engine_start import EngineStart, read_start
+import msgspec
+
 from quire.launch.nodes.remote_workers import NodeWorkers
-from quire.launch.supervision.supervisor import Supervisor
+from quire.launch.supervision.supervisor import REAL_WORKER, Supervisor, WorkerProgram
+from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
+from quire.protocol.process.log import LogOptions
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
 TICK_S = 1.0
 
 
-def run(start: EngineStart, directory: Path, child: Child) -> None:
-    """Run the engine until the fleet sends ``stop``.
+def run(directory: Path, child: Child, worker: WorkerProgram, *, standby: bool) -> None:
+    """Run the engine with the file ``config`` in its directory until the fleet sends ``stop``.
 
     Raises:
         ConfigError, EngineError: the engine cannot continue, with the reason.
@@ -24,13 +27,14 @@ def run(start: EngineStart, directory: Path, child: Child) -> None:
     def report_incarnation(incarnation: int) -> None:
         child.report(Report("incarnation", incarnation=incarnation))
 
+    config = msgspec.msgpack.decode((directory / "config").read_bytes(), type=EngineConfig)
     with Supervisor(
-        start.config,
-        worker=start.worker,
-        standby=start.standby,
+        config,
+        worker=worker,
+        standby=standby,
         on_new_scheduler=report_incarnation,
         directory=directory,
-        remote=NodeWorkers(start.config, start.log) if start.config.uses_nodes else None,
+        remote=NodeWorkers(config, LogOptions.of(None, None)) if config.uses_nodes else None,
     ) as supervisor:
         supervisor.wake_on(child.fileno())
         supervisor.start_engine()
@@ -51,12 +55,17 @@ def run(start: EngineStart, directory: Path, child: Child) -> None:
 
 
 def main() -> None:
-    args = child_parser(__doc__).parse_args()
+    parser = child_parser(__doc__)
+    parser.add_argument("--standby", action="store_true", help="keep a standby worker per rank")
+    parser.add_argument("--worker", default=REAL_WORKER.module, help="module of the program of a worker")
+    parser.add_argument("--worker-argument", action="append", default=[], help="argument of that program")
+    args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))
-        run(read_start(args.directory), args.directory, child)
+        worker = WorkerProgram(args.worker, tuple(args.worker_argument))
+        run(args.directory, child, worker, standby=args.standby)
     except Exception as error:
         child.fail(error)
 

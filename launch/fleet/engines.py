@@ -89,6 +89,7 @@ class Engines:
         if slot.state != "starting":
             return  # it has recovered
         slot.has_settled = self._has_served = True
+        slot.detail = ""
         slot.serving_since = now
         if all(each.goal == "drain" for each in self.slots.values()):
             slot.goal = "serve"  # the others were removed since it was drained
@@ -202,7 +203,7 @@ class Engines:
             self._fail(slot, str(error), now)
             return
         slot.member = Member("engine", process, now, slot.number)
-        slot.state, slot.incarnation, slot.serving_since, slot.detail = "starting", 1, None, ""
+        slot.state, slot.incarnation, slot.serving_since = "starting", 1, None
 
     def _fail(
         self, slot: EngineSlot, reason: str, now: float, *, refused: bool = False, has_reason: bool = True
@@ -223,8 +224,9 @@ class Engines:
             slot.goal = "serve"
         if not self._has_served and all(each.has_settled for each in self.slots.values()):
             self.fatal_error = (ConfigError if refused else EngineError)(reason)
-        else:
-            log.error("restarting an engine", engine=slot.number, seconds=delay, reason=reason)
+        else:  # the server's start shows the reason of an engine that cannot start
+            report = log.error if self._has_served else log.info
+            report("restarting an engine", engine=slot.number, seconds=delay, reason=reason)
 
     def _retire(self, slot: EngineSlot, goal: Goal, now: float) -> None:
         """Drain an engine, if it serves, and then do what ``goal`` says."""

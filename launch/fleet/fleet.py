@@ -9,14 +9,13 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.fleet.engine_settings import engine_config
-from quire.launch.fleet.engine_start import EngineStart, start_file, write_start
 from quire.launch.fleet.places import Places
 from quire.launch.fleet.policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.slots import EngineSlot, directory_name
@@ -24,11 +23,11 @@ from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
 from quire.launch.supervision.directory import make_directory
 from quire.launch.supervision.members import Process, WatchedProcess
-from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram
+from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.child import Command, Report
-from quire.protocol.process.log import LogOptions
+from quire.protocol.process.log import LOG_ENGINE_VARIABLE, LogOptions
 from quire.protocol.process.restarts import Restarts, read_pids, read_restarts, write_pids, write_restarts
 from quire.protocol.routing import RoutingConfig
 
@@ -92,7 +91,7 @@ class Fleet:
 
     def start_all(self) -> None:
         """Start all processes. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
         (self.directory / "router").write_bytes(msgspec.json.encode(self._routing))
         self.policy.begin(time.monotonic())
 
@@ -171,10 +170,13 @@ class Fleet:
     def start_engine(self, engine: int, num_starts: int, num_engines: int, ranks: list[RankPlace]) -> ChildProcess:
         directory = self._engine_directory(engine, num_starts)
         config = engine_config(self.config, engine, num_starts, num_engines, ranks)
+        arguments = ["--directory", str(directory), "--worker", self._worker.module]
+        arguments += [f"--worker-argument={argument}" for argument in self._worker.arguments]
+        arguments += ["--standby"] if self._standby else []
         try:
             directory.mkdir(mode=0o700)
-            write_start(directory, EngineStart(config, self._worker, self._standby, self._log))
-            return self._start("quire.launch.fleet", ["--directory", str(directory)])
+            write_config(directory, config)  # before the router reads it
+            return self._start("quire.launch.fleet", arguments, more={LOG_ENGINE_VARIABLE: str(engine)})
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
 
@@ -190,8 +192,12 @@ class Fleet:
         arguments = ["--directory", str(self.directory), *program.arguments, "--index", str(index)]
         return self._start(program.module, arguments, program.pass_fds)
 
-    def _start(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess:
-        return self._children.start(module, arguments, fds, self._log.environment, self._import_paths)
+    def _start(
+        self, module: str, arguments: Sequence[str], fds: Sequence[int] = (), more: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """``more``: variables besides those of the log."""
+        environment = {**self._log.environment, **(more or {})}
+        return self._children.start(module, arguments, fds, environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)
@@ -203,7 +209,6 @@ class Fleet:
         directory = self._engine_directory(engine, num_starts)
         self._ended_restarts.update(msgspec.structs.asdict(self._engine_restarts.pop(engine, Restarts())))
         shutil.rmtree(directory, ignore_errors=True)
-        start_file(directory).unlink(missing_ok=True)
 
     # ---- shutdown
 

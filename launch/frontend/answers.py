@@ -253,6 +253,11 @@ class StreamedAnswer(Answer):
         return delta.without_answer() if self._prompt_only else delta
 
 
+def engines_of(answers: ListLike[StreamedAnswer]) -> str:
+    """Return ``Sequence.engines`` of the answers, each text once."""
+    return "; ".join(dict.fromkeys(answer.sequence.engines for answer in answers))
+
+
 async def start_answers(
     engine: EngineClient,
     text_in: TextIn,

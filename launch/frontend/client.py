@@ -46,6 +46,10 @@ class ZmqSequence:
         self._owner = owner
         self.stream = stream
 
+    @property
+    def engines(self) -> str:
+        return self.stream.engines
+
     def stop_at(self, num_output_tokens: int) -> None:
         self._owner.stop_at(self.stream, num_output_tokens)
 

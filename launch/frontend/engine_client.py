@@ -80,6 +80,11 @@ class Stoppable(Protocol):
 class Sequence(Stoppable, Protocol):
     """One sequence in flight whose updates are taken."""
 
+    @property
+    def engines(self) -> str:
+        """The engines that have had it and why, such as ``2 cached, 0 load``; empty with one engine alone."""
+        ...
+
     def take(self) -> Update | None:
         """Return the tokens since the last call, or None. The last update has ``ended``.
 
@@ -107,7 +112,8 @@ class EngineClient(Protocol):
 
     @property
     def places(self) -> list[EnginePlace]:
-        """The engines of a server with several; empty for one engine alone."""
+        """The engines of a server with several, with the reason for each that cannot compute requests now; empty for
+        one engine alone."""
         ...
 
     @property

@@ -141,7 +141,7 @@ class EngineSet:
     # ---- the engines
 
     def set_places(self, places: list[EnginePlace]) -> None:
-        """Apply a new list of engines: open and close links, and move the streams of engines that are gone."""
+        """Apply a new list of engines: open and close links, and move the streams of engines that have ended."""
         for engine in self.engines.set_places(places):
             self._lose(engine)
         self.engines.open_links()
@@ -179,7 +179,7 @@ class EngineSet:
         return True
 
     def _lose(self, engine: Engine) -> None:
-        """Close the link to a scheduler that is gone, and take back its streams."""
+        """Close the link to a scheduler that has ended, and take back its streams."""
         if (session := engine.session) is None:
             return
         self._progress_at = max(self._progress_at, session.progress_at)
@@ -295,6 +295,8 @@ class EngineSet:
         routed.engine, routed.session = number, session
         routed.num_tokens, routed.has_started, routed.stays = len(routed.stream.tokens), False, False
         session.adopt(routed.stream)
+        earlier = routed.stream.engines
+        routed.stream.engines = f"{earlier}, {number} {reason}" if earlier else f"{number} {reason}"
         if num_cached_tokens is None:
             self._router.place(routed)
         log.debug("engine chosen", id=routed.stream.request_id, engine=number, reason=reason, cached=num_cached_tokens)

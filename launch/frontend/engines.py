@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from quire.launch.frontend.session import Session
 from quire.protocol.routing import EnginePlace
 
@@ -113,6 +115,15 @@ class Engines:
         """Tokens of a KV block; 0 while no engine has been ready."""
         return next((place.block_size for place in self.places if place.block_size), 0)
 
+    def described(self) -> list[EnginePlace]:
+        """Return the places, with a reason for each serving engine that cannot compute requests now."""
+        return [
+            place
+            if place.state != "serving" or place.detail or self._by_number[place.engine].is_usable
+            else msgspec.structs.replace(place, detail="its scheduler or its workers are being replaced")
+            for place in self.places
+        ]
+
     def without(self, request_id: str, refused_by: set[int]) -> list[int]:
         """Return the usable engines that have no request of this id, and have not refused it."""
         return [
@@ -122,7 +133,7 @@ class Engines:
         ]
 
     def set_places(self, places: list[EnginePlace]) -> list[Engine]:
-        """Apply a new list. Return the engines whose link is to be closed: their scheduler is gone."""
+        """Apply a new list. Return the engines whose link is to be closed: their scheduler has ended."""
         self.places = places
         gone = self._by_number.keys() - {place.engine for place in places}
         lost = [self._by_number.pop(number) for number in sorted(gone)]

@@ -16,7 +16,7 @@ class RoutedStream:
         keys: as of Route.
         engine: the engine that has it, or NOWHERE.
         session: that engine's session, or the one of waiting streams.
-        num_tokens: output tokens that it had when it came to this engine.
+        num_tokens: output tokens that it had when it was submitted to this engine.
         has_started: it has got a token there.
         refused_by: engines whose queue was full.
         has_followers: waiting streams begin with the same tokens, and go to the engine where this one goes.

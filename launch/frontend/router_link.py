@@ -37,7 +37,7 @@ class RouterLink:
         return self.is_open and not self.is_silent
 
     def begin(self) -> None:
-        """Begin a new link with a Hello. The router knows nothing of what earlier ones were told."""
+        """Begin a new link with a Hello. The router does not know what earlier ones knew."""
         self.close()
         self._has_link = True
         self._post(Hello(PROTOCOL_VERSION, "frontend", self._index, self._pid))

@@ -63,7 +63,7 @@ class SchedulerLink:
         """
         Args:
             take: processes each message, as ``Session.take``, which is the default.
-            on_change: called after each message, and with None after a new link has begun.
+            on_change: called after each message, and with None when a new link begins.
             link_numbers: as of Session.
         """
         self.session = Session(self.post, os.getpid(), index, notify=readers.call_later, link_numbers=link_numbers)

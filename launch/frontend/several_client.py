@@ -127,7 +127,7 @@ class SeveralEnginesClient(SubmittingClient):
 
     @property
     def places(self) -> list[EnginePlace]:
-        return self._set.engines.places
+        return self._set.engines.described()
 
     @property
     def state(self) -> str:
@@ -148,7 +148,7 @@ class SeveralEnginesClient(SubmittingClient):
     # ---- the fleet's commands
 
     def set_places(self, places: list[EnginePlace]) -> None:
-        """Connect to these engines, and leave those that are gone."""
+        """Connect to these engines, and leave those that have ended."""
         if not self._tasks:
             self._tasks = [asyncio.create_task(beat_each_second(self._set.beat)), asyncio.create_task(self._tick())]
         self._set.set_places(places)

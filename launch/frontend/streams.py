@@ -30,14 +30,15 @@ class Stream:
         on_update: notifies the reader of an update or an error.
         handle: the scheduler's handle of the request; None before the first message about it.
         error: set instead of an end, if the request was refused or the engine failed.
+        engines: with several engines, those that have had it and why, such as ``2 cached, 0 load``; otherwise empty.
         muted: the stream is no longer read; further tokens are dropped.
         over: no further message about it is expected.
     """
 
     __slots__ = (
         "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
-        "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update", "over",
-        "parent", "request", "request_id", "tokens", "was_introduced",
+        "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update",
+        "over", "parent", "request", "request_id", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +55,7 @@ class Stream:
         self.handle: int | None = None
         self.num_output_tokens = len(known)
         self.num_cached_tokens = 0
+        self.engines = ""
         self.was_introduced = False
         self.admitted = 0.0
         self.error: QuireError | None = None

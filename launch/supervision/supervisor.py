@@ -103,7 +103,7 @@ class Supervisor:
 
     def start_engine(self) -> None:
         """Start scheduler and workers. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
         if self._remote is not None:
             self._remote.open(self.directory)
         self.policy.begin(time.monotonic())
@@ -255,3 +255,10 @@ class Supervisor:
 def _watched(process: Process) -> WatchedProcess:
     """Return a process that ``Supervisor.start`` has returned as what it is there."""
     return cast(WatchedProcess, process)
+
+
+def write_config(directory: Path, config: EngineConfig) -> None:
+    """Write the file ``config``; readers see the old or the new one."""
+    fresh = directory / "config.new"
+    fresh.write_bytes(msgspec.msgpack.encode(config))
+    fresh.replace(directory / "config")

@@ -3,6 +3,7 @@
 2026-11-22T16:38:55.123Z ERROR quire.scheduler: worker group lost; running requests restart reason="rank 0 exited"
 
 With the format json, a line is an object with the fields time, level, component, pid and message, and one per datum.
+Records of a process that belongs to one of several engines have the engine's number, too.
 """
 
 import json
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 LOG_LEVEL_VARIABLE = "QUIRE_LOG_LEVEL"
 LOG_FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"
 """Both variables are inherited by all processes of an engine."""
+LOG_ENGINE_VARIABLE = "QUIRE_LOG_ENGINE"
+"""Number of the engine to which a process belongs; set for the processes of a server with several engines."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS = ("text", "json")
 BLOCKED_STDERR_S = 0.1
@@ -38,13 +41,14 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 class LineFormatter(logging.Formatter):
-    """Time in UTC, level, component and message; a traceback is escaped into the same line."""
+    """Time in UTC, level, component, message and engine; a traceback is escaped into the same line."""
 
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, engine: str = "") -> None:
+        """``engine``: number of the process's engine; empty if there is one only."""
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s" + (f" engine={engine}" if engine else ""))
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
@@ -54,6 +58,11 @@ class LineFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object per line. Data whose name is that of a fixed field gets an underscore behind it."""
 
+    def __init__(self, engine: str = "") -> None:
+        """``engine``: as of LineFormatter."""
+        super().__init__()
+        self._engine = {"engine": int(engine)} if engine else {}
+
     def format(self, record: logging.LogRecord) -> str:
         milliseconds = int(record.msecs)
         fields: dict[str, Any] = {
@@ -62,6 +71,7 @@ class JsonFormatter(logging.Formatter):
             "component": record.name,
             "pid": record.process,
             "message": getattr(record, "event", None) or record.getMessage(),
+            **self._engine,
         }
         for name, value in getattr(record, "data", {}).items():
             is_nan = isinstance(value, float) and not math.isfinite(value)
@@ -128,7 +138,9 @@ def start_logging(options: LogOptions | None = None) -> None:
     and errors."""
     level, form = options or LogOptions.of(None, None)
     handler = LineHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter())
+    engine = os.environ.get(LOG_ENGINE_VARIABLE, "")
+    engine = engine if engine.isdecimal() else ""
+    handler.setFormatter(JsonFormatter(engine) if form == "json" else LineFormatter(engine))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quire").setLevel(level if level in LEVELS else logging.WARNING)
     for name, got, allowed in ((LOG_LEVEL_VARIABLE, level, LEVELS), (LOG_FORMAT_VARIABLE, form, FORMATS)):

@@ -215,7 +215,11 @@ class ZmqHub:
 class ReplayRouter:
     """A bound ROUTER for untrusted peers, which send one number per message. Stateless; never blocks."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, max_message_bytes: int, envelope: tuple[bytes, ...] = ()
+    ) -> None:
+        """``envelope``: frames before the number, and before the frames of each answer."""
+        self._envelope = envelope
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
@@ -235,14 +239,14 @@ class ReplayRouter:
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None  # the usual case, for which an exception would be slow
         peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        if len(frames) != 1 or len(frames[0]) != 8:
+        if not frames or (*frames[:-1],) != self._envelope or len(frames[-1]) != 8:
             return None
-        return peer, int.from_bytes(frames[0], "big")
+        return peer, int.from_bytes(frames[-1], "big")
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
         """Send without waiting; return False if the peer disconnected or does not read."""
         try:
-            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, *self._envelope, *frames], zmq.NOBLOCK)
         except zmq.ZMQError:  # includes zmq.Again
             return False
         return True

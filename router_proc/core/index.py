@@ -12,7 +12,7 @@ from quire.router_proc.core.key_table import KeyTable
 MEDIA = ("device", "host", "disk")
 MAX_QUEUED = 8192
 """Changes that are queued before they are applied: applied in bulk, each costs a tenth."""
-NUM_SAMPLES = 16
+NUM_SAMPLES = 4
 """Blocks of a prompt that are looked up at least, spread evenly."""
 MAX_MEDIA_SAMPLES = 64
 """Blocks of a hit that are looked up at most to learn on which media they are."""

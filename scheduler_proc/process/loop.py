@@ -14,6 +14,7 @@ from quire.protocol.process.child import Child, Command, Report
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Received
+from quire.protocol.wire.clients import mismatch
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, ClientEvent, EngineState, Rejected, Statistics
 from quire.protocol.wire.kv_events import HASH_BYTES
@@ -22,7 +23,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
-from quire.scheduler_proc.process.front_ends import FrontEnds, mismatch
+from quire.scheduler_proc.process.front_ends import FrontEnds
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
 from quire.scheduler_proc.process.pause import KeptPause
@@ -151,7 +152,8 @@ class SchedulerLoop:
         now = self._clock()
         if now >= self._throughput.due:
             self._throughput.report(self._scheduler, now)
-        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now)):
+        replays = None if self._kv_events is None else self._kv_events.remaining()
+        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now), replays):
             if remaining is not None:
                 timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         masks_due = self._grammars.deadline

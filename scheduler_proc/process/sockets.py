@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,19 +16,11 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.curve_keys import CurveEnd, PeerContext
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
-from quire.protocol.wire.kv_events import rank_endpoints
 from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import WorkerToScheduler
-from quire.protocol.wire.zmq_channel import (
-    Waiter,
-    ZmqChannel,
-    ZmqHub,
-    frontend_address,
-    kv_events_address,
-    worker_address,
-)
+from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.process.disk_folder import DiskFolder
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds, open_feeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 log = event_logger("scheduler")
@@ -129,23 +120,10 @@ class Sockets:
         return self._waiter.wait(milliseconds)
 
     def open_kv_events(self, config: EngineConfig) -> KVEventFeeds:
-        incarnation, publishers = secrets.randbits(64), []
-        if config.feeds_router:
-            addresses = kv_events_address(self._directory, self._incarnation)
-            publishers.append(KVEventPublisher(self._context, *addresses, incarnation))
-        if config.kv_events_endpoint:
-            endpoints = rank_endpoints(
-                config.kv_events_endpoint,
-                config.kv_events_replay_endpoint,
-                config.data_parallel_rank,
-                config.data_parallel_size,
-            )
-            curve_dir = config.kv_events_curve_dir
-            publishers.append(KVEventPublisher(self._context, *endpoints, incarnation, curve_dir=curve_dir))
-        for publisher in publishers:
-            if publisher.replay_socket is not None:
-                self._waiter.add(publisher.replay_socket)
-        return KVEventFeeds(publishers, incarnation)
+        feeds = open_feeds(self._context, config, self._directory, self._incarnation)
+        for socket in feeds.replay_sockets:
+            self._waiter.add(socket)
+        return feeds
 
     def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
         """Make an anonymous file per rank. A page of it takes memory when it is first written."""

@@ -5,21 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.channel import Frames
+from quire.protocol.wire.clients import Hub
 from quire.protocol.wire.transfer_messages import HostPages
-from quire.protocol.wire.zmq_channel import PeerMessage
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
-
-
-class Hub(Protocol):
-    """Connections to many front ends, each identified by a peer name; see ``ZmqHub``."""
-
-    def send(self, peer: bytes, message: Any) -> Frames | None: ...
-
-    def receive(self) -> PeerMessage | None: ...
-
-    def forget(self, peer: bytes) -> None: ...
 
 
 class PageFiles(Protocol):

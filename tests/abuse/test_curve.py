@@ -31,7 +31,8 @@ from quire.protocol.wire.connection_limit import MAX_CONNECTIONS
 from quire.protocol.wire.curve_keys import ALLOWED, SECRET, load_curve_keys
 from quire.protocol.wire.kv_events import END, TOPIC, check_endpoints
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 ZERO = (0).to_bytes(8, "big")

@@ -188,7 +188,10 @@ async def _restart(server: FleetServer, before: dict[int, int], outcome: EngineO
         outcome.problems.append(f"the rolling restart was refused: {status} {text[:200]}")
         return
     deadline = time.monotonic() + RESTART_S
-    while any((await _serving(server.port)).get(engine, 0) <= starts for engine, starts in before.items()):
+    while True:
+        now = await _serving(server.port)
+        if all(now.get(engine, 0) > starts for engine, starts in before.items()):
+            return
         if time.monotonic() > deadline:
             outcome.problems.append(f"the rolling restart took more than {RESTART_S:g} s")
             return
@@ -208,10 +211,10 @@ async def _settle(server: FleetServer, needed: int, outcome: EngineOutcome) -> d
 
 
 async def _serving(port: int) -> dict[int, int]:
-    """Return the number of starts of each engine that serves and answers."""
+    """Return the number of starts of each engine that serves and has workers."""
     _, text = await _admin(port, "GET", "/admin/engines")
     engines = json.loads(text).get("engines", ())
-    return {e["engine"]: e["starts"] for e in engines if e["state"] == "serving" and e["kv_blocks"] is not None}
+    return {each["engine"]: each["starts"] for each in engines if each["state"] == "serving" and not each["detail"]}
 
 
 async def _admin(port: int, method: str, path: str) -> tuple[int, str]:

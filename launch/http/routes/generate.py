@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, start_answers
+from quire.launch.frontend.answers import ForkPoint, OutputDelta, StreamedAnswer, engines_of, start_answers
 from quire.launch.http.routes.formatter import (
     CachedTokens,
     Collected,
@@ -53,9 +53,7 @@ log = event_logger("http")
 # Most log probabilities, of about 150 bytes each in memory and at most 100 in JSON, that are kept until a response is
 # complete.
 MAX_COLLECTED_VALUES = 2**20
-# Part of a response that is written at once.
-WRITE_BYTES = 1024 * 1024
-
+WRITE_BYTES = 1024 * 1024  # Part of a response that is written at once.
 
 # Deltas of one step, with the indices of their sequences.
 Batch = list[tuple[int, OutputDelta]]
@@ -116,6 +114,7 @@ class Generation:
         self.tenant = 0
         self._finish_reasons: set[str] = set()
         self._clocks: list[SequenceClock] = []
+        self._answers: list[StreamedAnswer] = []
         self._turn: asyncio.Future[SlowWork | None] | None = None
         self._arrival = server.metrics.now()
 
@@ -135,7 +134,7 @@ class Generation:
                 usage = self._usage()
                 answered.request_id = self._formatter.request_id
                 answered.prompt_tokens, answered.output_tokens = usage.prompt_tokens, usage.completion_tokens
-                answered.finish = ",".join(self._finished())
+                answered.finish, answered.engines = ",".join(self._finished()), engines_of(self._answers)
 
     def fork(self, body: ForkBody, request_id: str) -> "Generation":
         """Return the response to further answers, which begin with the tokens that one of these has so far.
@@ -196,6 +195,7 @@ class Generation:
             arrival=self._arrival,
             end=self._server.metrics.now(),
             clocks=self._clocks,
+            engines=engines_of(self._answers),
         )
         tracer.record(scope["headers"], span)
 

@@ -28,12 +28,14 @@ class Answered:
 
     Attributes:
         request_id: id of the request in the engine.
+        engines: with several engines, those that computed it and why, as of ``Sequence.engines``; otherwise empty.
         finish: the finish reasons of its sequences; None if it generates nothing.
     """
 
     request_id: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    engines: str = ""
     finish: str | None = None
 
 
@@ -73,6 +75,8 @@ class AccessLog:
             if answered.finish is not None and (status < 400 or status == DISCONNECTED):
                 data |= {"prompt_tokens": answered.prompt_tokens, "output_tokens": answered.output_tokens}
                 data["finish"] = answered.finish
+            if answered.engines:
+                data["engines"] = answered.engines
             log.log(level, "response", **data)
 
 

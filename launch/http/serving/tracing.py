@@ -18,7 +18,8 @@ FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """The data of a request whose response has ended. ``clocks``: one per sequence; none if it was refused."""
+    """The data of a request whose response has ended. ``clocks``: one per sequence; none if it was refused.
+    ``engines``: as of ``Answered``."""
 
     request_id: str
     model: str
@@ -29,6 +30,7 @@ class RequestSpan:
     arrival: float
     end: float
     clocks: Sequence[SequenceClock]
+    engines: str = ""
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes, with the names that vLLM and OpenTelemetry's conventions use."""
@@ -45,6 +47,8 @@ class RequestSpan:
             "gen_ai.response.finish_reasons": list(self.finish_reasons),
             "gen_ai.latency.e2e": self.end - self.arrival,
         }
+        if self.engines:
+            found["quire.engines"] = self.engines
         if params.max_tokens is not None:
             found["gen_ai.request.max_tokens"] = params.max_tokens
         if sequences:

@@ -13,6 +13,7 @@ from quire.launch.replay.formats import (
     agent_text,
     agentic,
     azure,
+    measured,
     mooncake,
     quire,
     sched_trace,
@@ -32,6 +33,7 @@ _LOADERS: Mapping[str, Loader] = {
     "agentic": agentic.load,
     "agent-text": agent_text.load,
     "azure": azure.load,
+    "measured": measured.load,
 }
 FORMATS = (*_LOADERS, "synthetic")
 """The values of ``--format`` except auto."""
@@ -41,6 +43,8 @@ _MARKS = {
     "agentic": ("block_size", "requests"),
     "agent-text": ("session_id", "input", "output"),
 }
+ROUTER_HEADER = "router-header"
+"""Kind of the first line of a router's trace, which is not a workload: it is only replayed as recorded."""
 _LOOK_AHEAD = 20
 
 
@@ -58,6 +62,8 @@ def load_workload(path: Path, format: str, options: LoadOptions) -> Workload:
         format = detect_format(path)
     if format == "synthetic":
         return synthetic.load(path, options, lambda other: load_workload(other, "auto", LoadOptions(seed=options.seed)))
+    if format == "router":
+        raise ConfigError(f"{path}: a router's trace can only be replayed as recorded, without other flags")
     if format not in _LOADERS:
         raise ConfigError(f"unknown format {format!r}{did_you_mean(format, FORMATS)}; known: {_known()}")
     if not path.exists():
@@ -84,6 +90,8 @@ def _known() -> str:
 
 
 def _detect_folder(folder: Path) -> str:
+    if measured.is_measured(folder):
+        return "measured"
     found = {file.name: _detect_file(file) or "unknown" for file in files_of(folder)}
     formats = set(found.values())
     if formats == {"unknown"}:
@@ -114,8 +122,8 @@ def _detect_record(file: Path, number: int, line: bytes) -> str | None:
         record = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}:{number}: invalid JSON: {error}") from None
-    if record.get("kind") == "header":
-        return "quire"
+    if record.get("kind") in ("header", ROUTER_HEADER):
+        return "quire" if record["kind"] == "header" else "router"
     for name, keys in _MARKS.items():
         if all(key in record for key in keys):
             return name

@@ -22,6 +22,15 @@ def test_cache_event_addresses_reach_the_configuration(tmp_path: Path, monkeypat
     assert config_of().kv_events_endpoint == ""
 
 
+def test_cache_events_may_have_the_format_of_vllm_and_no_keys() -> None:
+    given = {"kv_events_format": "vllm", "kv_events_topic": "kv@pod@model", "kv_events_without_keys": True}
+    config = config_of(
+        kv_events_endpoint="tcp://10.0.0.1:5557", kv_events_replay_endpoint="tcp://10.0.0.1:5657", **given
+    )
+    assert (config.kv_events_format, config.kv_events_topic) == ("vllm", "kv@pod@model")
+    assert config_of().kv_events_format == "quire"
+
+
 def test_trace_and_dump_paths_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"trace": "t.jsonl", "trace-prompts": True, "trace_max_bytes": 2**20, "crash-dump-dir": "dumps"}
@@ -40,6 +49,9 @@ def test_trace_and_dump_paths_reach_the_configuration(tmp_path: Path, monkeypatc
         ({"kv_events_endpoint": "tcp://127.0.0.1:5557"}, "TCP needs CURVE keys.*set --kv-events-curve-dir"),
         ({"kv_events_curve_dir": "/nowhere"}, "--kv-events-curve-dir needs a tcp"),
         ({"kv_events_endpoint": "tcp://127.0.0.1:5557", "kv_events_curve_dir": "/nowhere"}, "/nowhere not found"),
+        ({"kv_events_format": "vllm"}, "--kv-events-format vllm needs --kv-events-endpoint"),
+        ({"kv_events_topic": "kv"}, "--kv-events-topic 'kv' needs --kv-events-format vllm"),
+        ({"kv_events_without_keys": True}, "--kv-events-without-keys needs a tcp:// endpoint"),
         ({"trace": "/no/such/folder/t.jsonl"}, "--trace /no/such/folder/t.jsonl cannot be written: /no/such/folder"),
         ({"trace": "t", "trace_max_bytes": 100}, "--trace-max-bytes must be 0 .* or at least 65536, not 100"),
         ({"trace": "t", "trace_max_bytes": -1}, "--trace-max-bytes must be"),

@@ -73,7 +73,7 @@ def test_requests_wait_until_an_engine_serves() -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "kill_scheduler"])
-def test_streams_of_a_dead_engine_go_on_elsewhere_with_their_tokens(how: str) -> None:
+def test_streams_of_a_dead_engine_continue_elsewhere_with_their_tokens(how: str) -> None:
     world = serving()
     answer = place(world, "a", 0)
     step(world, 0)
@@ -83,6 +83,7 @@ def test_streams_of_a_dead_engine_go_on_elsewhere_with_their_tokens(how: str) ->
     assert world.asked[0].excluded == [0] and world.asked[0].num_tokens == 5
     world.answer(0, 1)
     assert names_on(world, 1) == {"a"} and len(answer.tokens) == 2
+    assert answer.stream.engines == "0 load, 1 load"
     assert_complete(world, "a")
 
 
@@ -106,6 +107,7 @@ def test_without_workers_an_engine_keeps_only_what_may_be_the_cause() -> None:
     for engine, other in ((0, 1), (1, 0)):
         world.set_state(engine, "recovering")
         world.to_front(engine)
+        assert [bool(each.detail) for each in world.set.engines.described()] == [engine == 0, engine == 1]
         world.to_router()
         while world.asked:
             world.answer(0, other)

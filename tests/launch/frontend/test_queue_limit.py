@@ -14,8 +14,8 @@ from tiers import thinned
 from tqdm import tqdm
 
 import quire
-from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.scheduler_link import Readers
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.launch.http.app import make_app
@@ -203,6 +203,7 @@ class TestOverHttp:
             assert error["message"] == f"priority must be an integer from -2147483648 to 2147483647 (got {wrong})"
 
 
+@pytest.mark.full
 class TestOffline:
     def run(self, engine: ScheduledEngine, text_in: TextIn, priorities: list[int] | None = None) -> list[list[int]]:
         """Return the tokens of each prompt's second answer."""

@@ -11,7 +11,7 @@ from front_end import FrontEnd
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.launch.frontend.client import Readers
+from quire.launch.frontend.scheduler_link import Readers
 from quire.launch.http.routes.chat import ChatChunk, ChunkChoice, Delta
 from quire.launch.http.routes.formatter import CachedTokens, Usage
 from quire.launch.http.routes.text_template import TextTemplate

@@ -69,6 +69,18 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], logging.Logge
     logging.getLogger("quire").setLevel(before)
 
 
+@pytest.mark.parametrize(("engine", "shown"), [("3", True), ("", False), ("x\n", False)])
+def test_records_of_one_of_several_engines_have_its_number(
+    monkeypatch: pytest.MonkeyPatch, root: Callable[[], logging.Logger], engine: str, shown: bool
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_ENGINE", engine)
+    record = logging.LogRecord("quire.worker", logging.INFO, "", 0, "ready", (), None)
+    for form, text in (("text", " engine=3"), ("json", '"engine": 3')):
+        logger = root()
+        start_logging(LogOptions("INFO", form))
+        assert [text in handler.format(record) for handler in logger.handlers] == [shown]
+
+
 @pytest.mark.parametrize(("name", "level"), [("", "WARNING"), ("debug", "DEBUG"), ("LOUD", "WARNING")])
 def test_the_environment_sets_the_level(
     name: str,

@@ -52,6 +52,17 @@ def test_endpoints_that_other_users_could_read_are_refused(endpoint: str) -> Non
         check_endpoints("tcp://127.0.0.1:5557", endpoint, "keys")
 
 
+def test_tcp_without_keys_must_be_allowed() -> None:
+    check_endpoints("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", is_open=True)
+    with pytest.raises(ConfigError, match="TCP needs CURVE keys"):
+        check_endpoints("tcp://10.0.0.1:5557", "")
+    with pytest.raises(ConfigError, match="must be ipc"):
+        check_endpoints("tcp://*:5557", "", is_open=True)
+    for endpoint, curve_dir in (("tcp://10.0.0.1:5557", "keys"), ("", "")):
+        with pytest.raises(ConfigError, match="--kv-events-without-keys needs a tcp:// endpoint and no"):
+            check_endpoints(endpoint, "", curve_dir, is_open=True)
+
+
 def test_private_endpoints_are_accepted(tmp_path: Path) -> None:
     check_endpoints("", "")
     check_endpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")

@@ -1,9 +1,11 @@
 """The hash table of block keys, compared with a dict of sets."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.router_proc.core import key_table
 from quire.router_proc.core.key_table import MIN_CAPACITY, KeyTable
 
 FEW_KEYS = st.one_of(st.integers(0, 8), st.integers(0, 8).map(lambda n: n << 32), st.integers(0, 2**64 - 1))
@@ -20,8 +22,16 @@ def apply(table: KeyTable, column: int, bit: int, changes: list[tuple[int, bool]
 
 
 @settings(max_examples=50)
-@given(CHANGES, st.sampled_from([np.uint8, np.uint64]))
-def test_has_the_bits_that_were_set_last(changes: list[tuple[int, int, list[tuple[int, bool]]]], dtype: type) -> None:
+@given(CHANGES, st.sampled_from([np.uint8, np.uint64]), st.sampled_from([0, 4, 100]))
+def test_has_the_bits_that_were_set_last(
+    changes: list[tuple[int, int, list[tuple[int, bool]]]], dtype: type, few: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_table, "FEW", few)
+        check_bits(changes, dtype)
+
+
+def check_bits(changes: list[tuple[int, int, list[tuple[int, bool]]]], dtype: type) -> None:
     table, model = KeyTable(dtype, 2), set[tuple[int, int, int]]()
     for column, bit, keys in changes:
         before = len(model)

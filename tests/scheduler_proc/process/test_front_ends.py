@@ -20,7 +20,7 @@ DAMAGED = ProtocolError("crc", "damaged")
 
 
 class Lists:
-    """Implements ``transport.Hub``.
+    """Implements ``clients.Hub``.
 
     Attributes:
         sent: (peer, message) of each successful send.

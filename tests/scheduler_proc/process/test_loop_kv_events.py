@@ -11,6 +11,7 @@ import zmq
 from kv_event_ends import WAIT_MS, Mirror
 from loop_under_test import LoopUnderTest
 from scheduler_driver import make_config, make_request
+from vllm_events import Follower
 
 from quire.protocol.wire.front_end_messages import Control, Statistics, StepOutputs
 from quire.protocol.wire.kv_events import END, TOPIC, AllBlocksCleared, BlocksStored, KVEvent, KVEventBatch
@@ -88,6 +89,35 @@ def test_the_router_and_the_subscribers_of_the_user_get_equal_batches(
         dealer.close()
     assert found[0] == found[1] and len(found[0][0]) > 1
     subscriber.close()
+    loop.stop()
+
+
+def test_subscribers_of_the_user_may_get_events_in_the_format_of_vllm(
+    context: "zmq.Context[Any]", tmp_path: Path
+) -> None:
+    """The router of the server gets those of Quire beside them."""
+    replay = f"ipc://{tmp_path}/replay"
+    endpoints = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
+    config = make_config(feeds_router=True, kv_events_format="vllm", kv_events_topic="kv@a@b", **endpoints)
+    loop = LoopUnderTest(context, tmp_path, config)
+    loop.handshake()
+    loop.client.send(make_request("a", list(range(10)), max_tokens=8, temperature=0.0))
+    loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(replay)
+    dealer.send_multipart([b"", bytes(8)])
+    follower = Follower()
+    while dealer.poll(WAIT_MS) and (frames := dealer.recv_multipart())[3]:
+        assert frames[:2] == [b"", b"kv@a@b"]
+        follower.apply(frames[3])
+    assert max((tokens for _, tokens in follower.prefixes.values()), key=len)[:10] == tuple(range(10))
+    assert len(follower.of("GPU")) == 4
+    dealer.close()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(kv_events_address(tmp_path, 1)[1])
+    events = [event for batch in batches_from(dealer, 0)[0] for event in batch]
+    assert sum(len(event.hashes) for event in events if isinstance(event, BlocksStored)) == 4
+    dealer.close()
     loop.stop()
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 
-from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.scheduler_link import Readers
 from quire.launch.http.app import make_app
 from quire.launch.http.serving.connections import ConnectionLimits
 from quire.launch.http.serving.http_server import HttpServer

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from quire.launch.frontend.client import Readers
 from quire.launch.frontend.engine_client import Update
+from quire.launch.frontend.scheduler_link import Readers
 
 
 class PulledSequence:
     """Implements ``take`` by the generator ``updates``, which advances only when its update was taken."""
+
+    engines = ""
 
     def updates(self) -> AsyncIterator[Update]:
         raise NotImplementedError
