@@ -292,8 +292,13 @@ COMMANDS = {
     ),
     "node": Command(
         "Run the workers of other machines' servers on this machine's devices.",
-        _lazy("nodes.agent:add_node_flags"),
-        _lazy("nodes.agent:run"),
+        _lazy("nodes.command:add_node_flags"),
+        _lazy("nodes.command:run"),
+    ),
+    "plan": Command(
+        "Find how many engines carry a trace within given latencies, by simulation.",
+        _lazy("replay.arguments:add_plan_flags"),
+        _lazy("replay.plan.command:run"),
     ),
     "completion": Command(
         "Print a script that lets a shell complete commands, flags and values.",

@@ -16,6 +16,10 @@ from quire.launch.config.command_line import read_options
 from quire.launch.config.network_options import check_network
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.http.app import ROUTES
+from quire.launch.nodes.addresses import parse_address
+from quire.launch.nodes.keys import HEAD_SECRET, NODE_PUBLIC
+from quire.launch.nodes.sources import parse_sources
+from quire.protocol.wire.curve_keys import ALLOWED, SECRET
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -42,6 +46,17 @@ def _pod() -> dict[str, Any]:
     return spec
 
 
+def _on_nodes() -> dict[str, Any]:
+    """Return the objects of the example with several pods, by kind and name."""
+    objects = list(yaml.safe_load_all((DEPLOY / "kubernetes_nodes.yaml").read_text()))
+    return {f"{each['kind']} {each['metadata']['name']}": each for each in objects}
+
+
+def _server_on_nodes() -> dict[str, Any]:
+    spec: dict[str, Any] = _on_nodes()["Deployment quire"]["spec"]["template"]["spec"]
+    return spec
+
+
 def _unit() -> dict[str, list[str]]:
     """Return the values of each key of the systemd unit; a line that ends with a backslash continues."""
     text = (DEPLOY / "quire.service").read_text().replace("\\\n", " ")
@@ -61,6 +76,7 @@ def _command_lines() -> Iterator[tuple[str, list[str]]]:
     for service in services:
         yield "compose.yaml", service["command"]
     yield "kubernetes.yaml", _pod()["containers"][0]["args"]
+    yield "kubernetes_nodes.yaml", _server_on_nodes()["containers"][0]["args"]
     (start,) = _unit()["ExecStart"]
     program, *arguments = shlex.split(start)
     assert program.endswith("/quire")
@@ -77,7 +93,7 @@ def _serve_options(arguments: list[str]) -> ServeOptions:
 
 
 def test_each_kind_of_example_has_a_command() -> None:
-    files = {"Dockerfile", "compose.yaml", "kubernetes.yaml", "quire.service"}
+    files = {"Dockerfile", "compose.yaml", "kubernetes.yaml", "kubernetes_nodes.yaml", "quire.service"}
     assert {file for file, _ in COMMAND_LINES} == files
 
 
@@ -98,12 +114,13 @@ def test_containers_listen_on_all_addresses_and_the_published_port() -> None:
             assert (options.host, options.port) == ("0.0.0.0", 8000), file
     assert _docker((DEPLOY / "Dockerfile").read_text(), "CMD")[1][0] == "python"
     assert "EXPOSE 8000" in (DEPLOY / "Dockerfile").read_text()
-    container = _pod()["containers"][0]
-    assert container["ports"] == [{"name": "http", "containerPort": 8000}]
+    for pod in (_pod(), _server_on_nodes()):
+        assert pod["containers"][0]["ports"] == [{"name": "http", "containerPort": 8000}]
 
 
-def test_probes_ask_health_and_ready() -> None:
-    container = _pod()["containers"][0]
+@pytest.mark.parametrize("pod", [_pod(), _server_on_nodes()], ids=["one pod", "several"])
+def test_probes_ask_health_and_ready(pod: dict[str, Any]) -> None:
+    container = pod["containers"][0]
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
     assert {path for _, path, _ in ROUTES} >= HEALTH_ROUTES
@@ -117,6 +134,9 @@ def test_sigkill_comes_after_the_drain() -> None:
         - int(_pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1]),
         "quire.service": int(_unit()["TimeoutStopSec"][0]),
     }
+    pod = _server_on_nodes()
+    before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    waits["kubernetes_nodes.yaml"] = pod["terminationGracePeriodSeconds"] - before
     for file, arguments in COMMAND_LINES:
         if file in waits:
             assert _serve_options(arguments).shutdown_timeout + 5 <= waits[file], file
@@ -124,10 +144,37 @@ def test_sigkill_comes_after_the_drain() -> None:
     assert _unit()["RestartPreventExitStatus"] == ["2 78"]
 
 
-def test_volumes_are_defined() -> None:
-    pod = _pod()
-    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+def test_the_server_finds_the_node_pods_and_their_keys_fit() -> None:
+    """The name, the port and the key files of the server are those of the nodes and of ``quire node --make-keys``."""
+    objects = _on_nodes()
+    nodes, service = objects["StatefulSet quire-node"], objects["Service quire-nodes"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == nodes["spec"]["template"]["metadata"]["labels"]
+    assert nodes["spec"]["serviceName"] == "quire-nodes"
+    options = _serve_options(_server_on_nodes()["containers"][0]["args"])
+    (port,) = (each["port"] for each in service["spec"]["ports"])
+    assert options.nodes is not None and parse_sources(options.nodes).names == [("quire-nodes", port)]
+    pod = nodes["spec"]["template"]["spec"]
+    node = parse([argument.replace("$(POD_IP)", "10.0.0.5") for argument in pod["containers"][0]["args"]])
+    assert node.command == "node" and parse_address(node.listen, "--listen") == ("10.0.0.5", port)
+    assert options.data_parallel_size <= nodes["spec"]["replicas"] * node.devices
+    for folder, init, files in (
+        (Path(node.keys), pod["initContainers"][0], (SECRET, f"{ALLOWED}/head.key")),
+        (Path(options.node_keys), _server_on_nodes()["initContainers"][0], (HEAD_SECRET, NODE_PUBLIC)),
+    ):
+        script = init["command"][-1]
+        assert set(re.findall(r"> (\S+?)(?:;|$)", script)) == {f"{folder / name}" for name in files}
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "StatefulSet quire-node", "Deployment quire"])
+def test_volumes_of_pods_are_defined(name: str) -> None:
+    pod = _pod() if name.endswith(".yaml") else _on_nodes()[name]["spec"]["template"]["spec"]
+    containers = [*pod["containers"], *pod.get("initContainers", [])]
+    mounted = {mount["name"] for container in containers for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_volumes_are_defined() -> None:
     compose = _compose()
     board = (DEPLOY / compose["services"]["grafana"]["volumes"][0].split(":")[0]).resolve()
     assert board == DEPLOY / "grafana.json"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,7 +31,12 @@ def _files(*packages: str) -> Iterator[Path]:
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
-def _imports(file: Path) -> Iterator[str]:
+@cache
+def _imports(file: Path) -> tuple[str, ...]:
+    return tuple(_find_imports(file))
+
+
+def _find_imports(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -40,6 +46,7 @@ def _imports(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def _graph() -> dict[str, set[str]]:
     """Return the modules of this project that each of them imports."""
     files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _files(*PACKAGES)}

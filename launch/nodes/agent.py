@@ -1,13 +1,11 @@
-"""``quire node``: the agent of a machine, which starts workers for heads that have an allowed key, and nothing else."""
+"""``quire node``: the agent of a machine, which starts worker processes only, for heads with an allowed key."""
 
-import argparse
 import contextlib
 import os
 import select
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -15,64 +13,20 @@ from typing import Any
 
 import zmq
 
-from quire.launch.nodes.addresses import ReservedPort, parse_address
+from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.heads import HEARTBEAT_S, Heads
-from quire.launch.nodes.keys import make_keys
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.directory import make_directory
 from quire.launch.supervision.members import WatchedProcess
 from quire.launch.supervision.supervisor import REAL_WORKER, WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError
-from quire.protocol.process.log import LogOptions, write_line
+from quire.protocol.process.log import LogOptions
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
-from quire.protocol.wire.curve_keys import CurveContext, CurveKeys, load_curve_keys
+from quire.protocol.wire.curve_keys import CurveContext, CurveKeys
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION
 from quire.protocol.wire.node_messages import HeadToNode, NodeInfo, StartWorker
 from quire.protocol.wire.zmq_channel import Waiter, ZmqHub
 from quire.version import __version__
-
-GPUS = Path("/proc/driver/nvidia/gpus")
-KEYS_FLAG = "--keys"
-DEVICES = range(1, 1025)
-
-
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen", metavar="ADDRESS", help="where heads connect, such as tcp://10.0.0.5:7100")
-    parser.add_argument(
-        "--keys", type=Path, metavar="DIR", help="folder of mode 0700 with server.key_secret and allowed/NAME.key"
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs; without one 1)")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
-    parser.add_argument(
-        "--make-keys", type=Path, metavar="DIR", help="write new keys to DIR/node (--keys) and DIR/head (--node-keys)"
-    )
-
-
-def run(args: argparse.Namespace) -> None:
-    """Run the command ``quire node``. Raises ConfigError for flags that cannot be used."""
-    if args.make_keys is not None:
-        node, head = make_keys(args.make_keys)
-        write_line(f"wrote {node} for `quire node --keys`, and {head} for `quire serve --node-keys`")
-        return
-    if not args.listen or args.keys is None:
-        raise ConfigError("quire node needs --listen tcp://ADDRESS:PORT and --keys DIR (--make-keys DIR makes keys)")
-    parse_address(args.listen, "--listen")
-    devices = num_devices() if args.devices is None else args.devices
-    if devices not in DEVICES:
-        raise ConfigError(f"--devices must be between {DEVICES[0]} and {DEVICES[-1]} (got {devices})")
-    agent = Agent(args.listen, load_curve_keys(args.keys, KEYS_FLAG), devices)
-    write_line(f"Quire {__version__} runs up to {devices} workers for heads that connect to {args.listen}")
-    try:
-        agent.run(stdin=sys.stdin.fileno() if args.stop_with_stdin else None)
-    finally:
-        agent.close()
-
-
-def num_devices() -> int:
-    """Return the number of this machine's GPUs that ``CUDA_VISIBLE_DEVICES`` shows; without one, 1 for the CPU."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        return len(visible.split(","))
-    return max(1, len(list(GPUS.iterdir()) if GPUS.is_dir() else []))
 
 
 class Agent:
@@ -92,7 +46,7 @@ class Agent:
         self._waiter = Waiter()
         self._waiter.add(self._hub.socket)
         self._folders: dict[bytes, tuple[Path, int, ReservedPort]] = {}
-        """Of each head: a folder for the sockets and files of its workers, the folder's lock, and a port."""
+        """By head: a folder for the files of the workers, the folder's lock, and a port."""
         info = NodeInfo(PROTOCOL_VERSION, __version__, socket.gethostname(), num_devices, 0)
         self.heads = Heads(info, self)
         self._is_stopping = False

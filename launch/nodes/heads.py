@@ -81,7 +81,7 @@ class Heads:
     """
 
     def __init__(self, info: NodeInfo, runner: Runner) -> None:
-        """``info``: what heads are told of this node; its port is replaced by that of ``Runner.open``."""
+        """``info``: the answer to JoinNode; its port is replaced by that of ``Runner.open``."""
         self._info = info
         self._runner = runner
         self._heads: dict[bytes, _Head] = {}

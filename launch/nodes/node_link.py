@@ -14,7 +14,7 @@ class NodeLink:
     """The state of one connection to a node; another connection needs another object.
 
     Attributes:
-        info: what the node has said of itself; None until it has.
+        info: the answer of the node; None before it.
         lost: why the link is of no use any more, in one line; empty while it is.
         is_final: whether another connection would be refused too, until the node is another.
     """
@@ -58,7 +58,7 @@ class NodeLink:
         """Return the messages to send now.
 
         Args:
-            connection: what is known of a connection that does not work, for the reason when the time limit passes.
+            connection: the state of the connection, for the reason when the time limit passes.
         """
         if now > self._until and not self.lost:
             if self.info is None:

@@ -35,7 +35,7 @@ class Handler(Protocol):
     """What happens on the links. All methods are called from the thread, and must not wait."""
 
     def ready(self, address: str, info: NodeInfo) -> None:
-        """A node is connected: messages to it are sent from now on."""
+        """A node is connected, and gets messages."""
         ...
 
     def lost(self, address: str, reason: str, *, is_final: bool) -> None:
@@ -60,7 +60,7 @@ class NodeThread:
         self._thread.start()
 
     def add(self, address: str, node_key: str) -> None:
-        """Connect to a node, unless that has begun already."""
+        """Connect to a node; no effect on one that was added before."""
         self._call(lambda: self._add(address, node_key))
 
     def remove(self, address: str) -> None:

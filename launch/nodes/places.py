@@ -44,7 +44,7 @@ class NodePlaces:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
         self._known: dict[str, NodeInfo | str] = {}
-        """What each node has said of itself, or why it does not answer; nothing before its first answer."""
+        """The answer of each node, or why it does not answer; no entry before either."""
         self._addresses: list[str] = []
         self._taken: dict[int, list[RankPlace]] = {}
         """By engine."""

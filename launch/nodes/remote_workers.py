@@ -92,7 +92,7 @@ class NodeWorkers:
     """The workers of one engine, whose ranks are on nodes. Implements ``supervision.members.RemoteWorkers``.
 
     Orders are sent when all nodes of the engine are connected, because the ranks meet at a port that the node of rank 0
-    has said.
+    reports.
     """
 
     def __init__(self, config: EngineConfig, log: LogOptions) -> None:

@@ -49,7 +49,7 @@ def parse_sources(nodes: Sequence[str]) -> NodeSources:
     """Return the parts of ``--nodes``, which is not ``ray``.
 
     Raises:
-        ConfigError: an entry is no address and no ``dns:NAME:PORT``, or appears twice.
+        ConfigError: an entry is neither an address nor ``dns:NAME:PORT``, or appears twice.
     """
     if RAY in nodes:
         raise ConfigError(f"--nodes ray cannot be used with other nodes (got {' '.join(nodes)[:200]})")

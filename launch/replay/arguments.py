@@ -1,24 +1,50 @@
-"""The flags of ``quire replay``. Imports nothing heavy, so that wrong flags are rejected at once."""
+"""The flags of ``quire replay`` and ``quire plan``. Imports nothing heavy, so that wrong flags are rejected at once."""
 
 import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "synthetic")
+from quire.protocol.routing import MAX_ENGINES
+
+FORMATS = ("auto", "quire", "sched-trace", "mooncake", "agentic", "agent-text", "azure", "measured", "synthetic")
 OVERLONG = ("refuse", "clip", "drop")
+TARGETS = ("ttft", "tpot", "e2e")
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    _add_trace(parser)
+    _add_workload(parser)
+    compare = "second run with this setting; reports which requests take longer in it, and why; may be repeated"
+    engine = _add_engine(parser, "one run per value; repeat for all combinations of several keys")
+    engine.add_argument("--compare", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=compare)
+    _add_server(parser)
+    _add_outputs(parser)
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    _add_trace(parser)
+    group = parser.add_argument_group("plan")
+    slo = (
+        "most seconds of a request: ttft (to the first token), tpot (per token after it), e2e; such as ttft=2,tpot=0.05"
+    )
+    group.add_argument("--slo", required=True, type=_targets, metavar="NAME=SECONDS,...", help=slo)
+    share = "percentage of the requests that must meet all targets (99)"
+    group.add_argument("--percentile", type=_percentage, default=99.0, metavar="P", help=share)
+    engines = "numbers of engines to choose from (1-16)"
+    group.add_argument("--engines", type=_span, default=(1, 16), metavar="FIRST-LAST", help=engines)
+    _add_workload(parser)
+    _add_engine(parser, "sizes of an engine to compare, such as tensor_parallel_size=1,2; may be repeated")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - writes only them to stdout")
+    parser.set_defaults(compare=[], html=None, perfetto=None)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
     what = "trace file or folder, compressed or not, or synthetic:KEY=VALUE,... (docs/traces.md)"
     parser.add_argument("trace", type=Path, metavar="FILE|DIR", help=what)
     parser.add_argument(
         "--format", choices=FORMATS, default="auto", help="trace format (auto: detect from the content)"
     )
-    _add_workload(parser)
-    _add_engine(parser)
-    _add_server(parser)
-    _add_outputs(parser)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +77,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lenient", action="store_true", help="skip damaged lines instead of rejecting the file")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser, sweep: str) -> "argparse._ArgumentGroup":
+    """Add the settings of the engine. ``sweep``: help of ``--sweep``."""
     group = parser.add_argument_group("engine")
     what = "engine setting, such as block_size=32 or num_usable_blocks=4000; may be repeated"
     group.add_argument("--set", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=what)
-    sweep = "one run per value; repeat for all combinations of several keys"
     group.add_argument("--sweep", action="append", default=[], type=_values, metavar="KEY=V1,V2", help=sweep)
-    compare = "second run with this setting; reports which requests take longer in it, and why; may be repeated"
-    group.add_argument("--compare", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=compare)
     cost = "cost model of a step: table:DIR, roofline:CONFIG,CHIP, fitted:FILE or constant:MS"
     group.add_argument("--cost", metavar="COST", help=cost)
     group.add_argument("--jobs", type=_count, metavar="N", help="number of processes of a sweep (one per core)")
+    return group
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +120,28 @@ def _values(text: str) -> tuple[str, list[str]]:
     if not all(values):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty value")
     return key, values
+
+
+def _targets(text: str) -> dict[str, float]:
+    targets = {}
+    for part in text.split(","):
+        name, value = _pair(part)
+        if name not in TARGETS:
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(TARGETS)}")
+        targets[name] = _positive(value)
+    return targets
+
+
+def _percentage(text: str) -> float:
+    return _number(text, "above 0 and at most 100", lambda value: 0 < value <= 100)
+
+
+def _span(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    span = _count(first), _count(last) if dash else _count(first)
+    if not span[0] <= span[1] <= MAX_ENGINES:
+        raise argparse.ArgumentTypeError(f"must be FIRST-LAST with 1 <= FIRST <= LAST <= {MAX_ENGINES} (got {text})")
+    return span
 
 
 def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:

@@ -12,8 +12,11 @@ from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
 from quire.launch.replay.report.summary import (
     CONVERSATION_COLUMNS,
+    ENGINE_COLUMNS,
     SWEEP_COLUMNS,
+    by_run,
     conversation_cells,
+    engine_cells,
     side_by_side,
     summary,
     sweep_cells,
@@ -93,11 +96,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--html and --perfetto cannot show a sweep: run the setting of interest by itself")
     if args.compare and args.perfetto:
         raise UsageError("--perfetto shows one run: it cannot be combined with --compare")
-    _check_repeats(args)
+    if args.perfetto and dict(args.set).get("data_parallel_size", "1") != "1":
+        raise UsageError("--perfetto shows the steps of one engine: it cannot be combined with data_parallel_size")
+    check_repeats(args)
     check_outputs(args)
 
 
-def _check_repeats(args: argparse.Namespace) -> None:
+def check_repeats(args: argparse.Namespace) -> None:
+    """Raise UsageError if a setting is given twice."""
     for flag in ("set", "sweep", "compare"):
         keys = [key for key, _ in getattr(args, flag)]
         for key in keys:
@@ -161,11 +167,26 @@ def _what_if(args: argparse.Namespace) -> Result:
     """Run one simulation; for a change of settings of Quire's own trace, also the recorded settings."""
     workload = _load(args)
     changed = _run(args, workload, dict(args.set))
+    if workload.format == "measured" and not _given(args, WORKLOAD_FLAGS):
+        return _beside_measured(args, changed)
     if workload.format != "quire" or not args.set:
         return result_of(changed)
     recorded = _recorded(args, changed)
     base = _run(args, workload, {})
     return change_of(recorded, base, changed)
+
+
+def _beside_measured(args: argparse.Namespace, replayed: RunRecord) -> Result:
+    """Return the result of a measured run's replay, with the measured figures."""
+    from quire.launch.replay.recorded.measured import measured_record
+
+    measured = measured_record(args.trace)
+    result = result_of(replayed)
+    if measured is not None:
+        found = {"measured": summary(measured), "replayed": result.figures}
+        result.tables = [*by_run(found), *result.tables[1:]]
+        result.figures = {**result.figures, "measured": found["measured"]}
+    return result
 
 
 def _recorded(args: argparse.Namespace, changed: RunRecord) -> RunRecord | None:
@@ -190,7 +211,7 @@ def _run(args: argparse.Namespace, workload: Workload, settings: dict[str, str])
 
     setup, cost = prepare(workload, settings, args.cost)
     with progress_bar(len(workload.calls)) as progress:
-        record = run_workload(workload, setup, cost, **_run_options(args), progress=progress)
+        record = run_workload(workload, setup, cost, **run_options(args), progress=progress)
     if settings:
         record.title += " with " + ", ".join(f"{key}={value}" for key, value in settings.items())
     return record
@@ -215,7 +236,7 @@ def _sweep(args: argparse.Namespace) -> Result:
     """Raises ConfigError with the first run's error if no run of the sweep succeeded."""
     from quire.launch.replay.simulate.sweep import SweepTask, sweep
 
-    task = SweepTask(args.trace, args.format, _load_options(args), dict(args.set), args.cost, _run_options(args))
+    task = SweepTask(args.trace, args.format, load_options(args), dict(args.set), args.cost, run_options(args))
     with progress_bar(None, " runs") as progress:
         rows = sweep(task, args.sweep, args.jobs, lambda ended, total: progress(0.0, ended))
     good = [row.figures for row in rows if row.figures is not None]
@@ -228,6 +249,9 @@ def _sweep(args: argparse.Namespace) -> Result:
     head = [good[0]["title"], f"cost: {good[0]['cost']}"]
     notes = [*failed, *(note for note in good[0]["notes"] if all(note in each["notes"] for each in good))]
     tables = [Table("setting", SWEEP_COLUMNS, shown)]
+    if any("engines" in each for each in good):
+        engines = [(name, engine_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
+        tables.append(Table("engines", ENGINE_COLUMNS, engines))
     if args.closed_loop:
         jobs = [(name, conversation_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
         tables.append(Table("conversations", CONVERSATION_COLUMNS, jobs))
@@ -239,7 +263,7 @@ def _live(args: argparse.Namespace) -> Result:
 
     workload = _load(args)
     target = Target(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
-    options = _run_options(args)
+    options = run_options(args)
     del options["reuse_answers"], options["no_hints"]
     with progress_bar(len(workload.calls)) as progress:
         record = run_live(workload, target, **options, progress=progress)
@@ -254,10 +278,11 @@ def _live(args: argparse.Namespace) -> Result:
 def _load(args: argparse.Namespace) -> Workload:
     from quire.launch.replay.formats.detect import load_workload
 
-    return load_workload(args.trace, args.format, _load_options(args))
+    return load_workload(args.trace, args.format, load_options(args))
 
 
-def _load_options(args: argparse.Namespace) -> LoadOptions:
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    """Return how the trace is loaded."""
     known = LoadOptions.__dataclass_fields__
     given = {name: value for name, value in vars(args).items() if name in known and value is not None}
     return LoadOptions(**given, block_size=_content_unit(args))
@@ -270,7 +295,8 @@ def _content_unit(args: argparse.Namespace) -> int:
     return math.gcd(LoadOptions.block_size, *(int(size) for size in sizes if size.isascii() and size.isdigit()))
 
 
-def _run_options(args: argparse.Namespace) -> dict[str, Any]:
+def run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``run_workload`` except ``progress``."""
     return {
         "concurrency": args.concurrency,
         "closed_loop": args.closed_loop,

@@ -65,7 +65,7 @@ def require_private(flag: str, place: Path, is_kind: Any, wanted: str, forbidden
 
 
 def read_key(file: Path, flag: str) -> tuple[bytes, bytes | None]:
-    """Return the public key in a file, and the secret key or None. Raises ConfigError if it is no key file."""
+    """Return the public key in a file, and the secret key or None. Raises ConfigError if the file has no key."""
     from zmq.auth import load_certificate
 
     try:

@@ -5,6 +5,8 @@ from abuse import AbusedServer
 from http_fuzzer import check_answer, fuzz
 from http_mutations import RIGHT, make_case
 
+pytestmark = pytest.mark.full
+
 NUM_CASES = 100
 
 

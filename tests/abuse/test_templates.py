@@ -200,6 +200,7 @@ def slow() -> Iterator[TemplateHelper]:
     helper.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGSTOP])
 def test_helper_that_ends_while_it_renders_is_tried_once_more(number: int, slow: TemplateHelper) -> None:
     """The crash may have an outer cause. Before, the client got 400 for a template that is fine."""

@@ -10,6 +10,8 @@ import pytest
 from served import Served
 from tiers import thinned
 
+pytestmark = pytest.mark.full
+
 FORK = {"n": 3, "temperature": 0.0, "num_tokens": 6}
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "Once upon a time", "stop": [" friends"]},

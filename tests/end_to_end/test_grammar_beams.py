@@ -13,6 +13,8 @@ from quire import LLM, SamplingParams
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
+pytestmark = pytest.mark.full
+
 PROMPTS = ["Once upon a time", "The dog said", "x"]
 LETTERS = "abcdeht "
 REGEX = "[abcdeht ]{2,9}!"

@@ -14,6 +14,8 @@ from tiers import thinned
 from quire import LLM, SamplingParams
 from quire.protocol.errors import QuireError
 
+pytestmark = pytest.mark.full
+
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(3, 90) for _ in range(64)] for _ in range(6)]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

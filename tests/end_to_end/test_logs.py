@@ -4,11 +4,13 @@ import json
 import signal
 
 import httpx
+import pytest
 from engine_processes import engine_processes
 from fault_server import wait_until
 from served import Served
 
 
+@pytest.mark.full
 def test_every_process_writes_json_lines() -> None:
     flags = ("--log-format", "json", "--log-level", "info", "--metrics-prefix", "vllm")
     server = Served("--simulate", "constant:1", "--num-gpu-blocks-override", "200", *flags)

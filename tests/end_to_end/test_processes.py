@@ -145,6 +145,7 @@ class TestDeath:
 
 
 class TestTerminal:
+    @pytest.mark.full
     def test_only_the_answer_is_on_stdout(self) -> None:
         command = [*QUIRE, "chat", "--prompt", "Tell me a story.", "--max-tokens", "200"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

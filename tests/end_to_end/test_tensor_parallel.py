@@ -24,6 +24,7 @@ def _tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.full
 def test_two_ranks_give_the_same_tokens_as_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)

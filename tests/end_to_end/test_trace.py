@@ -23,6 +23,8 @@ from quire.launch.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.files import part_path
 from quire.scheduler_proc.trace.lines import Line, encode_line
 
+pytestmark = pytest.mark.full
+
 FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
 """A pool without room for four long answers, so that requests are preempted."""
 NUM_CLIENTS = 3

@@ -23,6 +23,7 @@ def test_moves_under_faults(first: int) -> None:
     assert num_moves > 7_500
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", thinned(range(0, 2400, 300), keep=1))
 def test_requests_advance_in_tiny_pools(first: int) -> None:
     for seed in range(first, first + 300):

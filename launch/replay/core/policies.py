@@ -5,8 +5,13 @@ Only replays use them (``--set like=vllm-0.19``, or one key at a time); planner.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.routing import RoutingPolicy
+
+Routing: TypeAlias = Literal[RoutingPolicy, "vllm"]
+"""A policy of the router, or that of vLLM's client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,12 @@ class Preset:
 
     Attributes:
         settings: EngineConfig fields that differ from Quire's defaults; the user's settings override them.
+        routing: how requests are routed to several engines.
     """
 
     policies: Policies
     settings: Mapping[str, bool | int | float] = field(default_factory=dict)
+    routing: Routing = "cache"
 
 
 _VLLM = Policies(
@@ -67,11 +74,12 @@ PRESETS: Mapping[str, Preset] = {
     "quire": Preset(QUIRE),
     # Prefills may use the whole budget; one queue in order of admission; blocks first in, first out; and, new in this
     # version, room for the whole prompt. A preempted request waits before all others: under fcfs its old position.
-    "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}),
+    "vllm-0.19": Preset(_VLLM, _VLLM_SETTINGS | {"async_scheduling": True}, "vllm"),
     # From 0.11: a request is admitted once its first chunk fits, and steps are not scheduled ahead.
     "vllm-0.11": Preset(
         replace(_VLLM, admit_whole_prompts=False),
         _VLLM_SETTINGS | {"async_scheduling": False},
+        "vllm",
     ),
 }
 """The values of ``like``."""

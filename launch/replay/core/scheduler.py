@@ -15,6 +15,7 @@ from quire.scheduler_proc.core.admission import Refusal
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
+from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
@@ -35,6 +36,7 @@ class ReplayScheduler(Scheduler):
         *,
         steady_decode: bool = True,
         hooks: SchedulerHooks = NO_HOOKS,
+        kv_events: KVEventRecorder | None = None,
         policies: Policies = QUIRE,
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
@@ -47,6 +49,7 @@ class ReplayScheduler(Scheduler):
             num_blocks,
             steady_decode=steady_decode,
             hooks=hooks,
+            kv_events=kv_events,
             planner_class=partial(ImitatingPlanner, policies=policies),
             pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
             num_host_pages=num_host_pages,

@@ -1,32 +1,42 @@
 """A cost model from a profile of single layers: measured times by tokens, requests and contexts.
 
-The folder has the files of LLMServingSim's profiler for one rank: ``profile_meta.yaml`` (model, gpu, and optionally
-skew_fit and engine_effective), ``profile_dense.csv`` (layer, tokens, time_us), ``profile_per_sequence.csv`` (layer,
-sequences, time_us) and ``profile_attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us); for a model
-with experts also ``profile_moe.csv`` (tokens, activated_experts, time_us). A step is
+The folder has the files of LLMServingSim's profiler: ``profile_meta.yaml`` (model, gpu, and optionally skew_fit and
+engine_effective), and for each tensor-parallel degree N, as one of its ranks sees it, ``profile_dense_tpN.csv`` (layer,
+tokens, time_us), ``profile_per_sequence_tpN.csv`` (layer, sequences, time_us) and ``profile_attention_tpN.csv``
+(prefill_chunk, kv_prefill, n_decode, kv_decode, time_us); for a model with experts also ``profile_moe_tpN.csv``
+(tokens, activated_experts, time_us). The files of one rank may lack ``_tp1``. A step is
 
     embedding + layers x (dense layers + attention) + final norm + head and sampler,
 
-each at the step's number of tokens or requests. Not included: scheduling (an asynchronous engine schedules a step while
-the previous one runs) and gaps between kernels (a captured graph has almost none).
+each at the step's number of tokens or requests, plus the all-reduces of tensor parallelism. The links are those of a
+``config.json`` in the folder (link_bw in GB/s, link_latency in ns), as of LLMServingSim's clusters, or else usual ones.
+Not included: scheduling (an asynchronous engine schedules a step while the previous one runs) and gaps between kernels
+(a captured graph has almost none). expert_parallel.py has the steps of several engines that share experts.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from quire.launch.replay.costs.csv_table import find_file, read_measured, read_points, read_text
 from quire.launch.replay.costs.grid import Curve, Grid
+from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
 EXPERTS = "profile_moe.csv"
+_DENSE_FILE = re.compile(r"profile_dense(?:_tp(\d+))?\.csv")
+DEFAULT_LINK = Link(25e9, 1e-5)
+"""The link of chips whose data sheet gives none."""
 
 _ONCE = frozenset({"embedding", "final_layernorm"})
 """Parts that a model has once; all others are in each layer."""
@@ -49,7 +59,16 @@ class LayerProfileCost:
     kv_bytes = 0
 
     def __init__(
-        self, folder: Path, model: ModelConfig, name: str, captured: Sequence[int] = (), skew: float = 0.0
+        self,
+        folder: Path,
+        model: ModelConfig,
+        name: str,
+        captured: Sequence[int] = (),
+        skew: float = 0.0,
+        *,
+        ranks: int = 1,
+        link: Link = DEFAULT_LINK,
+        with_experts: bool = True,
     ) -> None:
         """
         Args:
@@ -58,19 +77,30 @@ class LayerProfileCost:
             captured: batch sizes of captured graphs, ascending; a smaller step is padded to the next. May be empty.
             skew: weight of the longest context in the time of decodes with unequal contexts: 0 uses the mean context,
                 1 the longest. The profile has equal contexts only.
+            ranks: tensor-parallel degree.
+            link: between ranks.
+            with_experts: include experts, which this engine then has by itself.
 
         Raises:
             ConfigError: a table is missing or invalid; names file and line.
         """
         self._description = f"profile of {model.num_layers} layers on {name}, from {folder}"
-        self._by_tokens = _padded(_token_times(folder, model), captured)
-        sequences = _layer_points(_table(folder, PER_SEQUENCE), "sequences", frozenset({"lm_head"}))
-        self._by_sequences = Curve(_sum(sequences, dict.fromkeys(sequences, 1)), _TOP)
-        self._attention = AttentionGrids(_table(folder, ATTENTION), skew)
+        if ranks > 1:
+            self._description += f", {ranks} ranks linked by {link.bandwidth / 1e9:g} GB/s"
+        times = _token_times(folder, model, ranks, link)
+        if with_experts:
+            _add_experts(times, folder, model, ranks)
+        self._by_tokens = _padded(times, captured)
+        self._by_sequences = Curve(_sequence_times(folder, model, ranks, link), _TOP)
+        self._attention = AttentionGrids(find_table(folder, ATTENTION, ranks), skew)
         self._layer_seconds = model.num_layers * 1e-6
 
     def seconds(self, step: StepShape) -> float:
-        micros = self._by_tokens.at(step.num_tokens)
+        return self.seconds_at(step, step.num_tokens)
+
+    def seconds_at(self, step: StepShape, num_tokens: int) -> float:
+        """Return the seconds of a step that is padded to ``num_tokens``."""
+        micros = self._by_tokens.at(num_tokens)
         micros += self._by_sequences.at(step.num_decodes + len(step.prefills))
         return micros * 1e-6 + self._attention.micros(step) * self._layer_seconds
 
@@ -79,32 +109,85 @@ class LayerProfileCost:
 
 
 def is_layer_profile(folder: Path) -> bool:
-    return find_file(folder, DENSE) is not None
+    return bool(_degrees(folder))
 
 
-def load_layer_profile(folder: Path, model: ModelConfig | None, tensor_parallel_size: int) -> LayerProfileCost:
-    """
+def load_layer_profile(
+    folder: Path, model: ModelConfig | None, ranks: int = 1, max_num_seqs: int | None = None
+) -> LayerProfileCost:
+    """Return the cost model of a profile; see ``read_profile``."""
+    return LayerProfileCost(folder, **read_profile(folder, model, ranks, max_num_seqs))
+
+
+def read_profile(folder: Path, model: ModelConfig | None, ranks: int, max_num_seqs: int | None) -> dict[str, Any]:
+    """Return the arguments of LayerProfileCost that a profile determines.
+
     Args:
         model: None: the model named by ``profile_meta.yaml``.
+        ranks: tensor-parallel degree.
+        max_num_seqs: of the engine, which captures graphs of up to twice as many tokens; None: as when profiled.
 
     Raises:
-        ConfigError: a missing or invalid file, an unknown model, or more than one rank.
+        ConfigError: an invalid file, or an unknown model.
     """
-    if tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{folder}: a layer profile supports one rank (got {tensor_parallel_size}): use roofline:CONFIG,CHIP"
-        )
     meta = _meta(folder)
     if model is None:
         if not isinstance(meta.get("model"), str):
             raise ConfigError(f"{folder}: profile_meta.yaml does not name the model: use table:DIR,CONFIG")
         model = find_model(meta["model"])
-    most = _submapping(meta, "engine_effective").get("max_num_seqs", 256)
+    most = max_num_seqs or _submapping(meta, "engine_effective").get("max_num_seqs", 256)
     captured = captured_sizes(min(2 * most, 512) if isinstance(most, int) else 512)
     fit = _submapping(meta, "skew_fit")
-    skew = (_submapping(_submapping(fit, "per_tp"), 1) or fit).get("alpha_default")
+    skew = (_submapping(_submapping(fit, "per_tp"), ranks) or fit).get("alpha_default")
     skew = float(skew) if isinstance(skew, int | float) and 0 <= skew <= 1 else 0.0
-    return LayerProfileCost(folder, model, str(meta.get("gpu", folder.name)), captured, skew)
+    name = str(meta.get("gpu", folder.name))
+    return {"model": model, "name": name, "captured": captured, "skew": skew, "ranks": ranks, "link": _link(folder)}
+
+
+def find_table(folder: Path, name: str, ranks: int) -> Path:
+    """Return the file of a table at a tensor-parallel degree.
+
+    Raises:
+        ConfigError: the profile has no such file.
+    """
+    path = find_file(folder, name.replace(".csv", f"_tp{ranks}.csv"))
+    if path is None and ranks == 1:
+        path = find_file(folder, name)
+    if path is None and ranks == 1:
+        raise ConfigError(f"{folder}: {name} not found")
+    if path is None:
+        known = ", ".join(map(str, _degrees(folder)))
+        missing = name.replace(".csv", f"_tp{ranks}.csv")
+        text = f"{folder}: {missing} not found: tensor_parallel_size must be a degree of the profile"
+        raise ConfigError(f"{text} ({known}; got {ranks})")
+    return path
+
+
+def _degrees(folder: Path) -> list[int]:
+    """Return the tensor-parallel degrees of which the folder has a profile."""
+    names = [path.name for path in folder.glob("profile_dense*")]
+    found = {int(match[1]) if match[1] else 1 for name in names if (match := _DENSE_FILE.match(name))}
+    return sorted(found)
+
+
+def _link(folder: Path) -> Link:
+    path = find_file(folder, "config.json")
+    if path is None:
+        return DEFAULT_LINK
+    try:
+        cluster = msgspec.json.decode(read_text(path), type=_Cluster)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if cluster.link_bw is None:
+        return DEFAULT_LINK
+    return Link(cluster.link_bw * 1e9, cluster.link_latency * 1e-9)
+
+
+class _Cluster(msgspec.Struct):
+    """The fields that are read of a description of a cluster; all others are ignored, so it may be a model's, too."""
+
+    link_bw: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    link_latency: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 def _meta(folder: Path) -> dict[Any, Any]:
@@ -194,18 +277,39 @@ def _padded(micros: Mapping[int, float], captured: Sequence[int]) -> Curve:
     return curve
 
 
-def _token_times(folder: Path, model: ModelConfig) -> dict[int, float]:
-    """Return microseconds by tokens of all dense layers and experts of the model."""
-    with_experts = expert_layers(model)
-    without = model.num_layers - with_experts
-    dense = _layer_points(_table(folder, DENSE), "tokens", _NEEDED | (_FEED_FORWARD if without else frozenset()))
-    times = {name: _times(name, model.num_layers, without) for name in dense}
-    sums = _sum(dense, times)
-    if with_experts:
-        experts = Grid(read_points(_table(folder, EXPERTS), ("tokens", "activated_experts"), "time_us"))
+def _token_times(folder: Path, model: ModelConfig, ranks: int, link: Link) -> dict[int, float]:
+    """Return microseconds by tokens of all dense layers and all-reduces of the model."""
+    without = model.num_layers - expert_layers(model)
+    needed = _NEEDED | (_FEED_FORWARD if without else frozenset())
+    dense = _layer_points(find_table(folder, DENSE, ranks), "tokens", needed)
+    sums = _sum(dense, {name: _times(name, model.num_layers, without) for name in dense})
+    if ranks > 1:
+        reduces = 2 * model.num_layers + 1  # after attention and feed-forward network of each layer; the embedding
+        token_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
         for tokens in sums:
-            sums[tokens] += with_experts * experts.at(tokens, num_experts_read(model, tokens))
+            sums[tokens] += 1e6 * reduces * link.all_reduce(tokens * token_bytes, ranks)
     return sums
+
+
+def _add_experts(sums: dict[int, float], folder: Path, model: ModelConfig, ranks: int) -> None:
+    """Add the microseconds of the model's experts to those by tokens."""
+    if layers := expert_layers(model):
+        experts = read_experts(folder, ranks)
+        for tokens in sums:
+            sums[tokens] += layers * experts.at(tokens, num_experts_read(model, tokens))
+
+
+def read_experts(folder: Path, ranks: int) -> Grid:
+    """Return microseconds of one layer's experts by (tokens, number of experts that some token chooses)."""
+    return Grid(read_points(find_table(folder, EXPERTS, ranks), ("tokens", "activated_experts"), "time_us"))
+
+
+def _sequence_times(folder: Path, model: ModelConfig, ranks: int, link: Link) -> dict[int, float]:
+    """Return microseconds by requests of the head, which gathers the logits of all ranks, and the sampler."""
+    sequences = _layer_points(find_table(folder, PER_SEQUENCE, ranks), "sequences", frozenset({"lm_head"}))
+    sums = _sum(sequences, dict.fromkeys(sequences, 1))
+    logits_bytes = model.vocab_size / ranks * DTYPE_BYTES[model.dtype]
+    return {number: micros + 1e6 * link.all_gather(number * logits_bytes, ranks) for number, micros in sums.items()}
 
 
 def _times(name: str, num_layers: int, num_without_experts: int) -> int:
@@ -213,13 +317,6 @@ def _times(name: str, num_layers: int, num_without_experts: int) -> int:
         return 1
     layers = num_without_experts if name in _UNLESS_EXPERTS else num_layers
     return 2 * layers if name in _TWICE else layers
-
-
-def _table(folder: Path, name: str) -> Path:
-    path = find_file(folder, name)
-    if path is None:
-        raise ConfigError(f"{folder}: {name} not found")
-    return path
 
 
 def _layer_points(path: Path, key: str, needed: frozenset[str]) -> dict[str, dict[int, float]]:

@@ -1,4 +1,4 @@
-"""Communication between ranks: all-reduces."""
+"""Communication between ranks."""
 
 from dataclasses import dataclass
 
@@ -27,3 +27,10 @@ class Link:
         ring = hops * (self.latency + num_bytes / num_ranks / self.bandwidth)
         at_once = self.latency + (num_ranks - 1) * num_bytes / self.bandwidth
         return min(ring, at_once)
+
+    def all_gather(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which each rank gets ``num_bytes`` of every other rank, by a ring.
+
+        A reduce-scatter that leaves ``num_bytes`` on each rank takes as long.
+        """
+        return (num_ranks - 1) * (self.latency + num_bytes / self.bandwidth)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from quire.launch.replay.costs.chips import find_chip
 from quire.launch.replay.costs.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.expert_parallel import ExpertParallelCost
 from quire.launch.replay.costs.fitted import fit
 from quire.launch.replay.costs.kernel_tables import KernelTableCost, is_kernel_tables
 from quire.launch.replay.costs.layers import is_layer_profile, load_layer_profile
@@ -24,7 +25,14 @@ KINDS = {
 }
 
 
-def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig | None = None) -> CostModel:
+def parse_cost(
+    spec: str,
+    *,
+    tensor_parallel_size: int = 1,
+    model: ModelConfig | None = None,
+    expert_parallel: int = 0,
+    max_num_seqs: int | None = None,
+) -> CostModel:
     """Return the cost model of ``spec``.
 
     ``constant:MS``, ``roofline:CONFIG,CHIP``, ``table:DIR[,CONFIG]`` or ``fitted:FILE``. CONFIG is a config.json, a
@@ -34,6 +42,8 @@ def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig |
     Args:
         tensor_parallel_size: number of ranks of the machine.
         model: replaces a missing CONFIG, except for a layer profile, which names its own model.
+        expert_parallel: number of engines that share the experts; 0: each has them all.
+        max_num_seqs: of an engine, for a layer profile (``layers.read_profile``).
 
     Raises:
         ConfigError: an invalid spec; names the unknown part and the nearest known name.
@@ -43,13 +53,15 @@ def parse_cost(spec: str, *, tensor_parallel_size: int = 1, model: ModelConfig |
         raise ConfigError(f"cost {spec!r}: unknown kind{did_you_mean(kind, KINDS)}; known: {', '.join(KINDS.values())}")
     if not colon or not rest:
         raise ConfigError(f"cost {spec!r}: must be {KINDS[kind]}")
+    if expert_parallel and kind != "table":
+        raise ConfigError(f"cost {spec!r}: enable_expert_parallel needs a layer profile: table:DIR")
     match kind:
         case "constant":
             return ConstantCost(positive(rest, f"cost {spec!r}: milliseconds"))
         case "roofline":
             return _roofline(spec, rest, tensor_parallel_size, model)
         case "table":
-            return _table(rest, tensor_parallel_size, model)
+            return _table(rest, tensor_parallel_size, model, expert_parallel, max_num_seqs)
         case _:
             return fit(Path(rest).expanduser())
 
@@ -84,11 +96,17 @@ def _roofline(spec: str, rest: str, ranks: int, model: ModelConfig | None) -> Co
     return Roofline(shape, find_chip(chip), ranks)
 
 
-def _table(rest: str, ranks: int, model: ModelConfig | None) -> CostModel:
+def _table(
+    rest: str, ranks: int, model: ModelConfig | None, expert_parallel: int, max_num_seqs: int | None
+) -> CostModel:
     folder, named = _folder_and_config(rest)
     shape = find_model(named) if named else None
     if is_layer_profile(folder):  # a layer profile names its own model
-        return load_layer_profile(folder, shape, ranks)
+        if expert_parallel:
+            return ExpertParallelCost(folder, shape, ranks, expert_parallel, max_num_seqs)
+        return load_layer_profile(folder, shape, ranks, max_num_seqs)
+    if expert_parallel:
+        raise ConfigError(f"{folder}: enable_expert_parallel needs a layer profile (profile_dense_tp1.csv, ...)")
     if is_kernel_tables(folder):
         return KernelTableCost(folder, shape or model or find_model(DEFAULT_MODEL), ranks)
     raise ConfigError(f"{folder}: neither kernel tables (gemm*.csv, ...) nor a layer profile (profile_*.csv)")

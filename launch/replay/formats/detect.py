@@ -13,6 +13,7 @@ from quire.launch.replay.formats import (
     agent_text,
     agentic,
     azure,
+    measured,
     mooncake,
     quire,
     sched_trace,
@@ -32,6 +33,7 @@ _LOADERS: Mapping[str, Loader] = {
     "agentic": agentic.load,
     "agent-text": agent_text.load,
     "azure": azure.load,
+    "measured": measured.load,
 }
 FORMATS = (*_LOADERS, "synthetic")
 """The values of ``--format`` except auto."""
@@ -88,6 +90,8 @@ def _known() -> str:
 
 
 def _detect_folder(folder: Path) -> str:
+    if measured.is_measured(folder):
+        return "measured"
     found = {file.name: _detect_file(file) or "unknown" for file in files_of(folder)}
     formats = set(found.values())
     if formats == {"unknown"}:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -53,6 +53,27 @@ def sorted_latencies(record: RunRecord) -> dict[str, list[float]]:
         name: sorted(value for value in (each[i] for each in found) if value is not None)
         for i, name in enumerate(Latency._fields)
     }
+
+
+def attained_share(record: RunRecord, targets: Mapping[str, float]) -> float | None:
+    """Return the share of all requests that met all targets; None without a request.
+
+    A request without such a latency meets the target if it succeeded; a rejected or failed one misses it.
+
+    Args:
+        targets: most seconds by name of a latency.
+    """
+    if not record.requests:
+        return None
+    return sum(_meets(run, targets) for run in record.requests) / len(record.requests)
+
+
+def _meets(run: RequestRun, targets: Mapping[str, float]) -> bool:
+    found = latency(run)
+    if found.e2e is None:
+        return False
+    values = {name: getattr(found, name) for name in targets}
+    return all(values[name] is None or values[name] <= targets[name] * 1e3 for name in targets)
 
 
 def spread(sorted_values: Sequence[float]) -> dict[str, float | None]:

@@ -89,6 +89,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     made = [Table("latency", SPREAD, rows)] if rows else []
     if found["tiers"]:
         made.append(tier_table(found["tiers"]))
+    if "engines" in found:
+        made += engine_tables(found["engines"])
     made += pin_tables(found["pins"])
     return [*made, Table("run", ("",), [(label, [value]) for label, value in _totals(found)])]
 
@@ -111,6 +113,22 @@ def tier_table(tiers: Mapping[str, Any]) -> Table:
     """Return a row for each tier of the prefix cache beyond the device."""
     rows = [(name, [tier[key] for key in TIER_COLUMNS.values()]) for name, tier in tiers.items()]
     return Table("tier", tuple(TIER_COLUMNS), rows)
+
+
+def engine_tables(engines: Mapping[str, Any]) -> list[Table]:
+    """Return a row for each of several engines, and how requests were routed to them."""
+    rows = [
+        (f"engine {number}", [each["requests"], each["computed_tokens"], percent(each["hit_rate"])])
+        for number, each in enumerate(engines["each"])
+    ]
+    choices = [(f"routed by {reason}", [count]) for reason, count in engines["choices"].items()]
+    balance = ("tokens computed, busiest over mean", [engines["busiest_over_mean"]])
+    columns = ("requests", "tokens computed", "hit rate")
+    return [Table("engine", columns, rows), Table("routing", ("",), [balance, *choices])]
+
+
+def percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.2%}"
 
 
 def pin_tables(pins: Mapping[str, Any]) -> list[Table]:
@@ -191,6 +209,24 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         totals.append(("duration of the replay, s", found["wall_s"]))
         totals.append(("speed-up over real time", found["speedup"]))
     return totals
+
+
+ENGINE_COLUMNS = ("hit rate", "computed tokens", "busiest over mean", "ttft mean", "ttft p99", "e2e mean", "choices")
+
+
+def engine_cells(found: Mapping[str, Any] | None) -> list[float | str | None]:
+    """Return the row of one run in a sweep's table of engines; ``found`` is None if the run failed."""
+    if found is None:
+        return ["failed", *[None] * (len(ENGINE_COLUMNS) - 1)]
+    engines, latency = found.get("engines"), found["latency_ms"]
+    choices = ", ".join(f"{reason} {count}" for reason, count in engines["choices"].items()) if engines else None
+    computed = sum(each["computed_tokens"] for each in engines["each"]) if engines else None
+    return [
+        percent(found["prefix_cache"]["hit_rate"]),
+        *(computed, engines["busiest_over_mean"] if engines else None),
+        *(latency["ttft"]["mean"], latency["ttft"]["p99"], latency["e2e"]["mean"]),
+        choices,
+    ]
 
 
 def _conversations(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:

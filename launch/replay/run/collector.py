@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,8 +34,19 @@ class RunCollector:
     log, so that other readers do not see them.
     """
 
-    def __init__(self, record: RunRecord, scheduler: Scheduler, decision_log: DecisionLog) -> None:
-        """``decision_log``: the hooks of ``scheduler``."""
+    def __init__(
+        self,
+        record: RunRecord,
+        scheduler: Scheduler,
+        decision_log: DecisionLog,
+        on_started: Callable[[RequestRun], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            decision_log: the hooks of ``scheduler``.
+            on_started: called with each request that gets its first token.
+        """
+        self._on_started = on_started
         self.record = record
         self._scheduler = scheduler
         self._decision_log = decision_log
@@ -276,6 +287,8 @@ class RunCollector:
             run = self._by_handle[handle]
             if run.first_token < 0:
                 run.first_token = now
+                if self._on_started is not None:
+                    self._on_started(run)
             else:
                 self._count_gaps(now - self._last_tokens.pop(handle, self._last_result), 1)
         self._sampling = live

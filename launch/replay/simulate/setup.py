@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -11,7 +11,7 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.foreign_names import FOREIGN_NAMES
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
-from quire.launch.replay.core.policies import QUIRE, Policies, find_preset
+from quire.launch.replay.core.policies import QUIRE, Policies, Routing, find_preset
 from quire.launch.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.launch.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.launch.replay.costs.cost import CostModel
@@ -22,6 +22,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.routing import MAX_ENGINES
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30
@@ -63,9 +64,23 @@ RATES = {"host_gb_per_s": "host", "disk_read_gb_per_s": "disk_read", "disk_write
 """Keys of ``--set`` for the rates of copies, and the fields of CopyRates."""
 
 
+FLEET = {
+    "data_parallel_size": "num_engines",
+    "routing": "routing",
+    "enable_expert_parallel": "enable_expert_parallel",
+}
+"""Keys of ``--set`` for several engines, and the fields of Setup."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A simulated engine. ``shown``: its settings by ``--set`` key. ``notes``: defaults that the user should know."""
+    """A simulated engine, or several equal ones.
+
+    Attributes:
+        shown: the settings by ``--set`` key.
+        notes: defaults that the user should know.
+        enable_expert_parallel: the engines share the experts of their model, and step together.
+    """
 
     config: EngineConfig
     layout: KVLayout
@@ -75,6 +90,9 @@ class Setup:
     policies: Policies = QUIRE
     tiers: Tiers = NO_TIERS
     adapter_load_s: float = ADAPTER_LOAD_S
+    num_engines: int = 1
+    routing: Routing = "cache"
+    enable_expert_parallel: bool = False
 
 
 def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | None) -> Setup:
@@ -100,6 +118,7 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     )
     like, usable = values.pop("like", None), values.pop("num_usable_blocks", None)
     rates = {key: values.pop(key) for key in RATES if key in values}
+    fleet = {name: values.pop(key) for key, name in FLEET.items() if key in values}
     adapter_load_s = values.pop("adapter_load_s", ADAPTER_LOAD_S)
     if not 0 <= adapter_load_s < float("inf"):
         raise ConfigError(f"--set adapter_load_s must be at least 0 (got {adapter_load_s})")
@@ -117,14 +136,27 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
         **({"adapter_load_s": adapter_load_s} if config.enable_lora else {}),
     }
     shown |= {key: value for key, value in dataclasses.asdict(policies).items() if value != getattr(QUIRE, key)}
-    return Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers, adapter_load_s)
+    setup = Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers, adapter_load_s, **fleet)
+    if setup.num_engines > 1:
+        shown |= {key: getattr(setup, name) for key, name in FLEET.items()}
+    return setup
 
 
-def resolve_model(workload: Workload, given: Mapping[str, str]) -> tuple[ModelConfig, int]:
-    """Return the model and its number of ranks, for the cost model."""
+class Machine(NamedTuple):
+    """The engines as a cost model needs them. ``expert_parallel``: number of engines that share experts, or 0."""
+
+    model: ModelConfig
+    tensor_parallel_size: int
+    expert_parallel: int
+    max_num_seqs: int | None
+
+
+def resolve_machine(workload: Workload, given: Mapping[str, str]) -> Machine:
     values = _typed(given, workload)
     longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
-    return _model(values.pop("model", None), longest, values)[0], values.get("tensor_parallel_size", 1)
+    model, _ = _model(values.pop("model", None), longest, values)
+    sharing = values.get("data_parallel_size", 1) if values.get("enable_expert_parallel") else 0
+    return Machine(model, values.get("tensor_parallel_size", 1), sharing, values.get("max_num_seqs"))
 
 
 def _policy_fields() -> list[str]:
@@ -136,6 +168,7 @@ def _types() -> dict[str, Any]:
         name: hint for name, hint in get_type_hints(EngineOptions, include_extras=True).items() if name not in INERT
     }
     numbers: dict[str, Any] = {"num_usable_blocks": int, **dict.fromkeys((*RATES, "adapter_load_s"), float)}
+    numbers |= {"data_parallel_size": int, "routing": Routing, "enable_expert_parallel": bool}
     return types | get_type_hints(Policies) | {"like": str} | numbers
 
 
@@ -150,8 +183,14 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
     recorded = {key: value for key, value in workload.settings.items() if key not in INERT}
     for key in recorded.keys() - types.keys():
         raise ConfigError(f"{workload.source}: unknown setting {key!r}{did_you_mean(key, types)}")
-    preset = find_preset(wanted["like"]).settings if "like" in wanted else {}
-    values = recorded | dict(preset) | wanted
+    preset: dict[str, Any] = {}
+    if like := wanted.get("like", recorded.get("like")):
+        other = find_preset(like)
+        preset = dict(other.settings) | {"routing": other.routing}
+    values = recorded | preset | wanted
+    if not 1 <= values.get("data_parallel_size", 1) <= MAX_ENGINES:
+        number = values["data_parallel_size"]
+        raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
     _drop_other_sizes(values, wanted)
     return values
 

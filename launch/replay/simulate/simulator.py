@@ -1,4 +1,4 @@
-"""Runs a workload through the real Scheduler and KV manager on a virtual clock, with a simulated worker."""
+"""Runs calls through the real Scheduler and KV manager on a virtual clock, with a simulated worker."""
 
 import time
 from collections import deque
@@ -15,6 +15,7 @@ from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
+from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.program_score import ProgramScore
 from quire.launch.replay.simulate.tier_copies import TierCopies
 from quire.launch.replay.workload.sources import NEVER, Source
@@ -25,6 +26,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import CallsTool
+from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.ticks import TICK_S
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.decision_log import DecisionLog
@@ -35,7 +37,7 @@ MIN_FAST_FORWARD = 3
 """Smallest number of quiet steps for which a fast-forward is faster than single steps."""
 
 
-class _StepInFlight(NamedTuple):
+class StepInFlight(NamedTuple):
     """A step that the worker computes from ``begin`` to ``end``."""
 
     step: int
@@ -45,10 +47,12 @@ class _StepInFlight(NamedTuple):
 
 
 class Simulator:
-    """Runs one workload to its end. Owns the virtual clock and the steps between Scheduler and worker.
+    """Simulates one engine. Owns its virtual clock and the steps between Scheduler and worker.
 
     The order of events is the live loop's: events that are due are consumed, then steps are scheduled while the
     pipeline has room. A step begins when the worker has finished the previous one.
+
+    ``run`` runs one engine to the end of its workload; a driver of several engines calls ``next_time`` and ``advance``.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Simulator:
         score: ProgramScore | None = None,
         fast_forward: bool = True,
         progress: Callable[[float, int], None] | None = None,
+        kv_events: KVEventRecorder | None = None,
+        on_started: Callable[[Call], None] | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +83,8 @@ class Simulator:
             score: judges which program each call was given to. The calls then do not name their conversation.
             fast_forward: False: schedule each step individually, which takes longer and gives the same result.
             progress: called from time to time with the virtual time in seconds and the number of finished calls.
+            kv_events: records the changes of the prefix cache.
+            on_started: called with each call that gets its first token.
         """
         decision_log = DecisionLog()
         self.scheduler = ReplayScheduler(
@@ -87,10 +95,12 @@ class Simulator:
             policies=policies,
             num_host_pages=tiers.num_host_pages,
             num_disk_pages=tiers.num_disk_pages,
+            kv_events=kv_events,
         )
         self._copies = TierCopies(self.scheduler, tiers)
         self._adapters = AdapterClock(adapter_load_s)
-        self._collector = RunCollector(record, self.scheduler, decision_log)
+        self._collector = RunCollector(record, self.scheduler, decision_log, on_started and self._on_started)
+        self._started = on_started
         self._cost = cost
         self._source = source
         self._reuse_answers = reuse_answers
@@ -99,7 +109,7 @@ class Simulator:
         self._receives_between_steps = policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._worker_free = 0.0
         self._calls: dict[RequestRun, Call] = {}
         self._now = 0.0
@@ -108,41 +118,66 @@ class Simulator:
     def run(self) -> RunRecord:
         """Run until every call has finished."""
         began = time.perf_counter()
-        source, scheduler = self._source, self.scheduler
-        begin = min(source.next_time(), 1e18)
-        while True:
-            done = self._in_flight[0].end if self._in_flight else NEVER
-            waits = self._receives_between_steps and bool(self._in_flight)
-            now = done if waits else min(source.next_time(), done)
-            if now == NEVER and not scheduler.table.requests:
-                break  # stores in flight are not waited for
-            if scheduler.programs.limit is not None and scheduler.table.waiting and not self._in_flight:
-                now = min(now, self._now + IDLE_S)  # turns become overdue, and programs idle
-            now = min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
-            if now == NEVER:
-                break
-            self._now = max(self._now, now)
-            self._tick()
-            if done <= self._now:
-                self._finish_step()
-            if self._copies.next_time <= self._now:
-                self._finish_copies()
-            self._finish_adapters()
-            for call in source.take(self._now):
-                self._arrive(call)
-            self._send_adapters()
-            self._copies.send_stores(self._now, self._worker_free)
-            while scheduler.can_schedule and self._decide():
-                pass
-            if self._may_fast_forward and (quiet := scheduler.num_quiet_steps) >= MIN_FAST_FORWARD:
-                self._fast_forward(quiet)
-        stuck = scheduler.table.requests
-        assert not stuck, f"{len(stuck)} requests never finished, such as {next(iter(stuck.values()))!r}"
-        record = self._collector.finish(self._now - begin if self._num_ended else 0.0)
-        for name, tier in record.tiers.items():
-            tier["hit_tokens"] = self._copies.hit_tokens[name]
+        begin = min(self._source.next_time(), 1e18)
+        while (now := self.next_time()) != NEVER:
+            self.advance(now)
+        record = self.finish(self._now - begin if self._num_ended else 0.0)
         record.wall_s = time.perf_counter() - began
         return record
+
+    def next_time(self) -> float:
+        """Return when the engine must act next; NEVER if it has no request and none is about to arrive."""
+        scheduler = self.scheduler
+        done = self._next_done()
+        waits = self._receives_between_steps and bool(self._in_flight)
+        now = done if waits else min(self._source.next_time(), done)
+        if now == NEVER and not scheduler.table.requests:
+            return NEVER  # stores in flight are not waited for
+        if scheduler.programs.limit is not None and scheduler.table.waiting and not self._in_flight:
+            now = min(now, self._now + IDLE_S)  # turns become overdue, and programs idle
+        return min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
+
+    def advance(self, now: float, horizon: float = NEVER) -> None:
+        """Consume the events that are due at ``now``, schedule steps, and fast-forward quiet ones.
+
+        Args:
+            now: as returned by ``next_time``.
+            horizon: no call arrives before it, except those of the source; quiet steps are fast-forwarded up to it.
+        """
+        scheduler, source = self.scheduler, self._source
+        done = self._next_done()
+        self._now = max(self._now, now)
+        self._tick()
+        if done <= self._now:
+            self._finish_step()
+        if self._copies.next_time <= self._now:
+            self._finish_copies()
+        self._finish_adapters()
+        for call in source.take(self._now):
+            self._arrive(call)
+        self._send_adapters()
+        self._copies.send_stores(self._now, self._worker_free)
+        while scheduler.can_schedule and self._decide():
+            pass
+        if self._may_fast_forward and (quiet := scheduler.num_quiet_steps) >= MIN_FAST_FORWARD:
+            self._fast_forward(quiet, horizon)
+
+    def finish(self, virtual_s: float) -> RunRecord:
+        """Complete the record after the last event; ``virtual_s``: seconds from the first arrival to the last end."""
+        stuck = self.scheduler.table.requests
+        assert not stuck, f"{len(stuck)} requests never finished, such as {next(iter(stuck.values()))!r}"
+        record = self._collector.finish(virtual_s)
+        for name, tier in record.tiers.items():
+            tier["hit_tokens"] = self._copies.hit_tokens[name]
+        return record
+
+    def _next_done(self) -> float:
+        """Return when the worker finishes the oldest step in flight, or NEVER."""
+        return self._in_flight[0].end if self._in_flight else NEVER
+
+    def _on_started(self, run: RequestRun) -> None:
+        assert self._started is not None
+        self._started(self._calls[run])
 
     def _tick(self) -> None:
         programs = self.scheduler.programs
@@ -205,11 +240,15 @@ class Simulator:
         else:
             shape = self._rows.apply(diff)
             self._collector.step_decided(self._now, diff.step, shape)
-            begin = max(self._now, self._worker_free)
-            self._worker_free = begin + self._cost.seconds(shape)
-            self._in_flight.append(_StepInFlight(diff.step, begin, self._worker_free, self._rows.take_handles()))
+            self._launch(diff.step, shape, self._rows.take_handles())
         self._copies.send_stores(self._now, self._worker_free)
         return diff is not None
+
+    def _launch(self, step: int, shape: StepShape, handles: Int32 | None) -> None:
+        """Send a step to the worker."""
+        begin = max(self._now, self._worker_free)
+        self._worker_free = begin + self._cost.seconds(shape)
+        self._in_flight.append(StepInFlight(step, begin, self._worker_free, handles))
 
     def _finish_step(self) -> None:
         done = self._in_flight.popleft()
@@ -235,13 +274,13 @@ class Simulator:
             for run in self._collector.changed(self._now):
                 self._end(self._calls.pop(run))
 
-    def _fast_forward(self, count: int) -> None:
+    def _fast_forward(self, count: int, horizon: float) -> None:
         """Up to ``count`` times, finish the oldest step and schedule one more, without asking the Scheduler.
 
         Stops at the first step that ends after the next arrival, or the end of a copy or a load.
         """
         shape = self._rows.steady_shape()
-        until = min(self._source.next_time(), self._copies.next_time, self._adapters.next_end)
+        until = min(horizon, self._source.next_time(), self._copies.next_time, self._adapters.next_end)
         depth, first = len(self._in_flight), self._worker_free
         ends = [done.end for done in self._in_flight]
         for at in range(count):
@@ -261,7 +300,7 @@ class Simulator:
         begins = [*(done.begin for done in self._in_flight), first, *ends[depth:-1]]
         self._collector.fast_forwarded(range(step, step + count), shape.num_decodes, begins[:count], ends[:count])
         for at in range(depth, len(ends)):
-            self._in_flight.append(_StepInFlight(step + at - depth, begins[at], ends[at], None))
+            self._in_flight.append(StepInFlight(step + at - depth, begins[at], ends[at], None))
             self._in_flight.popleft()
 
     def _end(self, call: Call) -> None:

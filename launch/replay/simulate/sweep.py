@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.launch.replay.formats.options import LoadOptions
+from quire.launch.replay.report.figures import attained_share
 from quire.launch.replay.report.summary import summary
 from quire.protocol.errors import ConfigError
 
@@ -31,6 +32,7 @@ class SweepTask:
         settings: texts by ``--set`` key.
         cost: the ``--cost`` text.
         run: keyword arguments of ``run_workload`` except ``progress``.
+        targets: most seconds by name of a latency; rows then have the share of requests that meet all (``attained``).
     """
 
     path: Path
@@ -39,6 +41,7 @@ class SweepTask:
     settings: Mapping[str, str] = field(default_factory=dict)
     cost: str | None = None
     run: Mapping[str, Any] = field(default_factory=dict)
+    targets: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,30 @@ def sweep(
 
     Args:
         axes: (``--set`` key, texts of its values), each key once.
-        jobs: number of processes; None: one per core.
+        jobs: number of processes, 1: this one; None: one per core.
         progress: called with the number of finished runs and their total.
 
     Raises:
         ConfigError: more than ``MAX_RUNS`` combinations. The error of a single run is in its row.
     """
-    points = _points(axes)
+    return run_points(task, points_of(axes), jobs, progress)
+
+
+def run_points(
+    task: SweepTask,
+    points: Sequence[dict[str, str]],
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[SweepRow]:
+    """Do one run with each of ``points``, texts by ``--set`` key; see ``sweep``."""
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MAX_PROCESSES)
+    if jobs == 1:
+        rows = []
+        for point in points:
+            rows.append(run_point(task, point))
+            if progress is not None:
+                progress(len(rows), len(points))
+        return rows
     others = set(multiprocessing.active_children())
     with _pool(jobs) as pool:
         try:
@@ -88,7 +107,11 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
     try:
         workload = load_workload(task.path, task.format, task.options)
         setup, cost = prepare(workload, {**task.settings, **values}, task.cost)
-        return SweepRow(dict(values), summary(run_workload(workload, setup, cost, **task.run)))
+        record = run_workload(workload, setup, cost, **task.run)
+        figures = summary(record)
+        if task.targets:
+            figures["attained"] = attained_share(record, task.targets)
+        return SweepRow(dict(values), figures)
     except ConfigError as error:
         return SweepRow(dict(values), None, str(error))
     except Exception as error:  # the other runs are still useful
@@ -96,7 +119,8 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
         return SweepRow(dict(values), None, f"{type(error).__name__}: {error}")
 
 
-def _points(axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
+def points_of(axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
+    """Return all combinations of the axes' values. Raises ConfigError if there are more than ``MAX_RUNS``."""
     keys = [key for key, _ in axes]
     points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
     if len(points) > MAX_RUNS:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
 from quire.launch.replay.costs.cost import ConstantCost, CostModel
+from quire.launch.replay.costs.layers import is_layer_profile
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.program_score import ProgramScore
-from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_model
+from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_machine
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import source_of
 from quire.launch.replay.workload.workload import Call, Workload
@@ -25,21 +27,36 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
 
     Args:
         given: texts by ``--set`` key.
-        cost: the ``--cost`` text; None: a fit to the trace's own steps, or a default machine.
+        cost: the ``--cost`` text; None: a fit to the trace's own steps, the profile of a measured run, or else a
+            default machine.
 
     Raises:
         ConfigError: an invalid setting or cost.
     """
     if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
         workload = replace(workload, settings=workload.settings | {"model": _fit_longest(find_model(config), workload)})
-    model, size = resolve_model(workload, given)
+    if cost is None and workload.format == "measured":
+        cost = _measured_machine(workload)
+    model, size, sharing, max_num_seqs = resolve_machine(workload, given)
     if cost is not None:
-        machine = parse_cost(cost, tensor_parallel_size=size, model=model)
+        machine = parse_cost(
+            cost, tensor_parallel_size=size, model=model, expert_parallel=sharing, max_num_seqs=max_num_seqs
+        )
         return make_setup(workload, given, machine), machine
+    if sharing:
+        raise ConfigError("--set enable_expert_parallel needs the layer profile of the machine: --cost table:DIR")
     machine, note = _default_machine(workload, size, model)
     setup = make_setup(workload, given, machine)
     setup.notes.append(note)
     return setup, machine
+
+
+def _measured_machine(workload: Workload) -> str:
+    """Return the ``--cost`` text of the profile in the folder of a measured run. Raises ConfigError without one."""
+    if not is_layer_profile(Path(workload.source)):
+        text = f"{workload.source}: no layer profile of the measured machine (profile_dense_tp1.csv, ...)"
+        raise ConfigError(f"{text}: --cost is needed")
+    return f"table:{workload.source}"
 
 
 def _fit_longest(model: ModelConfig, workload: Workload) -> ModelConfig:
@@ -86,6 +103,8 @@ def run_workload(
     if no_hints and not (setup.config.uses_programs and setup.config.enable_prefix_caching):
         text = "--no-hints needs --set scheduling_policy=program (or continuum), and enable_prefix_caching"
         raise ConfigError(f"{text}: otherwise the scheduler looks for no programs")
+    if no_hints and setup.num_engines > 1:
+        raise ConfigError("--no-hints needs --set data_parallel_size=1: programs of several engines are not compared")
     limit = setup.config.max_model_len
     calls = [call for call in workload.calls if call.num_prompt_tokens + call.num_output_tokens > limit]
     kept = _without_overlong(workload.calls, limit, overlong)
@@ -105,13 +124,18 @@ def run_workload(
     record.extra["generated"] = generated = _generated(kept, setup.config.block_size, reuse_answers)
     if generated["other_bound_tokens"]:
         record.notes.append(_generated_note(reuse_answers, generated["other_bound_tokens"]))
+    source = source_of(kept, concurrency, closed_loop)
+    if setup.num_engines > 1:
+        from quire.launch.replay.simulate.fleet import FleetSimulator  # one engine needs no router
+
+        return FleetSimulator(setup, cost, source, record, reuse_answers=reuse_answers, progress=progress).run()
     score = ProgramScore() if no_hints else None
     simulator = Simulator(
         setup.config,
         setup.layout,
         setup.num_usable_blocks,
         cost,
-        source_of(kept, concurrency, closed_loop),
+        source,
         record,
         policies=setup.policies,
         tiers=setup.tiers,

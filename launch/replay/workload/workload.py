@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.protocol.request.pooling_params import PoolingParams
 
@@ -88,7 +89,7 @@ class Workload:
 def block_names(call: Call, block_size: int, *, reuse_answers: bool = False) -> bytes:
     """Return the hashes of all full blocks of ``call``'s prompt and answer, concatenated, ``SHORT_HASH_BYTES`` each.
 
-    A block's hash is the id that covers its last token and the offset of that token in the id's unit. An id covers
+    A block is named by the id that covers its last token and the offset of that token in the id's unit. An id covers
     everything before it, so this is exact for blocks smaller and larger than a unit. Blocks with a token of the answer
     are unique to the call, unless ``reuse_answers`` is set and the trace has ids for them (``Call.answer``).
     """
@@ -107,4 +108,16 @@ def block_names(call: Call, block_size: int, *, reuse_answers: bool = False) -> 
             names["id"][known] = np.asarray(content.ids, np.uint64)[index[known]]
             names["offset"][known] = last[known] % content.unit
             names["space"][known] = content.space
-    return names.tobytes()
+    return _mixed(names).tobytes()
+
+
+def _mixed(names: "npt.NDArray[np.void]") -> "npt.NDArray[np.uint64]":
+    """Return uint64 ``[n, 2]``: a hash of each name, because a router knows a block by its first 8 bytes, and its id.
+
+    The hash is the finaliser of SplitMix64 (Steele et al., 2014) over the words of the name.
+    """
+    words = names.view(np.uint64).reshape(-1, 2)
+    bits = words[:, 0] * np.uint64(0x9E3779B97F4A7C15) + words[:, 1]
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return np.stack([bits, words[:, 1]], axis=1)

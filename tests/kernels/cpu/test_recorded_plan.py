@@ -82,6 +82,7 @@ def test_late_threads_change_no_bit(native: Native, busy_cores: None) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_recording_does_not_import_torchs_compiler() -> None:
     """It would take seconds and tens of megabytes in each worker."""
     program = (

@@ -110,6 +110,7 @@ class TestSections:
         found = section("trace")["trace.jsonl"]
         assert found["step_without_us"] > 0 and 150 < found["line_bytes"] < 500 and found["lost_lines"] == 0
 
+    @pytest.mark.full
     def test_layouts(self) -> None:
         found = section("layouts")
         assert list(found) == ["full_attention", "one_window", "two_groups", "seven_groups"]
@@ -120,6 +121,7 @@ class TestSections:
         assert found["num_cells"] == 2 * 5 * 2 * 3 and set(found["choices"]) == {"load", "compute", "split"}
         assert found["regret_percent"] < 20 and found == section("loads"), "every run gives the same figures"
 
+    @pytest.mark.full
     def test_tiers(self) -> None:
         found = section("tiers")
         assert found["loaded_per_prompt"] == 15 and found["us_per_loaded_block"] > 0
@@ -203,6 +205,7 @@ class TestTrees:
         ours = {"a": {"x": 2.0, "only": 1.0}, "zero": 0, "text": "t", "env": {"python": 1}}
         assert ratio_of(ours, {"a": {"x": 5.0}, "zero": 3, "text": "t", "env": {"python": 1}}) == {"a": {"x": 2.5}}
 
+    @pytest.mark.full
     def test_parts_of_the_peer_are_added(self, tmp_path: Path) -> None:
         def as_ours(section: str, figures: dict[str, Any]) -> dict[str, Any]:
             driver = tmp_path / "driver.py"

@@ -203,6 +203,7 @@ class TestOverHttp:
             assert error["message"] == f"priority must be an integer from -2147483648 to 2147483647 (got {wrong})"
 
 
+@pytest.mark.full
 class TestOffline:
     def run(self, engine: ScheduledEngine, text_in: TextIn, priorities: list[int] | None = None) -> list[list[int]]:
         """Return the tokens of each prompt's second answer."""

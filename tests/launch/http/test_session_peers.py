@@ -106,6 +106,7 @@ def test_refusals_are_passed_on(run: Any) -> None:
     run(test)
 
 
+@pytest.mark.full
 def test_front_ends_that_have_died_or_do_not_answer(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(first: Any, second: Any) -> None:
         session = await opened(first)

@@ -138,7 +138,7 @@ def test_a_message_before_the_first_one_is_refused() -> None:
     assert isinstance(agent.take()[0], Refused) and not agent.started
 
 
-def test_a_silent_head_loses_its_workers_and_others_keep_theirs(agent: FakeAgent) -> None:
+def test_a_silent_head_loses_its_workers_and_no_other_does(agent: FakeAgent) -> None:
     agent.heads.received(OTHER, JOIN, 0.0)
     agent.heads.received(HEAD, StartWorker(1, False), 0.0)
     agent.heads.received(OTHER, StartWorker(1, False), 0.0)
@@ -187,7 +187,7 @@ def test_a_worker_that_cannot_start_has_ended(agent: FakeAgent) -> None:
     assert agent.take() == [WorkerEnded(1, "a worker cannot be started: Cannot allocate memory")]
 
 
-def test_the_end_of_the_agent_is_said_to_all_heads(agent: FakeAgent) -> None:
+def test_the_end_of_the_agent_refuses_all_heads(agent: FakeAgent) -> None:
     agent.heads.received(HEAD, StartWorker(1, False), 0.0)
     agent.heads.close(0.0)
     assert agent.take()[-1] == Refused("the node node-a stops") and agent.started[0].is_killed

@@ -27,7 +27,7 @@ def test_heartbeats_are_sent_to_a_node_that_has_answered(link: NodeLink) -> None
     assert link.due(HEARTBEAT_S, "") == [Heartbeat(HEARTBEAT_S)] and link.due(HEARTBEAT_S, "") == []
 
 
-def test_only_what_is_about_workers_is_passed_on(link: NodeLink) -> None:
+def test_only_messages_about_workers_are_passed_on(link: NodeLink) -> None:
     assert not link.received(Heartbeat(0.0), 0.0) and link.received(WorkerReport(1, Report("alive")), 0.0)
 
 
@@ -39,7 +39,7 @@ def test_silence_loses_the_link(link: NodeLink) -> None:
     assert link.lost == f"the node node-a ({ADDRESS}) has been silent for 3 s" and not link.is_final
 
 
-def test_no_answer_is_lost_with_what_is_known_of_the_connection() -> None:
+def test_no_answer_is_lost_with_the_state_of_the_connection() -> None:
     link = NodeLink(ADDRESS, JOIN, 0.0)
     link.due(CONNECT_S, "no connection")
     assert not link.lost

@@ -35,7 +35,7 @@ def test_two_nodes_give_the_tokens_of_one_process_also_after_the_death_of_a_node
 
 
 @pytest.mark.full
-def test_a_node_that_is_not_there_is_one_line() -> None:
+def test_a_missing_node_is_one_line() -> None:
     with node_agents(1) as agents:
         agents.kill(0)
         with (

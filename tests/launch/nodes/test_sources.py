@@ -8,7 +8,7 @@ from quire.launch.nodes.sources import NodeSources, Resolver, check_nodes, parse
 from quire.protocol.errors import ConfigError
 
 
-def test_addresses_and_names_are_told_apart() -> None:
+def test_addresses_and_names_are_distinguished() -> None:
     found = parse_sources(["tcp://10.0.0.5:7100", "dns:nodes.quire.svc:7101"])
     assert found == NodeSources(["tcp://10.0.0.5:7100"], [("nodes.quire.svc", 7101)])
 

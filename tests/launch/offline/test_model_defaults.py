@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from quire import LLM, SamplingParams, StructuredOutputs
 
 SCHEMA = {
@@ -12,6 +14,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.full
 def test_flags_reach_the_engine(tmp_path: Path) -> None:
     """Sampling defaults, the chat template, and closed objects with the letter of JSON Schema beside them."""
     (tmp_path / "generation_config.json").write_text('{"temperature": 1.5, "top_k": 1, "max_new_tokens": 5}')

@@ -12,7 +12,7 @@ from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.simulate.setting_values import parse_setting
-from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, max_blocks, resolve_model
+from quire.launch.replay.simulate.setup import INERT, Setup, make_setup, max_blocks, resolve_machine
 from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.errors import ConfigError
 
@@ -173,8 +173,10 @@ def test_finds_model_by_name_file_or_trace(tmp_path: Path) -> None:
         made = setup_of(model=str(given))
         assert made.config.model.hidden_size == 32 and made.shown["model"] == str(given)
     assert setup_of({"model": SHAPES["tiny"]}).config.model is SHAPES["tiny"]
-    assert resolve_model(workload(CALLS), {"model": "tiny", "tensor_parallel_size": "2"}) == (SHAPES["tiny"], 2)
-    assert resolve_model(workload(CALLS), {})[1] == 1
+    machine = resolve_machine(workload(CALLS), {"model": "tiny", "tensor_parallel_size": "2", "max_num_seqs": "9"})
+    assert machine == (SHAPES["tiny"], 2, 0, 9)
+    sharing = {"enable_expert_parallel": "true", "data_parallel_size": "3"}
+    assert resolve_machine(workload(CALLS), sharing)[1:] == (1, 3, None)
 
 
 def test_named_model_limits_the_length_of_calls() -> None:

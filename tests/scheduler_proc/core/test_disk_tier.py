@@ -317,6 +317,7 @@ def test_answers_that_fit_no_demotion_are_counted() -> None:
     assert engine.scheduler.statistics().num_stray_messages == before + 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 def test_random_restarts(seed: int) -> None:
     """Engines that follow each other on one disk, some with faults in the pages; each answer is right."""

@@ -347,6 +347,7 @@ def test_flood_of_another_tenant_costs_few_steps(asynchronous: bool) -> None:
 # ---- random runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", thinned([*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))], keep=2)
 )

@@ -163,6 +163,7 @@ def tables_of(driver: Driver) -> dict[tuple[int, str], list[list[int]]]:
     }
 
 
+@pytest.mark.full
 @settings(max_examples=8)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
@@ -257,6 +258,7 @@ def test_no_layout_leaves_steady_decode_for_a_block(
         assert max(alone.values(), default=0) <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["full", "two groups"])
 @pytest.mark.parametrize("seed", thinned(and_slow(range(4), range(4, 20)), keep=1))
 def test_tenants_lose_the_same_contents(seed: int, layout: str) -> None:

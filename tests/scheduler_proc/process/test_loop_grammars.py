@@ -177,6 +177,7 @@ class TestDrafts:
         loop.propose = drafts
         return loop
 
+    @pytest.mark.full
     def test_drafts_have_one_mask_each_and_one_after_the_last(self, make_loop: MakeLoop) -> None:
         def propose(step: SchedulerOutput, known: int) -> Proposed:
             ((handle, most),) = step.drafts

@@ -4,6 +4,7 @@ import gzip
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.workload.workload import Call, Content, Workload
@@ -14,6 +15,18 @@ SETTINGS = {
 }
 """Settings from each folder's meta.json; the number of blocks of the first run is what 90 % of its memory leaves."""
 COMMON = {"like": "vllm-0.19.0", "max_num_batched_tokens": "2048", "block_size": "16"}
+
+
+def measured_settings(folder: Path) -> dict[str, str]:
+    """Return the settings of a run: those above, or else those that its meta.json has."""
+    if folder.name in SETTINGS:
+        return COMMON | SETTINGS[folder.name]
+    with gzip.open(folder / "meta.json.gz", "rt", encoding="utf-8") as file:
+        meta: dict[str, Any] = json.load(file)
+    names = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_num_seqs", "max_model_len")
+    given = {name: str(meta["engine_kwargs"][name]) for name in names if meta["engine_kwargs"].get(name) is not None}
+    blocks = meta.get("kv_cache", {}).get("num_gpu_blocks")
+    return COMMON | given | ({"num_usable_blocks": str(blocks - 1)} if blocks else {})
 
 
 def measured_workload(folder: Path) -> Workload:

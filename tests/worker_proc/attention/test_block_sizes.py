@@ -67,6 +67,7 @@ def test_tokens_do_not_depend_on_the_kernels_blocks(
         assert {cache.shape[3] for cache in engine.runner.forward.kv_caches} == {kernel}
 
 
+@pytest.mark.full
 def test_torch_operators_on_a_cpu_divide_large_blocks(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

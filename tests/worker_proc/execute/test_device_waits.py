@@ -126,6 +126,7 @@ def test_prefill_mixed_and_steady_steps(windows: list[int]) -> None:
         require(runner.step(removed=[0])[0])
 
 
+@pytest.mark.full
 def test_mixed_step_of_rows_with_a_common_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "MIN_KEYS", 4)
     monkeypatch.setattr(triton_backend, "MIN_SHARED_READS", 1)
@@ -138,6 +139,7 @@ def test_mixed_step_of_rows_with_a_common_prefix(monkeypatch: pytest.MonkeyPatch
         require(runner.step()[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -162,6 +164,7 @@ def test_sampling_parameters(sampling: dict[str, Any]) -> None:
         require(runner.step()[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probability_modes(mode: str) -> None:
     with counted(logprobs_mode=mode) as runner:
@@ -169,6 +172,7 @@ def test_log_probability_modes(mode: str) -> None:
         require(runner.step()[0])
 
 
+@pytest.mark.full
 def test_token_bitmasks_arrive_later_and_are_copied_on_their_own() -> None:
     with counted() as runner:
         masks = SampleInputs(1, [0], [1], np.full(WORDS, -1, np.int32))
@@ -176,6 +180,7 @@ def test_token_bitmasks_arrive_later_and_are_copied_on_their_own() -> None:
         require(runner.step(SampleInputs(2, [0], [1], np.full(WORDS, -1, np.int32)))[0], copies_in=2)
 
 
+@pytest.mark.full
 def test_drafts_wait_for_their_own_result_alone() -> None:
     """The next step needs the number of accepted drafts."""
     with counted(num_speculative_tokens=2, speculative=SpeculativeConfig(method="ngram")) as runner:
@@ -193,6 +198,7 @@ def test_drafts_wait_for_their_own_result_alone() -> None:
         assert "graph" not in [record.what for record in records]
 
 
+@pytest.mark.full
 def test_plugin_that_no_request_uses_leaves_the_steps_as_they_are() -> None:
     with counted(logits_processors=["processor_plugins:Halve"]) as runner:
         require(runner.step(**runner.add(*ROWS))[0])
@@ -202,6 +208,7 @@ def test_plugin_that_no_request_uses_leaves_the_steps_as_they_are() -> None:
         assert [record.what for record in records if record.kind == "launch"] == ["graph"]
 
 
+@pytest.mark.full
 def test_adapters_are_captured_in_graphs_of_their_own(tmp_path: Path) -> None:
     """The slots of the tokens are part of the step's one copy, and are sent only if they have changed."""
     with counted(enable_lora=True, max_loras=2) as runner:
@@ -227,6 +234,7 @@ def test_adapters_are_captured_in_graphs_of_their_own(tmp_path: Path) -> None:
         assert len(graphs._decode) == 2 * 2 * len(graphs._sizes)
 
 
+@pytest.mark.full
 def test_two_ranks() -> None:
     with counted(group=TwoRanks()) as runner:
         require(runner.step(**runner.add(*ROWS))[0])

@@ -95,6 +95,7 @@ def greedy(model: Decoder, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES)
 def test_engine_with_groups_of_different_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits, chunks, preemption in a tight pool, and kernels with smaller blocks; every step is checked."""

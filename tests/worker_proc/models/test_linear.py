@@ -121,6 +121,7 @@ def test_weights_packed_as_they_are_read_are_those_packed_afterwards(library: st
     assert torch.equal(after(x), meanwhile(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 1100)])
 def test_row_bits_do_not_depend_on_the_batch(

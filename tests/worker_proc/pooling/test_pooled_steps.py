@@ -70,6 +70,7 @@ def test_one_copy_in_one_copy_out_and_no_wait(name: str) -> None:
             assert sorted(result.pooled.handles) == {1: [1, 2], 2: [0]}[number]
 
 
+@pytest.mark.full
 def test_a_step_with_the_last_token_of_a_prompt_is_not_steady() -> None:
     model = msgspec.structs.replace(MODEL, pooling=EMBED)
     config = msgspec.structs.replace(CONFIG, model=model, device="cuda", max_num_seqs=4)

@@ -56,6 +56,7 @@ def expected_alone(
     return torch.zeros_like(logits) if bool((logits == -INF).all()) else logits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plugins", [[], [AddText, Prefers]], ids=["builtin", "plugins"])
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)

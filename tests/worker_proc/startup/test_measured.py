@@ -50,6 +50,7 @@ def test_pool_has_the_memory_that_a_step_leaves(windows: tuple[int, ...], monkey
     assert plan.kv_cache == plan.num_blocks * layout.block_bytes
 
 
+@pytest.mark.full
 def test_next_worker_may_use_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     ready, layout = start(monkeypatch)
     fitting = (int(0.95 * TOTAL) - (TOTAL - FREE) - ready.plan.activations) // layout.block_bytes

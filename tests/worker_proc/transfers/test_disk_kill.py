@@ -78,6 +78,7 @@ def check(path: Path) -> None:
     pool.mover.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", thinned([3, 40], keep=1))
 def test_what_killed_workers_have_written_is_complete_or_fails(tmp_path: Path, count: int) -> None:
     start = f"import pathlib, {Path(__file__).stem} as t; t.kill_writers(pathlib.Path({str(tmp_path)!r}), {count})"

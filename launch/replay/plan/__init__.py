@@ -1,0 +1,1 @@
+"""``quire plan``: how many engines carry a trace."""

@@ -1,0 +1,156 @@
+"""Which of several simulated engines gets a call."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Protocol
+
+import numpy as np
+
+from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
+from quire.protocol.routing import EnginePlace, RoutingConfig, RoutingPolicy
+from quire.protocol.wire.router_messages import Progress, Route
+from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesKnown
+from quire.router_proc.core.router import Router
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.kv.events import KVEventRecorder
+
+PUBLISH_S = 0.1
+"""Seconds between the loads that vLLM's coordinator sends to clients."""
+WAITING_WEIGHT = 4
+"""Running requests that count as much as a waiting one in vLLM's client."""
+
+
+class Choice(Protocol):
+    """Chooses an engine for each call. ``reasons`` counts the choices by reason."""
+
+    reasons: Counter[str]
+
+    def choose(self, call: Call, now: float) -> int:
+        """Return the number of the engine that gets ``call``."""
+        ...
+
+    def started(self, call: Call) -> None:
+        """Note that ``call`` has got its first token."""
+        ...
+
+    def ended(self, call: Call) -> None:
+        """Note that ``call`` has ended or was rejected."""
+        ...
+
+    def advanced(self, engine: int, now: float) -> None:
+        """Note that an engine has consumed events or scheduled steps."""
+        ...
+
+
+class RouterChoice:
+    """The live router, which receives the engines' events at once."""
+
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        recorders: Sequence[KVEventRecorder],
+        block_size: int,
+        seconds_per_token: float,
+        *,
+        max_loras: int = 0,
+        with_jobs: bool = True,
+    ) -> None:
+        """
+        Args:
+            recorders: of each engine's prefix cache.
+            seconds_per_token: seconds of prefill.
+            max_loras: adapters that an engine can compute with at once; 0 without adapters.
+        """
+        self.reasons = Counter[str]()
+        self._router = Router(RoutingConfig(policy=policy, max_loras=max_loras))
+        self._recorders = recorders
+        self._block_size = block_size
+        self._needs_keys = policy == "cache"
+        self._has_adapters = max_loras > 0
+        self._started: list[int] = []
+        self._ended: list[int] = []
+        places = [EnginePlace(number, "simulated", 1, "serving", block_size, 1) for number in range(len(recorders))]
+        self._router.consume(EnginesKnown(places))
+        for number in range(len(recorders)):
+            self._router.consume(EngineMeasured(number, seconds_per_token))
+
+    def choose(self, call: Call, now: float) -> int:
+        self._tell_progress()
+        adapter = sha256(call.adapter.encode()).digest() if call.adapter and self._has_adapters else b""
+        self._router.consume(
+            Route(call.number, call.num_prompt_tokens, self._keys(call), call.conversation, 0, adapter)
+        )
+        ((_, routed),) = self._router.take_messages()
+        self.reasons[routed.reason] += 1
+        return routed.engine
+
+    def started(self, call: Call) -> None:
+        self._started.append(call.number)
+
+    def ended(self, call: Call) -> None:
+        self._ended.append(call.number)
+
+    def advanced(self, engine: int, now: float) -> None:
+        events = self._recorders[engine].take()
+        if events and self._needs_keys:
+            self._router.consume(CacheChanged(engine, events))
+
+    def _tell_progress(self) -> None:
+        if self._started or self._ended:
+            self._router.consume(Progress(self._started, self._ended))
+            self._started, self._ended = [], []
+
+    def _keys(self, call: Call) -> bytes:
+        """Return the first 8 bytes of the hash of each full block of the prompt."""
+        if not self._needs_keys:
+            return b""
+        words = np.frombuffer(block_names(call, self._block_size), np.uint64).reshape(-1, SHORT_HASH_BYTES // 8)
+        return words[: call.num_prompt_tokens // self._block_size, 0].tobytes()
+
+
+class VllmChoice:
+    """The client of vLLM 0.19, which knows each engine's load as it was published last, and its own requests since.
+
+    It chooses the least ``4 * waiting + running``, the first of equal ones; its own requests since then count as
+    waiting (``DPLBAsyncMPClient.get_core_engine_for_request`` of vllm/v1/engine/core_client.py). The coordinator
+    (vllm/v1/engine/coordinator.py) publishes the loads after the engines' last steps every 100 ms.
+    """
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self.reasons = Counter[str]()
+        self._schedulers = schedulers
+        self._reports: list[deque[tuple[float, int]]] = [deque() for _ in schedulers]
+        """(time, score) of each engine after its steps, oldest first; all since the last one that was published."""
+        self._scores = [0] * len(schedulers)
+        self._published = 0
+        """Number of intervals at the end of which loads were published."""
+
+    def choose(self, call: Call, now: float) -> int:
+        self._publish(now)
+        engine = self._scores.index(min(self._scores))
+        self._scores[engine] += WAITING_WEIGHT
+        self.reasons["load"] += 1
+        return engine
+
+    def started(self, call: Call) -> None:
+        pass
+
+    def ended(self, call: Call) -> None:
+        pass
+
+    def advanced(self, engine: int, now: float) -> None:
+        table = self._schedulers[engine].table
+        self._reports[engine].append((now, WAITING_WEIGHT * table.num_waiting + len(table.running)))
+
+    def _publish(self, now: float) -> None:
+        """Replace the scores by those that were published last."""
+        intervals = int(now / PUBLISH_S)
+        if intervals == self._published:
+            return
+        self._published = intervals
+        for engine, reports in enumerate(self._reports):
+            while len(reports) > 1 and reports[1][0] <= intervals * PUBLISH_S:
+                reports.popleft()
+            reported = bool(reports) and reports[0][0] <= intervals * PUBLISH_S
+            self._scores[engine] = reports[0][1] if reported else 0
