@@ -305,7 +305,7 @@ def _step(fleet: FakeFleet, chance: random.Random) -> None:
             fleet.pass_time(chance.choice((0.1, 1.0, 12.0)), silent=silent)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(15, 90))])
 def test_random_deaths_and_orders(seed: int) -> None:
     chance = random.Random(seed)
     fleet = FakeFleet(num_engines=chance.randrange(1, 5), num_front_ends=chance.randrange(1, 3))
