@@ -82,9 +82,7 @@ def test_an_engine_gets_agents_and_gives_them_back() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_one_line() -> None:
-    with pytest.raises(
-        ConfigError, match="too small: 3 engines of 2 ranks need 6 CPUs, its 2 nodes have 4"
-    ):
+    with pytest.raises(ConfigError, match="too small: 3 engines of 2 ranks need 6 CPUs, its 2 nodes have 4"):
         RayPlaces(FakeCluster(2, 2), 2, 3)
     with pytest.raises(ConfigError, match="cluster is too small"):
         RayPlaces(FakeCluster(), 1, 1)
