@@ -160,4 +160,4 @@ def _choice(
     budget = setup.config.max_num_batched_tokens
     seconds = cost.seconds(StepShape([(budget, 0)], 0, 0, 1)) / budget
     max_loras = setup.config.max_loras if setup.config.enable_lora else 0
-    return RouterChoice(setup.routing, recorders, setup.config.block_size, seconds, max_loras=max_loras)
+    return RouterChoice(setup.routing, recorders, setup.layout, seconds, max_loras)
