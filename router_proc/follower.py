@@ -75,7 +75,7 @@ class Follower:
         self._next = 0
         self._is_replaying = False
         self._num_futile = 0
-        """Requests since the last batch of an answer that was not applied before."""
+        """Requests for a missing batch since the last one that was applied."""
         self._due = 0.0
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
@@ -114,7 +114,7 @@ class Follower:
 
     def answered(self, frames: Frames, now: float) -> None:
         """Process a message of the replay socket."""
-        if self._is_replaying and not self._is_waiting:  # otherwise of an answer that was requested twice
+        if not self._is_waiting:
             self._guarded(self._answer, frames, now)
 
     def distrust(self, reason: str, now: float) -> None:
@@ -148,11 +148,15 @@ class Follower:
         elif sequence > self._next:
             self.num_gaps += 1
             self._queue(frames)
-            self._ask(now)
+            self._ask_for_missing(now)
 
     def _answer(self, frames: Frames, now: float) -> None:
-        self._due = now + ANSWER_TIMEOUT_S
         kind, sequence, payload = _split(frames)
+        if not self._is_replaying:  # of an answer that was requested twice; the other one has ended
+            if kind == TOPIC and sequence == self._next:
+                self._live_message(frames, now)
+            return
+        self._due = now + ANSWER_TIMEOUT_S
         if kind == TOPIC:
             self._replayed(sequence, payload, now)
             return
@@ -172,22 +176,18 @@ class Follower:
 
     def _ended(self, sequence: int, now: float) -> None:
         """Process the end of an answer, which has all batches before ``sequence``."""
-        self._num_futile += 1
         if sequence < self._next:
-            raise Damaged(f"the replay ends before batch {sequence}, but batch {self._next - 1} was published")
-        if self._num_futile > MAX_FUTILE:
-            raise Damaged(f"batch {self._next} is missing in {self._num_futile} answers, although later ones exist")
+            return  # of an answer that was requested earlier
         if sequence == self._next:
             self._catch_up(now)
         else:
-            self._ask(now)  # some of its messages were lost
+            self._ask_for_missing(now)  # some of its messages were lost
 
     def _replayed(self, sequence: int, payload: bytes, now: float) -> None:
         batch = self._decode(payload)
         if not self._is_of_incarnation(batch.incarnation):
             self._start_over(now)
         elif sequence == self._next:
-            self._num_futile = 0
             self._apply(batch)
 
     def _catch_up(self, now: float) -> None:
@@ -224,6 +224,13 @@ class Follower:
         self._consume(CacheForgotten(self._engine))
         self._ask(now)
 
+    def _ask_for_missing(self, now: float) -> None:
+        """Request the next batch, which exists, because a later one does."""
+        self._num_futile += 1
+        if self._num_futile > MAX_FUTILE:
+            raise Damaged(f"batch {self._next} is missing in {MAX_FUTILE} answers, although later ones exist")
+        self._ask(now)
+
     def _ask(self, now: float) -> None:
         self._is_replaying = True
         self._due = now + ANSWER_TIMEOUT_S
@@ -239,6 +246,7 @@ class Follower:
 
     def _apply(self, batch: KVEventBatch) -> None:
         self._next += 1
+        self._num_futile = 0
         if events := self._counted(batch.events):
             self._consume(CacheChanged(self._engine, events))
 

@@ -153,7 +153,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)), max_size=60), st.sampled_from([0, 200, 10**6]))
 def test_follows_an_engine_through_losses_and_restarts(actions: list[tuple[str, int]], max_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -222,7 +222,6 @@ def test_damage_drops_all_contents_until_they_are_replayed(frames: Frames, reaso
     [
         ([b"what", number(2), number(1)], "replay message b'what'"),
         ([END, number(2), b"1"], "with 1 bytes"),
-        ([END, number(1), number(1)], "ends before batch 1, but batch 1 was published"),
     ],
 )
 def test_a_false_answer_drops_all_contents(frames: Frames, reason: str) -> None:
