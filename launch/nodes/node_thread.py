@@ -147,8 +147,10 @@ class _Node:
             if now < self._retry_at:
                 return
             self._connect(now)
-        self._follow_connection()
-        self._receive(now)
+        has_closed = self._follow_connection()
+        self._receive(now)  # after it, so that messages which arrived before the end are read
+        if has_closed and self._link.info is not None and not self._link.lost:
+            self._link.broken("the connection was closed")
         for message in self._link.due(now, self._problem):
             self.send(message)
         if self._link.lost:
@@ -202,8 +204,9 @@ class _Node:
                 else:
                     self._handler.received(self._address, received.message)
 
-    def _follow_connection(self) -> None:
-        """Note why a connection does not work, which is all that libzmq says of it."""
+    def _follow_connection(self) -> bool:
+        """Note why a connection does not work, as far as libzmq reports it; return whether it was closed."""
+        has_closed = False
         while self._events is not None and int(self._events.get(zmq.EVENTS)) & zmq.POLLIN:
             match recv_monitor_message(self._events)["event"]:
                 case zmq.EVENT_CONNECTED:
@@ -212,3 +215,6 @@ class _Node:
                     self._problem = _REFUSED
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._problem = "it accepts the key, but sends nothing"
+                case zmq.EVENT_DISCONNECTED:
+                    has_closed = True
+        return has_closed

@@ -15,8 +15,10 @@ from quire.launch.nodes import node_link
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.keys import HEAD_SECRET, HeadKeys, load_head_keys, load_node_key, make_keys
 from quire.launch.nodes.node_thread import NodeThread
-from quire.protocol.wire.link_messages import PROTOCOL_VERSION
-from quire.protocol.wire.node_messages import JoinNode, NodeInfo, StartWorker, WorkerEnded
+from quire.protocol.wire.channel import Link
+from quire.protocol.wire.curve_keys import CurveEnd
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Refused
+from quire.protocol.wire.node_messages import JoinNode, NodeInfo, NodeToHead, StartWorker, WorkerEnded
 from quire.version import __version__
 
 WAIT_S = 20.0
@@ -135,3 +137,24 @@ def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
         assert events.next()[0] == "ready"
         thread.send(address, StartWorker(1, True))
         assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
+
+
+def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    numbers = Link(NodeToHead)
+    (good,) = numbers.outgoing(JoinNode(PROTOCOL_VERSION, __version__, "head", 1))
+    damaged = [b"", b"x" * 4, b"x" * 100, bytes(good)[:-1], bytes(good)[:-1] + b"?", bytes(1 << 20)]
+    for frame in damaged:
+        with context.socket(zmq.DEALER) as peer:
+            CurveEnd(keys.public, keys.secret, node_key).connect_with(peer)
+            peer.linger = 0
+            peer.connect(address)
+            peer.send(frame)
+            assert peer.poll(WAIT_S * 1000)
+            refused = Link(NodeToHead).incoming(peer.recv_multipart()).message
+            assert isinstance(refused, Refused) and "damaged or lost message" in refused.reason
+    context.term()
+    with connected(address, keys, node_key) as (_, events):
+        assert events.next()[0] == "ready"

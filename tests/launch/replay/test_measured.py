@@ -60,7 +60,9 @@ def test_a_run_has_its_settings_and_its_machine(measured: Path) -> None:
     assert (setup.num_engines, setup.routing, setup.num_usable_blocks) == (3, "cache", 50)
 
 
-def test_measured_figures_are_shown_beside_the_replayed_ones(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_figures_are_shown_beside_the_replayed_ones(
+    measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["replay", str(measured), "--json", "-"])
     found = json.loads(capsys.readouterr().out)
     assert found["measured"]["latency_ms"]["ttft"]["mean"] == 500.0

@@ -49,9 +49,7 @@ def test_another_model_at_the_path_is_refused(tmp_path: Path, change: str) -> No
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     digest = checkpoint_digest(_checkpoint(tmp_path / "first"))
-    with pytest.raises(
-        ConfigError, match=r"cannot read the model .*: No such file or directory: it must be at"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot read the model .*: No such file or directory: it must be at"):
         _join(tmp_path / "second", digest, tmp_path)
 
 
