@@ -280,6 +280,11 @@ COMMANDS = {
         _lazy("top.command:add_top_flags"),
         _lazy("top.command:run"),
     ),
+    "engines": Command(
+        "List the engines of a running server; add, drain, resume, remove or restart them.",
+        _lazy("fleet.command:add_engines_flags"),
+        _lazy("fleet.command:run"),
+    ),
     "replay": Command(
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
         _lazy("replay.arguments:add_replay_flags"),
@@ -290,13 +295,18 @@ COMMANDS = {
         _lazy("replay.arguments:add_plan_flags"),
         _lazy("replay.plan.command:run"),
     ),
+    "node": Command(
+        "Run the workers of other machines' servers on this machine's devices.",
+        _lazy("nodes.agent:add_node_flags"),
+        _lazy("nodes.agent:run"),
+    ),
     "completion": Command(
         "Print a script that lets a shell complete commands, flags and values.",
         _lazy("completion:add_completion_flags"),
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, embed, serve, beams, pins, wire, scheduler, sampling, kernels.",
+        "Run a benchmark: engine, embed, serve, beams, pins, wire, router, scheduler, sampling, kernels.",
         lambda parser: None,
         lambda args: None,
     ),
@@ -327,6 +337,11 @@ COMMANDS = {
         "Measure size and cost of the messages of a decoding batch.",
         _lazy("bench.flags:wire"),
         _lazy("bench.wire:run"),
+    ),
+    "bench router": Command(
+        "Measure the router's time per request and per event, and the memory of its index.",
+        _lazy("bench.flags:router"),
+        _lazy("bench.router:run"),
     ),
     "bench scheduler": Command(
         "Measure the scheduler's time per step, optionally beside another engine's.",

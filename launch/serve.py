@@ -1,5 +1,6 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ from quire.launch.config.engine_config import with_api_keys
 from quire.launch.config.network_options import check_network
 from quire.launch.config.observability import check_metrics_prefix, check_tracing
 from quire.launch.config.serve_options import ServeOptions
+from quire.launch.fleet.engine_settings import check_shared, router_config
+from quire.launch.fleet.fleet import Fleet
+from quire.launch.fleet.places import LocalPlaces, OwnedPlaces, Places
 from quire.launch.listener import Listener
+from quire.launch.nodes.sources import RAY, check_nodes, parse_sources
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.gguf_file import is_gguf
@@ -30,9 +35,9 @@ class _Signals:
     SIGHUP stays ignored under ``nohup``. IGNORED_SIGNALS are ignored, also by children from their first instruction.
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, processes: Supervisor | Fleet) -> None:
         self.count = 0
-        signal.set_wakeup_fd(supervisor.wakeup_fd)
+        signal.set_wakeup_fd(processes.wakeup_fd)
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -64,46 +69,89 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         admin_api_key=read_admin_keys(options, keys),
     )
     with Listener(options) as listener:
-        _run(config, options, model_name, worker, listener, started)
+        fd = listener.socket.fileno()
+        front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
+        about = f"Quire {__version__} serves {model_name} on {listener.address}"
+        if options.data_parallel_size > 1 or options.nodes:
+            with contextlib.closing(_open_places(config, options, worker)) as places:
+                config = msgspec.structs.replace(config, head_key_file=places.head_key_file)
+                with _make_fleet(config, options, places, worker, front_end) as fleet:
+                    _run(fleet, config, options, about, started)
+            return
+        with Supervisor(
+            config,
+            worker=worker,
+            front_end=front_end,
+            standby=options.standby_workers,
+            environment=options.logs.environment,
+        ) as supervisor:
+            _run(supervisor, config, options, about, started)
+
+
+def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> OwnedPlaces:
+    """Connect to the nodes, if there are any."""
+    check_nodes(config, options, simulated=worker is not REAL_WORKER)
+    size = config.tensor_parallel_size
+    if not options.nodes:
+        return LocalPlaces(size)
+    if options.nodes == [RAY]:
+        from quire.launch.nodes.ray_cluster import RayCluster  # pyzmq, which --help does not wait for
+        from quire.launch.nodes.ray_places import RayPlaces
+
+        return RayPlaces(RayCluster("CPU" if config.device == "cpu" else "GPU"), size, options.data_parallel_size)
+    from quire.launch.nodes.places import NodePlaces
+
+    return NodePlaces(parse_sources(options.nodes), Path(options.node_keys), size)
+
+
+def _make_fleet(
+    config: EngineConfig, options: ServeOptions, places: Places, worker: WorkerProgram, front_end: FrontEndProgram
+) -> Fleet:
+    check_shared(config, options.data_parallel_size, uses_nodes=bool(options.nodes))
+    return Fleet(
+        config,
+        router_config(config, options),
+        options.data_parallel_size,
+        places=places,
+        worker=worker,
+        front_end=front_end,
+        standby=options.standby_workers,
+        drain_timeout=options.drain_timeout,
+        log=options.logs,
+    )
 
 
 def _run(
-    config: EngineConfig,
-    options: ServeOptions,
-    model_name: str,
-    worker: WorkerProgram,
-    listener: Listener,
-    started: float,
+    processes: Supervisor | Fleet, config: EngineConfig, options: ServeOptions, about: str, started: float
 ) -> None:
-    adapters = server_adapters(config, options)
-    fd = listener.socket.fileno()
-    front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
-    standby, environment = options.standby_workers, options.logs.environment
-    with Supervisor(config, worker=worker, front_end=front_end, standby=standby, environment=environment) as supervisor:
-        signals = _Signals(supervisor)
-        write_settings(supervisor.directory, options, adapters)
-        supervisor.start_engine()
-        supervisor.start_front_ends()
-        while not supervisor.is_ready and not signals.count:
-            supervisor.watch(None)
-        if not signals.count:
-            if config.sampling_defaults:
-                values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
-                write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
-            write_line(_kv_cache_line(config, supervisor.policy.ready_detail))
-            seconds = time.monotonic() - started
-            write_line(f"Quire {__version__} serves {model_name} on {listener.address} (ready in {seconds:.1f} s)")
-        while not signals.count:
-            supervisor.watch(None)
-        write_line(
-            f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
-        )
-        deadline = time.monotonic() + options.shutdown_timeout + 5
-        supervisor.drain()
-        while supervisor.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
-            supervisor.watch(0.5)
-        if signals.count >= 2:
-            supervisor.kill_all()
+    signals = _Signals(processes)
+    write_settings(processes.directory, options, server_adapters(config, options))
+    processes.start_all()
+    while not processes.is_ready and not signals.count:
+        processes.watch(None)
+    if not signals.count:
+        if config.sampling_defaults:
+            values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
+            write_line(f"sampling defaults of the model: {values} (--generation-config vllm: none)")
+        seconds, engines = time.monotonic() - started, ""
+        if isinstance(processes, Fleet):
+            for slot in processes.slots:
+                write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
+            engines = f", {len(processes.slots)} engines"
+        else:
+            write_line(_kv_cache_line(config, processes.policy.ready_detail))
+        write_line(f"{about} (ready in {seconds:.1f} s{engines})")
+    while not signals.count:
+        processes.watch(None)
+    write_line(
+        f"stopping: running requests have {options.shutdown_timeout:g} s to finish; a second signal stops at once"
+    )
+    deadline = time.monotonic() + options.shutdown_timeout + 5
+    processes.drain()
+    while processes.has_front_ends() and signals.count < 2 and time.monotonic() < deadline:
+        processes.watch(0.5)
+    if signals.count >= 2:
+        processes.kill_all()
 
 
 def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:

@@ -39,10 +39,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """Where a rank runs. ``node``: address of a node agent, or "" for this machine. ``device``: number of its GPU."""
+    """Where a rank runs.
+
+    Attributes:
+        node: address of a node agent, ``tcp://ADDRESS:PORT``, or "" for this machine.
+        device: number of its GPU there.
+        node_key: the public key of the agent, 40 characters of Z85.
+        num_devices: number of devices of the node, among whose engines its cores and host memory are divided.
+    """
 
     node: str = ""
     device: int = 0
+    node_key: str = ""
+    num_devices: int = 1
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
@@ -77,7 +86,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         data_parallel_rank: number of this engine among those of the server, from 0.
         data_parallel_size: number of engines when this one was started.
         feeds_router: it publishes its KV cache events to the server's router.
-        ranks: where each rank runs; empty: all on this machine, rank r on device r.
+        ranks: where each rank runs; empty: all on this machine, rank r on device r. Either all ranks are on nodes, or
+            none is.
+        head_key_file: file with this machine's key pair for the links to nodes; empty without nodes.
     """
 
     model: ModelConfig
@@ -109,11 +120,25 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     feeds_router: bool = False
     ranks: list[RankPlace] = msgspec.field(default_factory=list)
+    head_key_file: str = ""
 
     @property
     def pipeline_depth(self) -> int:
         """Maximum number of steps in flight."""
         return 2 if self.async_scheduling else 1
+
+    @property
+    def uses_nodes(self) -> bool:
+        """Whether the workers run on nodes."""
+        return any(place.node for place in self.ranks)
+
+    def sharing(self, rank: int) -> tuple[int, int]:
+        """Return how many ranks of this engine, and how many engines, share cores and memory of a rank's machine."""
+        if not self.uses_nodes:
+            return self.tensor_parallel_size, self.data_parallel_size
+        place = self.ranks[rank]
+        beside = sum(each.node == place.node for each in self.ranks)
+        return beside, max(1, place.num_devices // beside)
 
     @property
     def uses_programs(self) -> bool:

@@ -11,8 +11,8 @@ KEY_BYTES = 8
 
 RoutingPolicy: TypeAlias = Literal["cache", "least-load", "round-robin", "session"]
 """cache: to the engine where the request begins to decode first, as its cache and its queue say; least-load: to the
-one with the least work; round-robin: to each in turn; session: to the one that had the last request of the same job,
-and without one to the one with the least work."""
+one with the least work; round-robin: to each in turn; session: to the engine of the job's last request, and
+without one to the engine with the least work."""
 
 
 class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
@@ -23,7 +23,7 @@ class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
         directory: its socket directory, which no earlier engine had; empty while it is not running.
         incarnation: the incarnation of its scheduler.
         state: starting, serving, draining (gets no new requests; those that it has end or are moved), drained,
-            stopped, or failed (it is started again after a while).
+            stopped, or failed (it restarts after a while).
         block_size: tokens of its KV blocks; 0 until it has been ready.
         num_starts: number of times that it was started.
         detail: why it is not serving, in one line; may be empty.
@@ -44,7 +44,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: a RoutingPolicy.
         trace: file that receives what the router consumes and chooses; empty for none.
-        num_tenants: number of API keys; from 2 on, engines are told of the service of tenants elsewhere.
+        num_tenants: number of API keys; from 2 on, engines count the service that tenants get elsewhere.
         max_loras: adapters that an engine can compute with at once; 0 without adapters.
     """
 

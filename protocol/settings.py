@@ -363,6 +363,19 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             default="none",
         ),
     ] = ""
+    kv_events_without_keys: Annotated[
+        bool, Setting(EVENTS, "allow `tcp` without keys: any process that reaches the port can read the events")
+    ] = False
+    kv_events_format: Annotated[
+        Literal["quire", "vllm"],
+        Setting(EVENTS, "format of cache events: Quire's or [vLLM's](kv_events.md#vllms-format)"),
+    ] = "quire"
+    kv_events_topic: Annotated[
+        str,
+        Setting(
+            EVENTS, "topic of cache events in vLLM's format, such as kv@POD@MODEL", metavar="TOPIC", default="none"
+        ),
+    ] = ""
 
     trace_prompts: Annotated[
         bool,

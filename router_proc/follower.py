@@ -20,8 +20,8 @@ from quire.router_proc.core.index import MEDIA, counted_group
 
 ANSWER_TIMEOUT_S = 3.0
 """Seconds without a message of an answer after which it is requested once more: the engine loads, or lost it."""
-MAX_QUEUED = 4096
-"""Live messages that are kept while missing ones arrive. Further ones are dropped, and requested later."""
+MAX_QUEUED_BYTES = 32 * 2**20
+"""Size of live messages that are kept while missing ones arrive. Further ones are dropped, and requested later."""
 MAX_FUTILE = 3
 """Answers without a new batch after which the missing one is not expected any more."""
 BACKOFF_S = (1.0, 5.0, 15.0, 60.0)
@@ -79,6 +79,9 @@ class Follower:
         self._due = 0.0
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
+        self._num_queued_bytes = 0
+        self._has_dropped = False
+        """Whether a live message was not queued, so that another request must follow the present one."""
         self._damaged_at: list[float] = []
         self.num_gaps = 0
         self.num_damaged = 0
@@ -105,8 +108,7 @@ class Follower:
         if self._is_waiting:
             return
         if self._is_replaying:
-            if len(self._live) < MAX_QUEUED:
-                self._live.append(frames)
+            self._queue(frames)
             return
         self._guarded(self._live_message, frames, now)
 
@@ -122,7 +124,7 @@ class Follower:
         self._damaged_at.append(now)
         self._due = now + BACKOFF_S[min(len(self._damaged_at), len(BACKOFF_S)) - 1]
         self._is_waiting, self._is_replaying = True, False
-        self._live.clear()
+        self._drop_queue()
         self.not_indexed = reason
         self._consume(CacheForgotten(self._engine))
 
@@ -145,7 +147,7 @@ class Follower:
             self._apply(batch)
         elif sequence > self._next:
             self.num_gaps += 1
-            self._live.append(frames)
+            self._queue(frames)
             self._ask(now)
 
     def _answer(self, frames: Frames, now: float) -> None:
@@ -191,10 +193,25 @@ class Follower:
     def _catch_up(self, now: float) -> None:
         """Apply the messages that were published in the meantime."""
         self._is_replaying = False
-        live, self._live = self._live, deque()
+        live, had_all = self._live, not self._has_dropped
+        self._drop_queue()
         while live and not self._is_replaying:
             self._live_message(live.popleft(), now)
-        self._live.extend(live)  # what follows another gap
+        for frames in live:  # what follows another gap
+            self._queue(frames)
+        if not had_all and not self._is_replaying:
+            self._ask(now)
+
+    def _queue(self, frames: Frames) -> None:
+        size = sum(map(len, frames))
+        if self._num_queued_bytes + size > MAX_QUEUED_BYTES:
+            self._has_dropped = True
+            return
+        self._live.append(frames)
+        self._num_queued_bytes += size
+
+    def _drop_queue(self) -> None:
+        self._live, self._num_queued_bytes, self._has_dropped = deque(), 0, False
 
     def _is_of_incarnation(self, incarnation: int) -> bool:
         if self._incarnation is None:
@@ -203,7 +220,7 @@ class Follower:
 
     def _start_over(self, now: float) -> None:
         self._incarnation, self._next, self._num_futile = None, 0, 0
-        self._live.clear()
+        self._drop_queue()
         self._consume(CacheForgotten(self._engine))
         self._ask(now)
 

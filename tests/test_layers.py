@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch")
 ALLOWED = {
-    "protocol": {"protocol"},
+    "protocol": {"protocol", "version"},
     "scheduler_proc": {"protocol", "scheduler_proc", "version"},
     "kernels": {"kernels", "version"},
     "worker_proc": {"protocol", "kernels", "worker_proc", "version"},

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 
 from quire.protocol.process.child import Report, child_parser, init_child
 
@@ -20,13 +21,12 @@ def main() -> None:
     try:
         import zmq
 
-        from quire.protocol.config import EngineConfig
         from quire.protocol.wire.channel import Link
+        from quire.protocol.wire.curve_keys import CurveEnd
         from quire.protocol.wire.worker_handshake import WorkerCommands
         from quire.protocol.wire.worker_messages import SchedulerToWorker
         from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
         from quire.worker_proc.loop import WorkerLoop
-        from quire.worker_proc.parallel.group import TensorParallel
         from quire.worker_proc.parallel.join import join_group
 
         check_socket_directory(args.directory)
@@ -34,17 +34,21 @@ def main() -> None:
 
         commands = WorkerCommands(child)
         loop = WorkerLoop(commands, os.getpid(), progress=not args.quiet and sys.stderr.isatty())
-        context = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         while (command := commands.take()) is not None:
-            worker_epoch, rank = command.worker_epoch, command.rank
+            worker_epoch, rank, remote = command.worker_epoch, command.rank, command.link
             if args.quiet or rank > 0:  # rank 0 logs for the others, except errors
                 logging.getLogger("quire").setLevel(logging.ERROR)
 
-            def join(config: EngineConfig, worker_epoch: int = worker_epoch, rank: int = rank) -> TensorParallel:
-                return join_group(config, rank, args.directory / f"ranks-{worker_epoch}")
-
-            address = worker_address(args.directory, worker_epoch, rank)
-            channel = ZmqChannel(context, zmq.PAIR, address, Link(SchedulerToWorker, worker_epoch), bind=False)
+            place = args.directory / f"ranks-{worker_epoch}"
+            join = partial(join_group, rank=rank, path=place, link=remote)
+            numbers = Link(SchedulerToWorker, worker_epoch)
+            if remote is None:
+                address = worker_address(args.directory, worker_epoch, rank)
+                channel = ZmqChannel(context, zmq.PAIR, address, numbers, bind=False)
+            else:
+                keys = CurveEnd(remote.public_key, remote.secret_key, remote.scheduler_key)
+                channel = ZmqChannel(context, zmq.PAIR, remote.address, numbers, bind=False, secure=keys.connect_with)
             loop.serve(channel, rank, join)
             channel.close()
         loop.close()

@@ -109,6 +109,16 @@ def wire(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def router(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", type=int, metavar="N", default=4, help="engines (4)")
+    parser.add_argument(
+        "--blocks", type=int, metavar="N", default=100_000, help="cached blocks of each engine (100000)"
+    )
+    parser.add_argument("--requests", type=int, metavar="N", default=1000, help="requests of each length (1000)")
+    parser.add_argument("--events", type=int, metavar="N", default=200_000, help="events to follow (200000)")
+    _add_json(parser)
+
+
 def scheduler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", metavar="A,B", help="sections to run (all)")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="Python interpreter with vLLM, to alternate with")

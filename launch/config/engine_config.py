@@ -27,6 +27,7 @@ from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints
+from quire.protocol.wire.vllm_kv_events import check_topic
 from quire.version import __version__, install_command
 
 KV_CACHE_DTYPES = {
@@ -192,7 +193,9 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
         )
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
-    check_endpoints(options.kv_events_endpoint, options.kv_events_replay_endpoint, curve_dir)
+    endpoints = options.kv_events_endpoint, options.kv_events_replay_endpoint
+    check_endpoints(*endpoints, curve_dir, is_open=options.kv_events_without_keys)
+    check_topic(options.kv_events_topic, options.kv_events_format)
     if options.kv_events_endpoint and not options.enable_prefix_caching:
         raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
     for flag, wanted in _tiers(options):

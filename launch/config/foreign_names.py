@@ -9,6 +9,8 @@ FOREIGN_NAMES = {
     # vLLM, SGLang
     "tp": "--tensor-parallel-size",
     "tp_size": "--tensor-parallel-size",
+    "dp": "--data-parallel-size",
+    "dp_size": "--data-parallel-size",
     "model": "MODEL (the first argument)",
     "model_path": "MODEL (the first argument)",
     "max_running_requests": "--max-num-seqs",
@@ -75,7 +77,7 @@ FOREIGN_NAMES = {
 
 _TEXT_ONLY = "only text is supported: images, audio and video are not"
 _TASKS = "not needed: the routes of all tasks of the model are served; --pooling lets one that generates text embed"
-_REPLICAS = "not supported: start one server per replica behind a load balancer, or use --tensor-parallel-size"
+_PIPELINES = "not supported: use --tensor-parallel-size, or --data-parallel-size for several engines"
 _DEVICE = "a model is on one kind of device as a whole: choose it with --device"
 _TOOLS = "tools need no flag: docs/sampling.md"
 _ALWAYS = "not needed: it is always on"
@@ -97,9 +99,8 @@ NO_EQUIVALENT = {
     "embeddings": _TASKS,
     "is_embedding": _TASKS,
     "reranking": _TASKS,
-    "dp": _REPLICAS,
-    "data_parallel_size": _REPLICAS,
-    "pipeline_parallel_size": _REPLICAS,
+    "data_parallel_size": "several engines are a setting of quire serve: start it with --data-parallel-size",
+    "pipeline_parallel_size": _PIPELINES,
     "ngl": _DEVICE,
     "gpu_layers": _DEVICE,
     "n_gpu_layers": _DEVICE,

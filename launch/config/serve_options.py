@@ -157,7 +157,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SERVER,
             "keep a standby process per worker, which replaces it when it dies. A standby has done its imports and "
-            "needs about 200 MB",
+            "needs about 200 MB. With --nodes there are none",
         ),
     ] = True
     health_timeout: Annotated[

@@ -1,11 +1,11 @@
 """The engine client over ZeroMQ, for asyncio."""
 
 import asyncio
-import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,117 +13,64 @@ import zmq.asyncio
 
 from quire.launch.frontend.engine_client import Sequence, Update
 from quire.launch.frontend.job import NO_JOB, Job
-from quire.launch.frontend.session import Session
+from quire.launch.frontend.scheduler_link import Readers, SchedulerLink
 from quire.launch.frontend.streams import Stream
-from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
-from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, Statistics
 from quire.protocol.wire.link_messages import Message
-from quire.protocol.wire.zmq_channel import AsyncZmqChannel, frontend_address
 
 HEARTBEAT_S = 1.0
-RELINK_S = 0.05
-"""Delay before a broken link is opened again."""
-MAX_MERGED = 16
-"""Messages that may be applied before readers are called, if that many have arrived."""
 
 
-class Readers:
-    """Calls each reader once, in the next turn of the event loop, for all of its sequences that have an update."""
+class StreamOwner(Protocol):
+    """What ends a stream: the session of one engine, or all engines."""
 
-    def __init__(self) -> None:
-        self._due: dict[Callable[[], None], None] = {}
+    def stop_at(self, stream: Stream, num_output_tokens: int) -> None: ...
 
-    def call_later(self, on_update: Callable[[], None]) -> None:
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._call)
-        self._due[on_update] = None
+    def abort(self, stream: Stream) -> None: ...
 
-    def _call(self) -> None:
-        due, self._due = self._due, {}
-        for on_update in due:
-            on_update()
+    def calls_tool(self, stream: Stream, tool: str) -> None: ...
 
 
 class ZmqSequence:
     """One answer in flight; see ``engine_client.Sequence``."""
 
-    def __init__(self, session: Session, stream: Stream) -> None:
+    def __init__(self, owner: StreamOwner, stream: Stream) -> None:
         self.request_id = stream.request_id
         self.take: Callable[[], Update | None] = stream.take
-        self._session = session
+        self._owner = owner
         self.stream = stream
 
     def stop_at(self, num_output_tokens: int) -> None:
-        self._session.stop_at(self.stream, num_output_tokens)
+        self._owner.stop_at(self.stream, num_output_tokens)
 
     def abort(self) -> None:
-        self._session.abort(self.stream)
+        self._owner.abort(self.stream)
 
     def calls_tool(self, tool: str) -> None:
-        self._session.calls_tool(self.stream, tool)
+        self._owner.calls_tool(self.stream, tool)
 
 
-class ZmqEngineClient:
-    """Implements ``engine_client.EngineClient``.
+class SubmittingClient(ABC):
+    """The part of ``engine_client.EngineClient`` that makes requests, for one engine or several."""
 
-    One task receives, and applies all messages that have arrived before any reader is called: to a front end that falls
-    behind, several steps are one. Owns the socket and the session. A request posted while there is no link is not lost:
-    the session submits it on the next link.
-    """
-
-    def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
+    def __init__(self, max_model_len: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._directory = directory
-        self._context = zmq.asyncio.Context()
-        self._channel: AsyncZmqChannel | None = None
-        self._readers = Readers()
-        self._session = Session(self._post, os.getpid(), index, notify=self._readers.call_later)
-        self._scheduler_incarnation = 0
-        self._queries: dict[int, asyncio.Future[Statistics]] = {}
-        self._next_query = 0
-        self._tasks: list[asyncio.Task[None]] = []
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._state_known = asyncio.Event()
-        self._was_ready = asyncio.Event()
 
     @property
-    def state(self) -> str:
-        return self._session.state
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether no scheduler keeps up with the messages."""
 
-    @property
-    def pause_kind(self) -> str:
-        return self._session.pause
-
-    @property
-    def seconds_without_progress(self) -> float:
-        return self._session.seconds_without_progress
-
-    def connect(self, incarnation: int = 1) -> None:
-        """Connect to the scheduler of this incarnation, which may not have started yet, and resubmit requests."""
-        if not self._tasks:
-            self._tasks.append(asyncio.create_task(self._beat()))
-        for task in self._tasks[1:]:
-            task.cancel()
-        del self._tasks[1:]
-        had_scheduler, self._scheduler_incarnation = self._scheduler_incarnation > 0, incarnation
-        self._session.was_ready |= incarnation > 1  # an earlier scheduler was ready
-        self._relink(after_death=had_scheduler)
-        self._tasks.append(asyncio.create_task(self._receive()))
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._channel is not None:
-            self._channel.close()
-        self._context.term()  # waits at most the sockets' linger time
+    @abstractmethod
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+        """Submit a request; ``parent``: as of ``Session.add``."""
 
     async def add(
         self,
@@ -142,7 +89,7 @@ class ZmqEngineClient:
         pooling: PoolingParams | None = None,
         on_update: Callable[[], None],
     ) -> ZmqSequence:
-        if self._channel is not None and self._channel.is_full:
+        if self.is_full:
             raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
         root = parent.stream if isinstance(parent, ZmqSequence) else None
         shared = root.tokens[:num_shared] if root is not None and num_shared else None
@@ -162,32 +109,68 @@ class ZmqEngineClient:
             pooling=pooling,
             hint=job.hint,
         )
-        stream = self._session.add(request, on_update, root)
+        return await self.submit(request, on_update, root)
+
+
+class ZmqEngineClient(SubmittingClient):
+    """Implements ``engine_client.EngineClient`` for one engine."""
+
+    def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
+        super().__init__(max_model_len, vocab_size)
+        self.places: list[EnginePlace] = []
+        self._context = zmq.asyncio.Context()
+        self._link = SchedulerLink(self._context, directory, index, Readers(), on_change=self._note)
+        self._session = self._link.session
+        self._beating: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._state_known = asyncio.Event()
+        self._was_ready = asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        return self._session.state
+
+    @property
+    def pause_kind(self) -> str:
+        return self._session.pause
+
+    @property
+    def seconds_without_progress(self) -> float:
+        return self._session.seconds_without_progress
+
+    def connect(self, incarnation: int = 1) -> None:
+        """Connect to the scheduler of this incarnation, which may not have started yet, and resubmit requests."""
+        if self._beating is None:
+            self._beating = asyncio.create_task(beat_each_second(self._session.beat))
+        self._session.was_ready |= incarnation > 1  # an earlier scheduler was ready
+        self._link.connect(incarnation)
+
+    async def close(self) -> None:
+        self._link.close()
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        self._context.term()  # waits at most the sockets' linger time
+
+    @property
+    def is_full(self) -> bool:
+        return self._link.is_full
+
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+        stream = self._session.add(request, on_update, parent)
         self._idle.clear()
         return ZmqSequence(self._session, stream)
 
-    async def statistics(self) -> Statistics | None:
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
         self._session.require_alive()
-        return await self.control("statistics") if self._session.accepts else None
+        return {0: await self.control("statistics")} if self._session.accepts else {}
 
     async def control(self, kind: str) -> Statistics:
-        return await self._ask(lambda query: Control(kind, query))
+        return await self._link.ask(lambda query: Control(kind, query))
 
     async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        return await self._ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
-
-    async def _ask(self, question: Callable[[int], Message]) -> Statistics:
-        """Send the message that ``question`` returns for a query number, and return its answer."""
-        self._session.require_alive()
-        self._next_query += 1
-        query = self._next_query
-        answer: asyncio.Future[Statistics] = asyncio.get_running_loop().create_future()
-        self._queries[query] = answer
-        self._post(question(query))
-        try:
-            return await answer
-        finally:
-            del self._queries[query]
+        return await self._link.ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
 
     async def wait_state_known(self) -> None:
         """Wait until the scheduler has sent the engine's state."""
@@ -220,50 +203,16 @@ class ZmqEngineClient:
         """End every stream and query with ``reason``: the engine has failed."""
         self._session.fail(reason)
         self._state_known.set()
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(EngineError(reason))
+        self._link.fail_queries(reason)
         self._settle()
 
-    # ---- the link
-
-    def _post(self, message: Message) -> None:
-        """Send without blocking. The socket keeps the order, and its queue is bounded."""
-        if self._channel is not None:
-            self._channel.post(message)
-
-    def _relink(self, *, after_death: bool = False) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        address = frontend_address(self._directory, self._scheduler_incarnation)
-        self._channel = AsyncZmqChannel(self._context, address, Link(SchedulerToFrontEnd))
-        self._session.begin_link(after_death=after_death)
+    def _note(self, message: Message | ProtocolError | None) -> None:
+        """Note what a message has changed."""
+        if self.state == "failed":
+            self.fail(self._session.detail)
+        elif isinstance(message, EngineState):
+            self._state_known.set()
         self._settle()
-
-    async def _receive(self) -> None:
-        for num_received in count(1):
-            if num_received % MAX_MERGED == 0:
-                await asyncio.sleep(0)  # receiving does not wait while there are messages
-            assert self._channel is not None
-            try:
-                message = await self._channel.receive()
-            except ProtocolError as error:
-                message = error
-            if not self._session.take(message):
-                await asyncio.sleep(RELINK_S)
-                self._relink()
-            elif self.state == "failed":
-                self.fail(self._session.detail)
-            elif isinstance(message, Statistics):
-                self._answer(message)
-            elif isinstance(message, EngineState):
-                self._state_known.set()
-            self._settle()
-
-    def _answer(self, statistics: Statistics) -> None:
-        answer = self._queries.get(statistics.query)
-        if answer is not None and not answer.done():
-            answer.set_result(statistics)
 
     def _settle(self) -> None:
         if self.state == "ready":
@@ -271,7 +220,8 @@ class ZmqEngineClient:
         if not len(self._session.table):
             self._idle.set()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self._session.beat()
+
+async def beat_each_second(beat: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        beat()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from quire.launch.frontend.job import NO_JOB, Job
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
@@ -105,6 +106,11 @@ class EngineClient(Protocol):
     vocab_size: int
 
     @property
+    def places(self) -> list[EnginePlace]:
+        """The engines of a server with several; empty for one engine alone."""
+        ...
+
+    @property
     def state(self) -> str:
         """loading, ready, recovering, draining or failed."""
         ...
@@ -155,8 +161,10 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def statistics(self) -> Statistics | None:
-        """Return the scheduler's current counters and gauges, or None while there is no scheduler that has been ready.
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        """Return the current counters and gauges of each engine that answers; one engine alone has the number 0.
+
+        An engine that has not been ready is left out.
 
         Raises:
             EngineError: the engine has failed.

@@ -8,7 +8,8 @@ request that was in flight at three scheduler deaths, with no token in between, 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from quire.launch.frontend.streams import Stream, StreamTable, call_now
 from quire.protocol.errors import EngineError
@@ -18,6 +19,7 @@ from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
     CallsTool,
+    Control,
     EngineState,
     Rejected,
     Statistics,
@@ -44,7 +46,7 @@ class Session:
         progress_at: when the last token or end arrived, or the first stream was added to an empty table.
         detail: the reason, if the state is failed.
         pause: pause, pause_new or empty, as in Control.
-        link_number: number of the current link, incremented with each new one.
+        link_number: number of the current link; a new one has a larger number.
         accepts: the scheduler of this link has been ready: it takes requests, and answers while workers are replaced.
         was_ready: the engine has been ready on some link, so "loading" means "recovering".
     """
@@ -56,11 +58,13 @@ class Session:
         index: int = 0,
         clock: Callable[[], float] = time.monotonic,
         notify: Callable[[Callable[[], None]], None] = call_now,
+        link_numbers: Iterator[int] | None = None,
     ) -> None:
         """
         Args:
             post: sends a message over the current link, in order and without blocking.
             notify: calls the ``on_update`` of a stream, now or later.
+            link_numbers: numbers for links. Sessions that exchange streams share it, so that a number names one link.
         """
         self._post = post
         self._pid, self._index = pid, index
@@ -68,6 +72,7 @@ class Session:
         self.state, self.detail, self.pause, self.since = "loading", "", "", clock()
         self.progress_at = self.since
         self.table = StreamTable(notify)
+        self._link_numbers = count(1) if link_numbers is None else link_numbers
         self.link_number = 0
         self.was_ready = False
         self.accepts = False
@@ -78,7 +83,7 @@ class Session:
         """Begin a new link with a Hello. ``after_death``: it is to a new scheduler, because the previous one died."""
         if after_death:
             self.count_scheduler_death()
-        self.link_number += 1
+        self.link_number = next(self._link_numbers)
         self.accepts = False
         self.table.forget_handles()
         for stream in self.table.streams:
@@ -100,7 +105,10 @@ class Session:
                 return self._take_outputs(message)
             case Rejected(code="parent_not_found"):  # it ended just before
                 if (stream := self.table.get(message.request_id)) is not None:
-                    self._post(stream.request)
+                    if stream.muted:  # no end follows a rejection
+                        self.table.drop(stream)
+                    else:
+                        self._post(stream.request)
             case Rejected():
                 self.table.reject(message)
             case Welcome() | Statistics() | Heartbeat():
@@ -161,12 +169,32 @@ class Session:
             EngineError: the engine has failed.
         """
         self.require_alive()
+        stream = Stream(request, on_update, parent)
+        self.adopt(stream)
+        return stream
+
+    def adopt(self, stream: Stream) -> None:
+        """Submit a stream, new or of another session, now or as soon as the engine accepts requests.
+
+        Raises:
+            InvalidRequest: the request id is in use.
+        """
         if not len(self.table):
             self.progress_at = self._clock()
-        stream = self.table.add(request, on_update, parent)
+        self.table.add(stream)
         if self.accepts:
             self._submit(stream)
-        return stream
+
+    def release(self, stream: Stream) -> None:
+        """Give up a stream, which another session is to adopt.
+
+        If the scheduler has its request, the request is aborted. Until its end arrives, a muted stream has its place.
+        """
+        if stream.link_number == self.link_number:
+            self._post(Abort([stream.request_id]))
+            self.table.replace(stream, Stream.muted_for(stream))
+        else:
+            self.table.remove(stream)
 
     def abort(self, stream: Stream) -> None:
         self._end(stream, Abort([stream.request_id]))
@@ -179,6 +207,10 @@ class Session:
         """Report which tool the stream's answer, which has ended, calls. A new scheduler does not know the request."""
         if stream.link_number == self.link_number:
             self._post(CallsTool(stream.request_id, tool[:MAX_TOOL_NAME]))
+
+    def set_pause(self, kind: str) -> None:
+        """Pause the engine; ``kind``: pause or pause_new, as in Control."""
+        self._post(Control(kind))
 
     def shut_down(self, detail: str) -> None:
         """End every answer in flight with an error."""

@@ -64,6 +64,13 @@ class Stream:
         self._pooled: NewRows[np.float32] | None = None
         self._experts: NewRows[np.int32] | None = None
 
+    @classmethod
+    def muted_for(cls, stream: "Stream") -> "Stream":
+        """Return a muted stream of the same request on the same link."""
+        made = cls(stream.request)
+        made.muted, made.link_number = True, stream.link_number
+        return made
+
     def take(self) -> Update | None:
         """Return the update since the last call, or None; raise the stream's error if there is one."""
         if self.error is not None:
@@ -170,14 +177,26 @@ class StreamTable:
         """The streams in order of arrival."""
         return list(self._by_id.values())
 
-    def add(
-        self, request: AddRequest, on_update: Callable[[], None] | None = None, parent: Stream | None = None
-    ) -> Stream:
+    def add(self, stream: Stream) -> None:
         """Add a stream; raise InvalidRequest if the request id is in use."""
-        if request.request_id in self._by_id:
+        if stream.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
-        stream = self._by_id[request.request_id] = Stream(request, on_update, parent)
-        return stream
+        self._by_id[stream.request_id] = stream
+
+    def remove(self, stream: Stream) -> None:
+        """Remove a stream that continues in another table."""
+        del self._by_id[stream.request_id]
+        if stream.handle is not None:
+            del self._by_handle[stream.handle]
+            stream.handle = None
+
+    def replace(self, stream: Stream, other: Stream) -> None:
+        """Let ``other`` receive what still arrives for a stream that continues in another table."""
+        handle = stream.handle
+        self.remove(stream)
+        self.add(other)
+        if handle is not None:
+            other.handle, self._by_handle[handle] = handle, other
 
     def forget_handles(self) -> None:
         """Forget all handles, which belong to the previous link."""

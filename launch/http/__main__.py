@@ -15,12 +15,13 @@ from quire.launch.adapters.reader import AdapterReader
 from quire.launch.config.network_options import tls_context
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.frontend.client import ZmqEngineClient
+from quire.launch.frontend.several_client import SeveralEnginesClient
 from quire.launch.http.app import make_app
 from quire.launch.http.routes.fork_peers import Fork, fork_address, share_forks
 from quire.launch.http.routes.session_peers import session_address, share_sessions
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
-from quire.launch.http.serving.server import ServerSettings
+from quire.launch.http.serving.server import FleetLink, ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.http.serving.tracing import OtlpTracer
 from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
@@ -32,6 +33,7 @@ from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.request.plugins import load_logits_processors
+from quire.protocol.routing import RoutingConfig
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
 FLUSH_S = 0.5
@@ -53,11 +55,24 @@ class FrontEnd:
         self._child = child
         self._directory, self._index = directory, index
         self._others = [other for other in range(self._settings.api_server_count) if other != index]
-        config = self._config
-        self._engine = ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, index)
+        self._engine = self._make_client()
         endpoint = self._settings.otlp_traces_endpoint
         self._tracer = OtlpTracer(endpoint) if endpoint else None
         self._draining = asyncio.Event()
+
+    def _make_client(self) -> ZmqEngineClient | SeveralEnginesClient:
+        """Return the client of one engine, or of several if the directory is that of a fleet."""
+        config, directory = self._config, self._directory
+        router = directory / "router"
+        if not router.exists():
+            return ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, self._index)
+        policy = msgspec.json.decode(router.read_bytes(), type=RoutingConfig).policy
+        return SeveralEnginesClient(
+            config, directory, self._index, policy, self._settings.drain_timeout, self._report_drained
+        )
+
+    def _report_drained(self, engine: int) -> None:
+        self._child.report(Report("drained", engine=engine))
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve until the drain command. Then refuse new requests, let running ones finish, and abort the rest when
@@ -131,6 +146,7 @@ class FrontEnd:
                 moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
                 response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
+                fleet=self._fleet_link(),
             ),
         )
         self._response_store: ResponseStore = app.state.response_store
@@ -146,11 +162,24 @@ class FrontEnd:
         reader, table = AdapterReader(config.model, config.max_lora_rank), NameTable(table_path(self._directory))
         return Adapters(reader, table, Path(folder) if folder else None)
 
+    def _fleet_link(self) -> FleetLink | None:
+        engine = self._engine
+        if isinstance(engine, ZmqEngineClient):
+            return None
+        return FleetLink(lambda: engine.places, engine.statistics_by_engine, self._send_order)
+
+    def _send_order(self, order: str, engine: int) -> None:
+        self._child.report(Report("order", order, engine=engine))
+
     def _take_commands(self) -> None:
         for command in self._child.take_commands():
             match command.kind:
-                case "scheduler":
+                case "scheduler" if isinstance(self._engine, ZmqEngineClient):
                     self._engine.connect(command.incarnation)
+                case "engines" if isinstance(self._engine, SeveralEnginesClient):
+                    self._engine.set_places(command.engines)
+                case "router" if isinstance(self._engine, SeveralEnginesClient):
+                    self._engine.connect_router(command.incarnation)
                 case "drain" | "stop":
                     self._draining.set()
                 case "engine_failed":

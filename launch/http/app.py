@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from quire.launch.fleet.orders import ORDERS
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.dialects.messages import count_message_tokens, create_message
 from quire.launch.http.dialects.responses import (
@@ -29,6 +30,7 @@ from quire.launch.http.routes.adapters import load_adapter, unload_adapter
 from quire.launch.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.launch.http.routes.chat import chat_completions
 from quire.launch.http.routes.completions import completions
+from quire.launch.http.routes.engines import give_order, list_engines
 from quire.launch.http.routes.fork import fork, fork_here
 from quire.launch.http.routes.models import list_models, show_model
 from quire.launch.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
@@ -122,6 +124,8 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/admin/resume", resume),
     ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
     ("GET", "/admin/state", engine_state),
+    ("GET", "/admin/engines", list_engines),
+    *(("POST", f"/admin/engines/{order}", give_order(order)) for order in ORDERS),
 )
 # Routes that need adapters, too.
 ADAPTER_ROUTES: tuple[tuple[str, str, Handler], ...] = (

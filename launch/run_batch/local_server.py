@@ -47,8 +47,7 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
             front_end = FrontEndProgram("quire.launch.http", 1, ("--listen-fd", str(fd)), (fd,))
             with Supervisor(config, quiet=True, front_end=front_end) as supervisor:
                 write_settings(supervisor.directory, options, adapters)
-                supervisor.start_engine()
-                supervisor.start_front_ends()
+                supervisor.start_all()
                 while not supervisor.is_ready:
                     supervisor.watch(None)
 

@@ -19,6 +19,27 @@ from quire.protocol.process.child import Command, Report
 KILL_DEADLINE = 10.0
 
 
+class StatusPipe:
+    """The end of a process's status pipe that is read. Does not own the descriptor, which does not block."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._partial = b""
+
+    def read(self) -> tuple[list[Report], bool]:
+        """Return the reports since the last call, and whether the pipe has ended."""
+        reports: list[Report] = []
+        while True:
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                return reports, False
+            if not data:
+                return reports, True
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            reports += [msgspec.json.decode(line, type=Report) for line in lines]
+
+
 class ChildProcess:
     """One process and its pipes.
 
@@ -55,10 +76,9 @@ class ChildProcess:
         finally:
             os.close(child_status)
             os.close(child_lifeline)
-        self._status = status
         os.set_blocking(status, False)
+        self._status = StatusPipe(status)
         self.watched = [status, *_pidfd_of(self.pid)]
-        self._partial = b""
 
     @property
     def pid(self) -> int:
@@ -67,16 +87,8 @@ class ChildProcess:
     def read_reports(self) -> tuple[list[Report], bool]:
         """Return the reports that the child wrote since the last call, and whether it has ended."""
         has_ended = self.process.poll() is not None  # polled before the read, so that its last reports are not lost
-        reports: list[Report] = []
-        while True:
-            try:
-                data = os.read(self._status, 65536)
-            except BlockingIOError:
-                return reports, has_ended
-            if not data:
-                return reports, True
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            reports += [msgspec.json.decode(line, type=Report) for line in lines]
+        reports, is_closed = self._status.read()
+        return reports, has_ended or is_closed
 
     def send(self, command: Command) -> None:
         """Send a command. No effect if the child has ended or its pipe is full; both are detected elsewhere."""
@@ -114,7 +126,7 @@ class ChildProcess:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.watched.clear()
-        self._status = self._lifeline = -1
+        self._lifeline = -1
 
 
 def _pidfd_of(pid: int) -> list[int]:

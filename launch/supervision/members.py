@@ -1,11 +1,12 @@
 """The supervision policy's records of processes, and the standby workers."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
-from quire.protocol.process.child import Report
+from quire.protocol.process.child import Command, Report
 
-Role = Literal["scheduler", "worker", "frontend"]
+Role = Literal["scheduler", "worker", "frontend", "engine", "router"]
 
 STANDBY_DELAY_S = 2.0
 """Delay of standbys after the group is ready, so that their imports do not slow its first steps; and after a death."""
@@ -17,7 +18,57 @@ class Process(Protocol):
     """A handle of a process, of the Runner's own type."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its id on this machine; 0 for a process on another machine."""
+        ...
+
+
+class WatchedProcess(Process, Protocol):
+    """A process that a selector waits for: a child, or a worker on a node.
+
+    Attributes:
+        watched: descriptors, one of which becomes readable when the process reports or ends; empty after ``close``.
+    """
+
+    watched: list[int]
+
+    def read_reports(self) -> tuple[list[Report], bool]:
+        """Return the reports since the last call, and whether the process has ended."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Send a command; no effect on a process that has ended."""
+        ...
+
+    def describe_end(self, name: str) -> str:
+        """Describe the end of a process that reported no reason. ``name``: what it is."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end until ``deadline`` (monotonic), then kill. Closes all descriptors."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemoteWorkers(Protocol):
+    """Starts the workers of an engine whose ranks are on nodes."""
+
+    def open(self, directory: Path) -> None:
+        """Connect to the nodes. ``directory``: the engine's socket directory."""
+        ...
+
+    def prepare_group(self, worker_epoch: int) -> None:
+        """Make the links of a group before the scheduler and the workers need them; no effect if they exist."""
+        ...
+
+    def start(self, rank: int, *, is_quiet: bool) -> WatchedProcess: ...
+
+    def close(self) -> None:
+        """Kill the workers that are left, and disconnect. May be called twice."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +79,7 @@ class Member:
     process: Process
     last_report_at: float
     index: int = 0
-    """The rank of a worker in the group, or the number of a front end."""
+    """The rank of a worker in the group, or the number of a front end or of an engine."""
     started: bool = False
     ready: bool = False
     joined: int = 0

@@ -192,9 +192,9 @@ class SupervisionPolicy:
 
     @property
     def pids(self) -> dict[str, list[int]]:
-        """The processes' ids by role; a worker without a group is a standby."""
+        """The ids of the processes on this machine by role; a worker without a group is a standby."""
         found: dict[str, list[int]] = {}
-        for member in self.members:
+        for member in (each for each in self.members if each.process.pid):
             role = "standby" if member in self.standbys.members else member.role
             found.setdefault(role, []).append(member.process.pid)
         return found

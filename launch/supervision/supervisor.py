@@ -6,25 +6,23 @@ The supervision policy (policy.py) decides what to do about a death. Each child 
 
 import contextlib
 import copy
-import fcntl
 import os
 import re
-import selectors
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
-from quire.launch.supervision.child_process import ChildProcess
-from quire.launch.supervision.members import Member, Process, Role
+from quire.launch.supervision.children import Children
+from quire.launch.supervision.directory import make_directory
+from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
 from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
-from quire.protocol.process.child import Command
+from quire.protocol.process.child import Command, Report
 from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 
 # A worker thread that waits for other threads spins this many times and then sleeps. The default of torch's OpenMP
@@ -32,9 +30,6 @@ from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 # docs/log.md, 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 STOP_DEADLINE = 5.0
-PREFIX = "quire-"
-LOCK = "lock"
-"""A file in the socket directory that the supervisor keeps locked. If it is unlocked, the supervisor has exited."""
 
 
 class WorkerProgram(NamedTuple):
@@ -73,11 +68,15 @@ class Supervisor:
         standby: bool = False,
         on_new_scheduler: Callable[[int], None] = lambda incarnation: None,
         environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        remote: RemoteWorkers | None = None,
     ) -> None:
         """
         Args:
+            directory: the socket directory, of mode 0700, if the caller has made it; None: make one.
             environment: variables for all children, besides those of this process.
             standby: keep a standby worker per rank.
+            remote: starts the workers, which are on nodes and have no standbys; None: they are on this machine.
             on_new_scheduler: for a front end in this process: called with the incarnation of each new scheduler.
         """
         self.config = config
@@ -87,16 +86,14 @@ class Supervisor:
         self._environment = environment or {}
         self._on_new_scheduler = on_new_scheduler
         self._import_paths = import_paths(config.logits_processors)
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, self._wake = os.pipe()
-        for fd in (self._wakeup, self._wake):
-            os.set_blocking(fd, False)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
-        self.directory, self._lock = _make_directory()
+        self._remote = remote
+        self._children = Children()
+        self.directory, self._lock = (directory, -1) if directory is not None else make_directory()
         count = front_end.num_processes if front_end is not None else 0
         self._written_restarts = Restarts()
         self._written_pids: dict[str, list[int]] = {}
-        self.policy = SupervisionPolicy(ProcessCounts(config.tensor_parallel_size, count, standby), self)
+        counts = ProcessCounts(config.tensor_parallel_size, count, standby and remote is None)
+        self.policy = SupervisionPolicy(counts, self)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -106,10 +103,14 @@ class Supervisor:
 
     def start_engine(self) -> None:
         """Start scheduler and workers. ``is_ready`` is true once they can serve."""
-        (self.directory / "config").write_bytes(msgspec.msgpack.encode(self.config))
+        write_config(self.directory, self.config)
+        if self._remote is not None:
+            self._remote.open(self.directory)
         self.policy.begin(time.monotonic())
 
-    def start_front_ends(self) -> None:
+    def start_all(self) -> None:
+        """Start the engine and its front ends."""
+        self.start_engine()
         self.policy.admit_front_ends(time.monotonic())
 
     @property
@@ -119,7 +120,11 @@ class Supervisor:
     @property
     def wakeup_fd(self) -> int:
         """A descriptor; a byte written to it makes ``watch`` return."""
-        return self._wake
+        return self._children.wakeup_fd
+
+    def wake_on(self, fd: int) -> None:
+        """Let ``watch`` return while ``fd`` is readable."""
+        self._children.wake_on(fd)
 
     def watch(self, timeout: float | None) -> None:
         """Process reports and ends of children; return after the first ones, or after ``timeout`` seconds.
@@ -128,12 +133,8 @@ class Supervisor:
             ConfigError, EngineError: the engine cannot continue, with the reason.
         """
         wait = self.policy.next_event(time.monotonic())
-        for key, _ in self._selector.select(wait if timeout is None else min(timeout, wait)):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wakeup, 4096)
-            else:
-                self._read_child(key.data)
+        for child, reports, ended in self._children.wait(wait if timeout is None else min(timeout, wait)):
+            self._take(child, reports, ended)
         self.policy.tick(time.monotonic())
         self._publish()
         if self.policy.fatal_error is not None:
@@ -151,23 +152,26 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 write_pids(self.directory, pids)
 
-    def _read_child(self, child: ChildProcess) -> None:
-        if not child.watched:
-            return  # killed while this event was pending
-        reports, ended = child.read_reports()
+    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
         now = time.monotonic()
         for report in reports:
             self.policy.reported(child, report, now)
         if ended:
             member = next((m for m in self.policy.members if m.process is child), None)
             reason = child.describe_end(member.role if member is not None else "worker")
-            self._close_child(child)
+            self._children.close_child(child)
             self.policy.ended(child, reason, now)
 
     # ---- policy.Runner
 
-    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> ChildProcess:
+    def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> WatchedProcess:
         self._sweep(incarnation, worker_epoch)
+        if self._remote is not None:
+            self._remote.prepare_group(worker_epoch)
+            if role == "worker":
+                worker = self._remote.start(index, is_quiet=self._quiet)
+                self._children.add(worker)
+                return worker
         common = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = dict(self._environment)
@@ -182,19 +186,15 @@ class Supervisor:
             assert self._front_end is not None
             module, fds = self._front_end.module, self._front_end.pass_fds
             arguments = [*self._front_end.arguments, "--index", str(index)]
-        child = ChildProcess(module, [*common, *arguments], fds, environment, self._import_paths)
-        for fd in child.watched:
-            self._selector.register(fd, selectors.EVENT_READ, child)
-        return child
+        return self._children.start(module, [*common, *arguments], fds, environment, self._import_paths)
 
     def send(self, process: Process, command: Command) -> None:
-        assert isinstance(process, ChildProcess)
-        process.send(command)
+        if command.kind == "worker_epoch" and self._remote is not None:
+            self._remote.prepare_group(command.worker_epoch)
+        _watched(process).send(command)
 
     def kill(self, process: Process) -> None:
-        assert isinstance(process, ChildProcess)
-        process.kill()
-        self._close_child(process)
+        self._children.kill(_watched(process))
 
     def scheduler_replaced(self, incarnation: int) -> None:
         self._on_new_scheduler(incarnation)
@@ -202,14 +202,14 @@ class Supervisor:
     def _sweep(self, incarnation: int, worker_epoch: int) -> None:
         """Unlink sockets and shared memory of ended schedulers and groups. A process that has one open keeps it."""
         for file in self.directory.iterdir():
-            found = re.match(r"(frontend|worker|ranks)-(\d+)", file.name)
+            found = re.match(r"(frontend|worker|ranks|links)-(\d+)", file.name)
             if found and int(found[2]) < (incarnation if found[1] == "frontend" else worker_epoch):
                 file.unlink(missing_ok=True)
 
-    def _close_child(self, child: ChildProcess) -> None:
-        for fd in child.watched:
-            self._selector.unregister(fd)
-        child.close()
+    def front_end_exited(self, pid: int) -> None:
+        """Notify the scheduler that a front end which another process supervises has ended."""
+        if (scheduler := self.policy.scheduler) is not None:
+            self.send(scheduler.process, Command("front_end_exited", pid=pid))
 
     # ---- shutdown
 
@@ -235,52 +235,30 @@ class Supervisor:
                 failed = died and role == "frontend"
                 self.send(member.process, Command("engine_failed") if failed else Command("stop", text=reason))
             for member in members:
-                _child_of(member).end(deadline)
+                _watched(member.process).end(deadline)
         self.policy.members.clear()
-        self._selector.close()
-        for fd in (self._wakeup, self._wake, self._lock):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._wakeup = self._wake = self._lock = -1
+        if self._remote is not None:
+            self._remote.close()
+        self._children.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_all(self) -> None:
         """Kill all children now."""
         self.policy.stop()
         for member in self.policy.members:
-            _child_of(member).kill()
+            _watched(member.process).kill()
 
 
-def _child_of(member: Member) -> ChildProcess:
-    assert isinstance(member.process, ChildProcess)
-    return member.process
+def _watched(process: Process) -> WatchedProcess:
+    """Return a process that ``Supervisor.start`` has returned as what it is there."""
+    return cast(WatchedProcess, process)
 
 
-def _make_directory() -> tuple[Path, int]:
-    """Remove the directories of killed supervisors, and create a new socket directory with its lock."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        _remove_if_abandoned(directory)
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
-    fresh = directory / f"{LOCK}.new"
-    lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fresh.rename(directory / LOCK)  # locked before another process can find it
-    return directory, lock
-
-
-def _remove_if_abandoned(directory: Path) -> None:
-    """Remove a directory of this user whose lock no process holds."""
-    try:
-        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-            return
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
-    finally:
-        os.close(lock)
+def write_config(directory: Path, config: EngineConfig) -> None:
+    """Write the file ``config``; readers see the old or the new one."""
+    fresh = directory / "config.new"
+    fresh.write_bytes(msgspec.msgpack.encode(config))
+    fresh.replace(directory / "config")

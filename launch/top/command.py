@@ -9,14 +9,13 @@ import shutil
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from quire.launch.config.api_keys import read_keys
+from quire.launch.plain_http import PlainServer, bearer
 from quire.launch.top.overview import Overview, overview
 from quire.launch.top.scrape import Scrape
 from quire.launch.top.screen import screen
@@ -24,8 +23,6 @@ from quire.launch.top.state import AdminState, decode_state
 from quire.protocol.errors import ConfigError, EngineError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 10.0
-MAX_BYTES = 2**24
 WINDOW_S = 10.0
 """Rates and times of the live screen are of the last seconds, so that single requests stay visible."""
 
@@ -81,24 +78,14 @@ def run(args: argparse.Namespace) -> None:
         return
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: it would carry the API key to another server."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 class ServerMetrics:
-    """Reads ``/metrics``, ``/health`` and ``/admin/state`` of a server. Proxies of the environment are not used."""
+    """Reads ``/metrics``, ``/health`` and ``/admin/state`` of a server."""
 
     def __init__(self, url: str, api_key: str | None, admin_api_key: str = "") -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        key = api_key or os.environ.get("QUIRE_API_KEY", "")
-        self._headers = _bearer(key)
-        self._admin_headers = _bearer(admin_api_key)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._server = PlainServer(url)
+        self.url = self._server.url
+        self._headers = bearer(api_key or os.environ.get("QUIRE_API_KEY", ""))
+        self._admin_headers = bearer(admin_api_key)
 
     def metrics(self) -> str:
         """
@@ -150,10 +137,7 @@ class ServerMetrics:
             raise EngineError(f"/admin/state cannot be read: {getattr(error, 'reason', error)}") from None
 
     def _get(self, path: str, headers: dict[str, str] | None = None) -> str:
-        request = urllib.request.Request(self.url + path, headers=self._headers if headers is None else headers)
-        with self._opener.open(request, timeout=TIMEOUT_S) as response:
-            body: bytes = response.read(MAX_BYTES)
-        return body.decode(errors="replace")
+        return self._server.request(path, self._headers if headers is None else headers)
 
 
 class Watch:
@@ -194,10 +178,6 @@ class Watch:
         if state is None:
             return shown
         return msgspec.structs.replace(shown, paused=state.paused, tenants=state.tenants, requests=state.requests)
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _print(shown: Overview, url: str, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.launch.top.scrape import Scrape
+from quire.launch.top.scrape import Scrape, growth
 from quire.launch.top.state import Request, Tenant
 
 # Name in the JSON object and, with spaces, on the screen; and the histogram of seconds.
@@ -40,6 +40,18 @@ class StepPart(Times, frozen=True):
     share: float
 
 
+class EngineFigures(msgspec.Struct, frozen=True):
+    """The present figures of one engine of several. ``kv_use``: from 0 to 1. ``routed``: requests that the router sent
+    to it since the router's start."""
+
+    engine: str
+    running: int
+    waiting: int
+    kv_use: float | None
+    generation_tokens_per_s: float | None
+    routed: int
+
+
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """What the screen shows. None: the server has not exported it, or there was nothing to measure.
 
@@ -49,6 +61,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
             times and shares are since the start.
         prompt_tokens_per_s: prompt tokens of admitted requests, including those from the prefix cache.
         hit_share: share of looked-up prompt tokens that were found in the prefix cache.
+        engines: one entry per engine that answers; empty for a server with one engine.
+        engine_restarts, router_restarts: None with one engine.
         paused, tenants, requests: from ``/admin/state``, the oldest requests; None without an administrator's key.
         admin_error: why they are missing although there is a key.
     """
@@ -80,6 +94,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     worker_restarts: int | None
     scheduler_restarts: int | None
     front_end_restarts: int | None
+    engine_restarts: int | None = None
+    router_restarts: int | None = None
+    engines: list[EngineFigures] = []
     paused: str | None = None
     tenants: list[Tenant] | None = None
     requests: list[Request] | None = None
@@ -112,7 +129,7 @@ def overview(now: Scrape, earlier: Scrape | None, state: str) -> Overview:
         running=number("num_requests_running"),
         waiting=number("num_requests_waiting"),
         waiting_by_reason=_reasons(now, "num_requests_waiting_by_reason"),
-        kv_use=now.values.get("kv_cache_usage_perc"),
+        kv_use=_kv_use(now.values),
         num_blocks=number("num_usable_blocks"),
         num_cached_blocks=number("num_cached_blocks"),
         block_size=int(block_size) if block_size.isdecimal() else None,
@@ -133,7 +150,39 @@ def overview(now: Scrape, earlier: Scrape | None, state: str) -> Overview:
         worker_restarts=number("num_worker_restarts_total"),
         scheduler_restarts=number("num_scheduler_restarts_total"),
         front_end_restarts=number("num_front_end_restarts_total"),
+        engine_restarts=number("num_engine_restarts_total"),
+        router_restarts=number("num_router_restarts_total"),
+        engines=_engines(now, before, window),
     )
+
+
+def _kv_use(values: dict[str, float]) -> float | None:
+    """Return the share of the KV blocks in use, of all engines together."""
+    usable, free = values.get("num_usable_blocks"), values.get("num_free_blocks")
+    if usable and free is not None:
+        return 1.0 - free / usable
+    return values.get("kv_cache_usage_perc")
+
+
+def _engines(now: Scrape, before: Scrape, window: float | None) -> list[EngineFigures]:
+    """Return the figures of each engine; none for one engine alone, whose metrics have no label of an engine."""
+    found = []
+    for engine, values in sorted(now.by_engine.items(), key=lambda item: (len(item[0]), item[0])):
+        if "num_requests_running" not in values:
+            continue
+        name = "generation_tokens_total"
+        grown = growth(values.get(name, 0.0), before.by_engine.get(engine, {}).get(name, 0.0))
+        found.append(
+            EngineFigures(
+                engine,
+                int(values["num_requests_running"]),
+                int(values.get("num_requests_waiting", 0)),
+                _kv_use(values),
+                grown / window if window else None,
+                int(values.get("router_choices_total", 0)),
+            )
+        )
+    return found
 
 
 def _model(scrape: Scrape) -> str:

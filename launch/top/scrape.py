@@ -18,6 +18,7 @@ class Scrape:
         time: seconds on the reader's clock.
         values: value by name without its prefix, summed over all labels. Buckets of histograms are not included.
         by_reason: values of the label ``reason`` by name.
+        by_engine: values by name of each engine of a server with several, by its number; summed over other labels.
         buckets: cumulative counts by upper bound, by the histogram's name.
         labels: of the last sample of each name.
     """
@@ -25,6 +26,7 @@ class Scrape:
     time: float
     values: dict[str, float] = field(default_factory=dict)
     by_reason: dict[str, dict[str, float]] = field(default_factory=dict)
+    by_engine: dict[str, dict[str, float]] = field(default_factory=dict)
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -51,6 +53,9 @@ class Scrape:
             return
         self.values[name] = self.values.get(name, 0.0) + value
         self.labels[name] = labels
+        if "engine" in labels:
+            of_engine = self.by_engine.setdefault(labels["engine"], {})
+            of_engine[name] = of_engine.get(name, 0.0) + value
         if "reason" in labels:
             reasons = self.by_reason.setdefault(name, {})
             reasons[labels["reason"]] = reasons.get(labels["reason"], 0.0) + value
@@ -60,7 +65,7 @@ class Scrape:
         now = self.values.get(name)
         if now is None:
             return None
-        return _growth(now, earlier.values.get(name, 0.0))
+        return growth(now, earlier.values.get(name, 0.0))
 
     def distribution(self, earlier: "Scrape", name: str) -> "Distribution | None":
         """Return the values that a histogram counted since the earlier scrape; None if it counted none."""
@@ -68,7 +73,7 @@ class Scrape:
         if not count or total is None:
             return None
         before, now = earlier.buckets.get(name, {}), self.buckets.get(name, {})
-        counts = [(bound, _growth(now[bound], before.get(bound, 0.0))) for bound in sorted(now)]
+        counts = [(bound, growth(now[bound], before.get(bound, 0.0))) for bound in sorted(now)]
         return Distribution(count, total / count, counts)
 
 
@@ -93,7 +98,8 @@ class Distribution:
         return low + (high - low) * (wanted - below) / (up_to - below)
 
 
-def _growth(now: float, before: float) -> float:
+def growth(now: float, before: float) -> float:
+    """Return how much a counter grew. One that fell began at 0 in between."""
     return now - before if now >= before else now
 
 

@@ -28,7 +28,11 @@ def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
             "restarts",
             f"workers {_count(shown.worker_restarts)}   scheduler {_count(shown.scheduler_restarts)}   "
             f"front ends {_count(shown.front_end_restarts)}",
+            f"   engines {_count(shown.engine_restarts)}   router {_count(shown.router_restarts)}"
+            if shown.engines
+            else "",
         ),
+        *_engines(shown),
     ]
     if shown.running is None:
         lines += ["", "the scheduler did not answer this scrape: its figures are missing"]
@@ -91,6 +95,17 @@ def _step_row(label: str, part: StepPart | None) -> str:
     if part is not None:
         cells = (_ms(part.mean), _ms(part.p50), _ms(part.p99), f"{part.share:.0%}")
     return _columns(f"  {label}", *cells)
+
+
+def _engines(shown: Overview) -> list[str]:
+    """Return a line for each engine of several."""
+    if not shown.engines:
+        return []
+    lines = ["", _columns("engines", "running", "waiting", "KV use", "tokens/s", "routed")]
+    for each in shown.engines:
+        cells = (_count(each.running), _count(each.waiting), _share(each.kv_use), _number(each.generation_tokens_per_s))
+        lines.append(_columns(f"  {each.engine}", *cells, _count(each.routed)))
+    return lines
 
 
 def _tenants(shown: Overview) -> list[str]:

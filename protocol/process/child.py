@@ -29,6 +29,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError, shortage
+from quire.protocol.nodes import WorkerLink
 from quire.protocol.process.log import start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
@@ -74,10 +75,12 @@ class Command(msgspec.Struct, omit_defaults=True):
     Attributes:
         kind: join (a worker: join the group of ``worker_epoch`` as ``rank``); worker_epoch (the scheduler: the group
             before ``worker_epoch`` ended for the reason ``text``, expect the new one); front_end_exited (the
-            scheduler: process ``pid`` ended); scheduler (a front end: connect to scheduler ``incarnation``); drain (a
-            front end: accept no more requests, exit when none runs); engine_failed (a front end: end every answer
-            with an error, then exit); stop (exit now); engines (a front end or the router of a server with several
-            engines: they now are ``engines``); router (a front end: connect to router ``incarnation``).
+            scheduler, an engine for its scheduler, or the router: process ``pid`` ended); scheduler (a front end:
+            connect to scheduler ``incarnation``); drain (a front end: accept no more requests, exit when none runs);
+            engine_failed (a front end: end every answer with an error, then exit); stop (exit now); engines (a front
+            end or the router of a server with several engines: they now are ``engines``); router (a front end: connect
+            to router ``incarnation``).
+        link: with join, for a worker on a node: how it reaches the scheduler.
     """
 
     kind: Literal[
@@ -89,6 +92,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     pid: int = 0
     text: str = ""
     engines: list[EnginePlace] = []
+    link: WorkerLink | None = None
 
 
 class Child:

@@ -10,11 +10,13 @@ PIDS_FILE = "pids"
 
 
 class Restarts(msgspec.Struct):
-    """Number of restarts. A worker group counts once for all its ranks."""
+    """Number of restarts. A worker group counts once for all its ranks, an engine once for all its processes."""
 
     scheduler: int = 0
     worker: int = 0
     frontend: int = 0
+    engine: int = 0
+    router: int = 0
 
 
 def write_restarts(directory: Path, restarts: Restarts) -> None:

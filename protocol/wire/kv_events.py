@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.wire.curve_keys import FLAG, load_curve_keys
+from quire.protocol.wire.curve_keys import KV_EVENTS_FLAG, load_curve_keys
 
 TOPIC = b"kv"
 """First frame of every published batch, and of a stored batch in a replay answer."""
@@ -87,8 +87,11 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     incarnation: int = 0
 
 
-def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") -> None:
+def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "", *, is_open: bool = False) -> None:
     """Reject endpoints that other users' processes could read, except holders of the keys in ``curve_dir``.
+
+    Args:
+        is_open: whether the user allows ``tcp://`` endpoints that any process can read.
 
     Raises:
         ConfigError: an endpoint is neither ``ipc://`` in a private directory nor ``tcp://`` at one address of this
@@ -106,11 +109,17 @@ def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "") ->
             raise ConfigError(
                 f"{flag} must be ipc:///directory/name or tcp://ADDRESS:port with a numeric address (got {given})"
             )
-        elif given and not curve_dir:
-            raise ConfigError(f"{flag} {given}: TCP needs CURVE keys, or any process could read it: set {FLAG}")
+        elif given and not curve_dir and not is_open:
+            raise ConfigError(
+                f"{flag} {given}: TCP needs CURVE keys, or any process could read it: set {KV_EVENTS_FLAG}"
+            )
+    if is_open and (curve_dir or not is_tcp(endpoint)):
+        raise ConfigError("--kv-events-without-keys needs a tcp:// endpoint and no --kv-events-curve-dir")
     if curve_dir:
         if not is_tcp(endpoint) and not is_tcp(replay_endpoint):
-            raise ConfigError(f"{FLAG} needs a tcp:// endpoint: remove it, or set --kv-events-endpoint tcp://...")
+            raise ConfigError(
+                f"{KV_EVENTS_FLAG} needs a tcp:// endpoint: remove it, or set --kv-events-endpoint tcp://..."
+            )
         load_curve_keys(Path(curve_dir))
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +76,32 @@ def _configure(socket: "zmq.Socket[Any] | zmq.asyncio.Socket") -> None:
 class ZmqChannel:
     """One end of a PAIR or a DEALER: one peer, synchronous."""
 
-    def __init__(self, context: "zmq.Context[Any]", kind: int, address: str, link: Link, *, bind: bool) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        kind: int,
+        address: str,
+        link: Link,
+        *,
+        bind: bool,
+        secure: Callable[["zmq.Socket[Any]"], None] | None = None,
+    ) -> None:
+        """``secure``: sets the keys of the socket, for an address that other machines can reach.
+
+        Raises:
+            EngineError: the address cannot be bound.
+        """
         self.socket: zmq.Socket[Any] = context.socket(kind)
+        self._limit: ConnectionLimit | None = None
         _configure(self.socket)
-        (self.socket.bind if bind else self.socket.connect)(address)
+        if secure is not None:
+            secure(self.socket)
+            self._limit = ConnectionLimit(self.socket, address) if bind else None
+        try:
+            (self.socket.bind if bind else self.socket.connect)(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EngineError(f"cannot use the address {address}: {zmq.strerror(error.errno or 0)}") from None
         self.link = link
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
@@ -106,6 +128,8 @@ class ZmqChannel:
         return self.link.incoming(frames)
 
     def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
         self.socket.close()
 
 
@@ -135,13 +159,18 @@ class PeerMessage(NamedTuple):
 
 
 class ZmqHub:
-    """A bound ROUTER: many front ends, each with its own numbering."""
+    """A bound ROUTER: many peers, each with its own numbering."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, receives: Any) -> None:
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(address)
+        self._limit = ConnectionLimit(self.socket, address) if address.startswith("tcp://") else None
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self.refused: Counter[str] = Counter()
         self._receives = receives
         self._links: dict[bytes, Link] = {}
@@ -178,13 +207,19 @@ class ZmqHub:
         self._links.pop(peer, None)
 
     def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
         self.socket.close()
 
 
 class ReplayRouter:
     """A bound ROUTER for untrusted peers, which send one number per message. Stateless; never blocks."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, max_message_bytes: int, envelope: tuple[bytes, ...] = ()
+    ) -> None:
+        """``envelope``: frames before the number, and before the frames of each answer."""
+        self._envelope = envelope
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
@@ -204,14 +239,14 @@ class ReplayRouter:
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None  # the usual case, for which an exception would be slow
         peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        if len(frames) != 1 or len(frames[0]) != 8:
+        if not frames or (*frames[:-1],) != self._envelope or len(frames[-1]) != 8:
             return None
-        return peer, int.from_bytes(frames[0], "big")
+        return peer, int.from_bytes(frames[-1], "big")
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
         """Send without waiting; return False if the peer disconnected or does not read."""
         try:
-            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, *self._envelope, *frames], zmq.NOBLOCK)
         except zmq.ZMQError:  # includes zmq.Again
             return False
         return True

@@ -76,20 +76,15 @@ def _cheapest(question: Question, options: list[Option]) -> Choice:
 
     Ties: the engine that had the job's last request, then the fewest requests, then the longest time since a choice.
     """
-    best, least = options[0], (float("inf"), False, 0, 0)
-    num_least = 0
-    for option in options:
-        load = option.load
-        found = (
-            _score(question, option),
-            option.engine != question.last_engine,
-            load.num_requests,
-            load.last_chosen,
-        )
-        num_least = num_least + 1 if found[0] == least[0] else (1 if found[0] < least[0] else num_least)
-        if found < least:
-            best, least = option, found
-    return Choice(best, _reason(question, best, options, num_least))
+    scores = [_score(question, option) for option in options]
+    least = min(scores)
+    tied = [option for option, score in zip(options, scores, strict=True) if score == least]
+    best = tied[0] if len(tied) == 1 else min(tied, key=lambda option: _tie_order(question, option))
+    return Choice(best, _reason(question, best, options, was_tied=len(tied) > 1))
+
+
+def _tie_order(question: Question, option: Option) -> tuple[bool, int, int]:
+    return option.engine != question.last_engine, option.load.num_requests, option.load.last_chosen
 
 
 def _score(question: Question, option: Option) -> float:
@@ -102,14 +97,14 @@ def _score(question: Question, option: Option) -> float:
     return seconds + (ADAPTER_SECONDS if question.adapter and not load.has_adapter(question.adapter) else 0.0)
 
 
-def _reason(question: Question, best: Option, options: Iterable[Option], num_least: int) -> str:
+def _reason(question: Question, best: Option, options: Iterable[Option], *, was_tied: bool) -> str:
     others = [option for option in options if option is not best]
-    if best.num_cached > max(option.num_cached for option in others):
+    if best.num_cached > max([option.num_cached for option in others]):
         return "cached"
     adapter = question.adapter
     if adapter and best.load.has_adapter(adapter) and not all(option.load.has_adapter(adapter) for option in others):
         return "adapter"
-    return "session" if num_least > 1 and best.engine == question.last_engine else "load"
+    return "session" if was_tied and best.engine == question.last_engine else "load"
 
 
 def complete_measures(loads: Mapping[int, EngineLoad], measured: Mapping[int, float], default: float) -> None:

@@ -28,7 +28,7 @@ class CacheForgotten(Message, frozen=True, tag=66):
 
 
 class EngineMeasured(Message, frozen=True, tag=67):
-    """What is known of an engine's size and speed.
+    """The size and the speed of an engine, as measured.
 
     Attributes:
         seconds_per_token: what a token of a prompt takes; 0 while it is not known.

@@ -4,6 +4,7 @@ Cuckoo hashing with three places per key (Fotakis and others, "Space efficient h
 access time", 2003): a look-up reads at most three places, however full the table is, and a removal leaves no mark.
 """
 
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ LEAST_LOAD = 0.28
 SPAN = 1.6
 """Most load by least load."""
 MIN_CAPACITY = 1024
+FEW = 256
+"""Changes that are made one by one: an operation on arrays takes as long as some hundred of them."""
 MAX_KICKS = 200
 """Rounds of moving keys after which the table grows instead. At loads below 0.9 a few are enough."""
 _EMPTY = np.uint64(0)
@@ -27,6 +30,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 _SHIFTS = (np.uint64(32), np.uint64(0), np.uint64(16))
 """Which 32 bits of a mixed key give its three places."""
 _HALF = np.uint64(32)
+_ALL = 0xFFFFFFFFFFFFFFFF
 _FACTOR = 0x9E3779B97F4A7C15
 _FACTOR_64 = np.uint64(_FACTOR)
 """Multiplying by it mixes keys (Knuth, volume 3, section 6.4), which need not be as random as hashes are."""
@@ -46,7 +50,7 @@ class KeyTable:
 
     def _allocate(self, capacity: int, dtype: "np.dtype[Any]", num_columns: int) -> None:
         self.dtype, self.num_columns = dtype, num_columns
-        self._capacity = np.uint64(capacity)
+        self._size, self._capacity = capacity, np.uint64(capacity)
         self._keys: Keys = np.zeros(capacity, np.uint64)
         self._masks: Columns = [np.zeros(capacity, dtype) for _ in range(num_columns)]
         self._key_view = self._keys.data  # single elements are read four times as fast as from an array
@@ -85,8 +89,8 @@ class KeyTable:
     def mask(self, key: int) -> int:
         """Return the bits of a key in any column; 0 for an unknown key."""
         key = key or 1
-        size, keys = len(self._key_view), self._key_view
-        mixed = key * _FACTOR & 0xFFFFFFFFFFFFFFFF
+        size, keys = self._size, self._key_view
+        mixed = key * _FACTOR & _ALL  # as in _find_place, because a call takes as long as a quarter of this
         high = mixed >> 32
         place = high * size >> 32
         if keys[place] != key:
@@ -96,12 +100,28 @@ class KeyTable:
                 place = (mixed >> 16 & 0xFFFFFFFF) * size >> 32
                 if keys[place] != key:
                     return 0
-        if len(self._mask_views) == 1:
-            return int(self._mask_views[0][place])
         found = 0
         for masks in self._mask_views:
             found |= masks[place]
         return found
+
+    def _find_place(self, key: int) -> int:
+        """Return the place of a key, or -1."""
+        for place in self._places_of(key):
+            if self._key_view[place] == key:
+                return place
+        return -1
+
+    def _places_of(self, key: int) -> tuple[int, int, int]:
+        """Return all places of a key, as ``_place`` does."""
+        mixed = key * _FACTOR & _ALL
+        mixed ^= mixed >> 32
+        size = self._size
+        return (
+            (mixed >> 32) * size >> 32,
+            (mixed & 0xFFFFFFFF) * size >> 32,
+            (mixed >> 16 & 0xFFFFFFFF) * size >> 32,
+        )
 
     def find(self, keys: Keys) -> Columns:
         """Return the masks of keys by column (``[len(keys)]`` each); 0 for an unknown key."""
@@ -118,6 +138,10 @@ class KeyTable:
 
     def set_bits(self, column: int, bit: int, keys: Keys, values: npt.NDArray[np.bool_]) -> int:
         """Set or clear a bit of each key; of equal keys, the last counts. Return how many more keys have it then."""
+        if len(keys) <= FEW:
+            added = sum(map(self._set_bit, repeat(column), repeat(1 << bit), keys.tolist(), values.tolist()))
+            self._fit()
+            return added
         keys = _nonzero(keys)
         places = self._find_places(keys)
         is_new = (places < 0) & values
@@ -134,6 +158,25 @@ class KeyTable:
         self._drop_unused(touched)
         self._fit()
         return after - before
+
+    def _set_bit(self, column: int, mask: int, key: int, value: bool) -> int:
+        """Set or clear a bit of one key. Return how many more keys have it then: 1, 0 or -1."""
+        key = key or 1
+        place = self._find_place(key)
+        if place < 0:
+            if not value:
+                return 0
+            self._insert_one(key)
+            place = self._find_place(key)
+        masks = self._mask_views[column]
+        before = masks[place]
+        if bool(before & mask) == value:
+            return 0
+        masks[place] = before ^ mask
+        if not value and not any(view[place] for view in self._mask_views):
+            self._key_view[place] = 0
+            self.num_keys -= 1
+        return 1 if value else -1
 
     def clear_bit(self, column: int, bit: int) -> None:
         """Clear a bit of all keys. O(size)."""
@@ -161,26 +204,35 @@ class KeyTable:
 
     def _insert(self, keys: Keys) -> None:
         """Insert keys, all different and unknown, without any bit."""
-        if self.num_keys + len(keys) > self.most_load * len(self._keys):
+        if self.num_keys + len(keys) > self.most_load * self._size:
             self._rebuild(self._capacity_for(self.num_keys + len(keys)), self.dtype, self.num_columns)
         self.num_keys += len(keys)
         rows: Columns = [np.zeros(len(keys), self.dtype) for _ in self._masks]
         left = self._place_all(keys, rows)
         while left is not None:
-            self._rebuild(len(self._keys) * 5 // 4, self.dtype, self.num_columns)
+            self._rebuild(self._size * 5 // 4, self.dtype, self.num_columns)
             left = self._place_all(*left)
+
+    def _insert_one(self, key: int) -> None:
+        if self.num_keys + 1 > self.most_load * self._size:
+            self._rebuild(self._capacity_for(self.num_keys + 1), self.dtype, self.num_columns)
+        self.num_keys += 1
+        left = self._place_one(key, [0] * self.num_columns)
+        while left is not None:
+            self._rebuild(self._size * 5 // 4, self.dtype, self.num_columns)
+            left = self._place_one(*left)
 
     def _place_all(self, keys: Keys, rows: Columns) -> tuple[Keys, Columns] | None:
         """Write keys with their masks to free places, moving others. Return those for which that did not succeed."""
         for kick in range(MAX_KICKS):
+            if len(keys) <= FEW:
+                break
             for which in range(3):
                 places = self._place(keys, which)
                 free = np.flatnonzero(self._keys.take(places) == _EMPTY)
                 self._keys[places[free]] = keys[free]
                 free = free[self._keys.take(places[free]) == keys[free]]  # of several keys for a place, one is written
                 keys, rows = self._write(places, free, keys, rows)
-                if not len(keys):
-                    return None
             turn = (keys >> np.uint64(kick * 5 % 61)) % np.uint64(3)  # a fixed order would move keys in circles
             places = np.choose(turn.view(np.int64), [self._place(keys, which) for which in range(3)])
             others = self._keys.take(places)
@@ -190,7 +242,32 @@ class KeyTable:
             keys, rows = self._write(places, won, keys, rows)
             keys = np.concatenate((keys, moved[0]))
             rows = [np.concatenate(both) for both in zip(rows, moved[1], strict=True)]
-        return keys, rows
+        left = [
+            self._place_one(key, list(row))
+            for key, *row in zip(keys.tolist(), *(r.tolist() for r in rows), strict=True)
+        ]
+        lost = [each for each in left if each is not None]
+        if not lost:
+            return None
+        lost_rows = zip(*(row for _, row in lost), strict=True)
+        return np.array([key for key, _ in lost], np.uint64), [np.array(row, self.dtype) for row in lost_rows]
+
+    def _place_one(self, key: int, row: list[int]) -> tuple[int, list[int]] | None:
+        """Write a key with its masks to a free place, moving others. Return one that has no place, with its masks."""
+        keys, views = self._key_view, self._mask_views
+        for kick in range(MAX_KICKS):
+            places = self._places_of(key)
+            place = next((place for place in places if not keys[place]), -1)
+            if place >= 0:
+                keys[place] = key
+                for view, masks in zip(views, row, strict=True):
+                    view[place] = masks
+                return None
+            place = places[(key >> kick * 5 % 61) % 3]
+            key, keys[place] = keys[place], key
+            for column, view in enumerate(views):
+                row[column], view[place] = view[place], row[column]
+        return key, row
 
     def _write(self, places: Places, written: Places, keys: Keys, rows: Columns) -> tuple[Keys, Columns]:
         """Write the masks of the keys with the indices ``written``, and return the other keys with their masks."""
@@ -235,7 +312,7 @@ class KeyTable:
         for masks in self._masks:
             has_bit |= masks != 0
         assert (has_bit == (self._keys != _EMPTY)).all(), "bits without a key, or a key without bits"
-        assert self.num_keys <= self.most_load * len(self._keys)
+        assert self.num_keys <= self.most_load * self._size
         assert len(self._keys) == MIN_CAPACITY or self.num_bytes <= 64 * self.num_keys
 
 

@@ -1,14 +1,11 @@
 """The requests of each engine, as the router knows them: how much is computed before another one begins."""
 
 from collections import OrderedDict
-from itertools import islice
 
 from quire.protocol.routing import KEY_BYTES
 
 DEFAULT_SECONDS_PER_TOKEN = 1e-4
 """Until an engine has been measured. Only differences between engines, and the ratio to constant times, matter."""
-MAX_COMPARED = 16
-"""The newest requests of an engine, not started yet, with which a prompt is compared."""
 
 Ticket = tuple[int, int]
 """(client, ticket of the client)."""
@@ -19,14 +16,16 @@ class Placement:
 
     Attributes:
         num_uncached: tokens that were not cached there when it was routed.
+        first_key: key of the first block of them, or empty.
         has_started: whether its prompt is computed.
     """
 
-    __slots__ = ("engine", "has_started", "num_uncached")
+    __slots__ = ("engine", "first_key", "has_started", "num_uncached")
 
-    def __init__(self, engine: int, num_uncached: int, *, has_started: bool) -> None:
+    def __init__(self, engine: int, num_uncached: int, first_key: bytes = b"", *, has_started: bool = False) -> None:
         self.engine = engine
         self.num_uncached = num_uncached
+        self.first_key = first_key
         self.has_started = has_started
 
 
@@ -59,7 +58,8 @@ class EngineLoad:
         self.seconds_per_token = DEFAULT_SECONDS_PER_TOKEN
         self.last_chosen = 0
         self.keys_per_block = 1
-        self._expected: dict[Ticket, bytes] = {}
+        self._expected: dict[bytes, tuple[Ticket, bytes]] = {}
+        """Prompts that are being computed, by their first key that was not cached: the newest of equal ones."""
         self._adapters: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -73,8 +73,8 @@ class EngineLoad:
             return
         self.num_waiting += 1
         self.queue_tokens += placement.num_uncached
-        if keys:
-            self._expected[ticket] = keys
+        if placement.first_key:
+            self._expected[placement.first_key] = ticket, keys
 
     def start(self, ticket: Ticket, placement: Placement) -> None:
         if not placement.has_started:
@@ -88,7 +88,9 @@ class EngineLoad:
             return
         self.num_waiting -= 1
         self.queue_tokens -= placement.num_uncached
-        self._expected.pop(ticket, None)
+        expected = self._expected.get(placement.first_key)
+        if expected is not None and expected[0] == ticket:
+            del self._expected[placement.first_key]
 
     def num_expected(self, keys: bytes, num_cached: int) -> int:
         """Return how many blocks of a prompt will be cached soon, because requests that compute them are routed here.
@@ -97,14 +99,9 @@ class EngineLoad:
             keys: the prompt's block keys.
             num_cached: blocks of it that are cached.
         """
-        longest, at = num_cached, num_cached * KEY_BYTES
-        wanted = keys[at : at + KEY_BYTES]
-        if not wanted:
-            return longest
-        for other in islice(reversed(self._expected.values()), MAX_COMPARED):
-            if other.startswith(wanted, at):
-                longest = max(longest, num_common(keys, other, num_cached + 1))
-        return longest
+        at = num_cached * KEY_BYTES
+        expected = self._expected.get(keys[at : at + KEY_BYTES])
+        return num_cached if expected is None else num_common(keys, expected[1], num_cached + 1)
 
     def has_adapter(self, adapter: bytes) -> bool:
         return adapter in self._adapters

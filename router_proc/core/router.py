@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from typing import assert_never
 
 from quire.protocol.process.router_figures import RouterFigures
-from quire.protocol.routing import EnginePlace, RoutingConfig
+from quire.protocol.routing import KEY_BYTES, EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
 from quire.router_proc.core.choice import Option, Question, choose, complete_measures
@@ -92,7 +92,9 @@ class Router:
         question = Question(route.num_tokens, route.adapter, self._jobs.get(job, -1) if route.job_id else -1)
         option, reason = choose(self.config.policy, question, options)
         num_cached = min(option.num_cached, route.num_tokens)
-        self._add(ticket, Placement(option.engine, route.num_tokens - num_cached, has_started=False), job, route.keys)
+        at = option.hit.num_blocks * option.load.keys_per_block * KEY_BYTES
+        placement = Placement(option.engine, route.num_tokens - num_cached, route.keys[at : at + KEY_BYTES])
+        self._add(ticket, placement, job, route.keys)
         if route.adapter:
             option.load.use_adapter(route.adapter, self.config.max_loras)
         self._choices[option.engine, reason] += 1

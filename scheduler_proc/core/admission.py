@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.protocol.block_hash import BlockHasher
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
@@ -15,7 +16,6 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
 from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES
 from quire.scheduler_proc.adapters.adapters import Adapters
-from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.programs.programs import JobEnded, Programs
 from quire.scheduler_proc.requests.repetition import RepetitionWatch

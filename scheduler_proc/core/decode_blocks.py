@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from itertools import chain
 
+from quire.protocol.block_hash import group_suffix
 from quire.scheduler_proc.core.step import NewBlocks
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_suffix
+from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 from quire.scheduler_proc.requests.request import Request
@@ -133,6 +134,8 @@ class SteadyBlockAllocator:
             for request in requests:
                 self._kv.cache_blocks(request, min(request.num_computed_tokens + 1, request.num_tokens))
             return
+        if self._pool.events is not None and self._pool.events.describes:
+            self._describe(requests, self._pool.events)
         num_cached, several = self._num_cached[0], len(self._suffixes) > 1
         filled: list[tuple[Request, int]] = []
         blocks: list[KVCacheBlock] = []
@@ -156,6 +159,13 @@ class SteadyBlockAllocator:
             kept = [at for at, block in enumerate(blocks) if not block.is_null]
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
         self._pool.cache_full_blocks(blocks, keys)
+
+    def _describe(self, requests: Sequence[Request], events: KVEventRecorder) -> None:
+        for request in requests:
+            first = self._num_cached[0].get(request.handle, 0)
+            end = min(len(request.tables[0]), len(request.block_hashes))
+            for group in range(len(self._suffixes)):
+                events.describe(request, group, first, end)
 
     def check(self) -> None:
         """Raise AssertionError unless the groups agree on the entries of each request, as the class relies on."""

@@ -285,7 +285,7 @@ class Transfers:
                 if not load.is_void and load.pages[at][1].block_hash == load.keys[at]:
                     tier.pages.invalidate(load.keys[at])
         good = [] if load.is_void else [at for at in range(len(load.pages)) if at not in failed]
-        kv.pool.cache_full_blocks([load.blocks[at] for at in good], [load.keys[at] for at in good])
+        kv.cache_loaded(request, [load.blocks[at] for at in good], [load.keys[at] for at in good])
         if request is not None and good:
             kv.holds.keep_for(load.hold, request.handle)
             self._end_wait(request)

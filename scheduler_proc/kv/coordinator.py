@@ -9,6 +9,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.events import FilledRequest
 from quire.scheduler_proc.kv.single_type import Contents, FullAttentionManager, SingleTypeKVCacheManager, num_free
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 
@@ -89,10 +90,10 @@ class KVCacheCoordinator(ABC):
         pairs = zip(self.managers, missing, strict=True)
         return [manager.append(handle, list(islice(new, count))) for manager, count in pairs]
 
-    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(self, request: FilledRequest, num_tokens: int) -> None:
         """Cache the first ``num_tokens`` positions, as far as each group's blocks are full."""
         for manager in self.managers:
-            manager.cache_blocks(handle, block_hashes, num_tokens)
+            manager.cache_blocks(request, num_tokens)
 
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         for manager in self.managers:
@@ -131,7 +132,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     ) -> tuple[GroupBlocks, int]:
         return self.no_blocks, 0
 
-    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(self, request: FilledRequest, num_tokens: int) -> None:
         """Cache nothing."""
 
 

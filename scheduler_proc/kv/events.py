@@ -1,9 +1,36 @@
-"""Records the changes of the prefix cache as events, in order."""
+"""Records the changes of the prefix cache as events, in order; for routers that know tokens and not Quire's hashes also
+what the stored blocks hold.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
+from quire.protocol.block_hash import group_suffix
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+
+
+class Span(NamedTuple):
+    """Tokens of a request, and what its block hashes cover besides tokens.
+
+    Attributes:
+        adapter: number and name of its LoRA adapter, or None.
+        salts: its cache salt and tenant, as far as contents are not shared without them.
+    """
+
+    token_ids: list[int]
+    adapter: tuple[int, str] | None = None
+    salts: tuple[str, ...] = ()
+
+
+class FilledRequest(Protocol):
+    """The view of a request whose blocks are full."""
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    def span(self, start: int, end: int) -> Span: ...
 
 
 class KVEventRecorder:
@@ -11,7 +38,11 @@ class KVEventRecorder:
 
     Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has, by medium, the
     keys of each pool's map. A pool therefore reports a key only with its first and its last block.
+
+    ``describes``: whether it needs ``describe`` before ``stored``, as ``DescribingRecorder`` does.
     """
+
+    describes: ClassVar[bool] = False
 
     def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
         """``hash_bytes``: length of a hash; the rest of a key is the group (``block_hash.group_key``)."""
@@ -22,6 +53,12 @@ class KVEventRecorder:
         """Keys of the current run, split into groups only at its end: a step stores thousands one by one."""
         self._run_is = (True, "device")
         """Whether the run's keys were stored, and in which medium."""
+
+    def describe(self, request: FilledRequest, group: int, first: int, end: int) -> None:
+        """Take note of the tokens of a request's blocks ``[first, end)`` in a group, which may be stored next."""
+
+    def describe_keys(self, request: FilledRequest, keys: Sequence[bytes]) -> None:
+        """As ``describe``, for some of its blocks."""
 
     def stored(self, keys: Iterable[bytes], medium: str) -> None:
         """Record keys that had no block until now."""
@@ -67,3 +104,51 @@ class KVEventRecorder:
             group = int.from_bytes(key[self._hash_bytes :], "little")
             found.setdefault(group, []).append(key[: self._hash_bytes])
         return found.items()
+
+
+class Origin(NamedTuple):
+    """The content of a block.
+
+    Attributes:
+        parent: hash of the block before it in its group; None for the first one.
+        salts: of the first block only, as in ``Span``.
+    """
+
+    parent: bytes | None
+    token_ids: list[int]
+    adapter: tuple[int, str] | None
+    salts: tuple[str, ...]
+
+
+class DescribingRecorder(KVEventRecorder):
+    """A recorder that also has the ``origins`` of the keys stored since ``forget``, as far as they are known."""
+
+    describes: ClassVar[bool] = True
+
+    def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
+        super().__init__(layout, hash_bytes)
+        self.layout = layout
+        self.origins: dict[tuple[bytes, int], Origin] = {}
+        """By hash and group."""
+
+    def describe(self, request: FilledRequest, group: int, first: int, end: int) -> None:
+        size, hashes = self.layout.groups[group].block_size, request.block_hashes
+        granules = size // self.layout.block_size
+        token_ids, adapter, salts = request.span(first * size, end * size)
+        for index in range(first, end):
+            start = (index - first) * size
+            parent = hashes[index * granules - 1] if index else None
+            origin = Origin(parent, token_ids[start : start + size], adapter, () if index else salts)
+            self.origins[hashes[(index + 1) * granules - 1], group] = origin
+
+    def describe_keys(self, request: FilledRequest, keys: Sequence[bytes]) -> None:
+        wanted, hashes, smallest = set(keys), request.block_hashes, self.layout.block_size
+        for group, each in enumerate(self.layout.groups):
+            granules, suffix = each.block_size // smallest, group_suffix(group)
+            for index in range(len(hashes) // granules):
+                if hashes[(index + 1) * granules - 1] + suffix in wanted:
+                    self.describe(request, group, index, index + 1)
+
+    def forget(self) -> None:
+        """Forget the origins, which have been published."""
+        self.origins = {}

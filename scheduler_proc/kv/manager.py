@@ -12,6 +12,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
+from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
@@ -32,6 +33,7 @@ class CacheRequest(Protocol):
             ``num_computed_tokens``, and 0 after a preemption.
         skip_reading_prefix_cache: whether all positions must be computed.
         tenant: tenant number; 0 when unknown.
+        span: returns its known tokens from index ``start`` up to ``end``; called only when events have them.
     """
 
     @property
@@ -48,6 +50,7 @@ class CacheRequest(Protocol):
     def skip_reading_prefix_cache(self) -> bool: ...
     @property
     def tenant(self) -> int: ...
+    def span(self, start: int, end: int) -> Span: ...
 
 
 class KVCacheManager:
@@ -212,7 +215,13 @@ class KVCacheManager:
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Cache the blocks that the first ``num_tokens`` positions fill: known tokens whose write is in a sent step."""
-        self.coordinator.cache_blocks(request.handle, request.block_hashes, num_tokens)
+        self.coordinator.cache_blocks(request, num_tokens)
+
+    def cache_loaded(self, request: CacheRequest | None, blocks: Sequence[KVCacheBlock], keys: Sequence[bytes]) -> None:
+        """Make blocks findable that were loaded from a tier. ``request``: the one that waits for them, or None."""
+        if request is not None and self.pool.events is not None and self.pool.events.describes:
+            self.pool.events.describe_keys(request, keys)
+        self.pool.cache_full_blocks(blocks, keys)
 
     def invalidate(self, request: CacheRequest, num_kept_tokens: int) -> None:
         """Invalidate the contents that this request wrote after its first ``num_kept_tokens`` positions.

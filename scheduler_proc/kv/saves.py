@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.protocol.block_hash import split_keys
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks, MoveKind
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import split_keys
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.manager import KVCacheManager

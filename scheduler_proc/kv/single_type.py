@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.events import FilledRequest
 
 
 class Contents(Protocol):
@@ -89,8 +90,9 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks.setdefault(handle, []).extend(blocks)
         return blocks
 
-    def cache_blocks(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(self, request: FilledRequest, num_tokens: int) -> None:
         """Make the blocks findable that ``num_tokens`` known and written positions fill."""
+        handle, block_hashes = request.handle, request.block_hashes
         cached = self.num_cached_block.get(handle, 0)
         full = min(num_tokens // self.block_size, len(block_hashes) // self.granules)
         if full <= cached:
@@ -100,6 +102,8 @@ class SingleTypeKVCacheManager(ABC):
         if self.pool.null_block in filled:
             kept = [(block, key) for block, key in zip(filled, keys, strict=True) if not block.is_null]
             filled, keys = [block for block, _ in kept], [key for _, key in kept]
+        if self.pool.events is not None and self.pool.events.describes:
+            self.pool.events.describe(request, self.group_id, cached, full)
         self.pool.cache_full_blocks(filled, keys)
         self.num_cached_block[handle] = full
 

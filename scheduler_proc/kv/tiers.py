@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.wire.transfer_messages import DiskContents
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import FairPages

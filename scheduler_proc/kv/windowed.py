@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.single_type import Contents, SingleTypeKVCacheManager
 

@@ -1,20 +1,16 @@
 """Publishes KV cache events: a PUB socket, and a ROUTER socket that resends missed batches. See docs/kv_events.md."""
 
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
 import zmq
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.connection_limit import ConnectionLimit
 from quire.protocol.wire.curve_keys import CurveContext, load_curve_keys
-from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, KVEventBatch, check_endpoints, is_tcp
+from quire.protocol.wire.kv_events import END, GONE, MORE, TOPIC, check_endpoints, is_tcp
 from quire.protocol.wire.zmq_channel import SLOW_PEER_LINGER_MS, ReplayRouter
-from quire.scheduler_proc.kv.events import KVEventRecorder
 
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 64 * 2**20
@@ -33,49 +29,15 @@ NUMBER_BYTES = 64
 """The same for a replay endpoint without keys."""
 
 
-class KVEventFeeds:
-    """Records the changes of the prefix cache and publishes them at every endpoint. Never blocks.
-
-    Owns the publishers. A batch is encoded once, and the publishers keep the same bytes.
-    """
-
-    def __init__(self, publishers: Sequence["KVEventPublisher"], incarnation: int) -> None:
-        """``incarnation``: that of all ``publishers``."""
-        self._publishers = publishers
-        self._incarnation = incarnation
-        self._recorder: KVEventRecorder | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def record(self, layout: KVLayout, hash_bytes: int) -> KVEventRecorder:
-        """Return the recorder for a new pool, whose events are published."""
-        self._recorder = KVEventRecorder(layout, hash_bytes)
-        self._recorder.cleared()
-        return self._recorder
-
-    def publish(self, now: float) -> None:
-        """Publish the events since the last call, if any, as one batch."""
-        events = [] if self._recorder is None else self._recorder.take()
-        if not events:
-            return
-        payload = self._encoder.encode(KVEventBatch(now, events, self._incarnation))
-        for publisher in self._publishers:
-            publisher.publish(payload)
-
-    def answer(self) -> None:
-        """Answer one replay request at each endpoint, if any."""
-        for publisher in self._publishers:
-            publisher.answer()
-
-    def close(self) -> None:
-        for publisher in self._publishers:
-            publisher.close()
-
-
 class KVEventPublisher:
     """Numbers, publishes and keeps batches of events at one endpoint. Never blocks.
 
     Owns both sockets. Invariant: the kept batches are the newest, without gaps, up to ``next_sequence``.
+
+    ``envelope``: frames before the number in a replay request, and before the frames of each answer.
     """
+
+    envelope: ClassVar[tuple[bytes, ...]] = ()
 
     def __init__(
         self,
@@ -85,6 +47,8 @@ class KVEventPublisher:
         incarnation: int,
         *,
         curve_dir: str = "",
+        topic: bytes = TOPIC,
+        is_open: bool = False,
         kept_batches: int = KEPT_BATCHES,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
@@ -92,14 +56,15 @@ class KVEventPublisher:
         Args:
             incarnation: a number below 2**64 that no earlier publisher at this endpoint had.
             curve_dir: key files for ``tcp://`` endpoints: the engine's pair, and the public keys of allowed routers.
+            is_open: whether ``tcp://`` endpoints need no keys.
 
         Raises:
             ConfigError: an endpoint is not allowed or cannot be bound.
         """
-        check_endpoints(endpoint, replay_endpoint, curve_dir)
+        check_endpoints(endpoint, replay_endpoint, curve_dir, is_open=is_open)
         self._curve = CurveContext(load_curve_keys(Path(curve_dir))) if curve_dir else None
         self.next_sequence = 0
-        self._incarnation = incarnation
+        self._incarnation, self._topic = incarnation, topic
         self._kept: deque[bytes] = deque()
         self._bytes = 0
         self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
@@ -117,7 +82,8 @@ class KVEventPublisher:
             if replay_endpoint:
                 failed_endpoint = replay_endpoint
                 max_bytes = MAX_REQUEST_BYTES if is_tcp(replay_endpoint) else NUMBER_BYTES
-                self._replay = ReplayRouter(self._context_for(replay_endpoint, context), replay_endpoint, max_bytes)
+                replay_context = self._context_for(replay_endpoint, context)
+                self._replay = ReplayRouter(replay_context, replay_endpoint, max_bytes, self.envelope)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
@@ -125,7 +91,7 @@ class KVEventPublisher:
             ) from None
 
     def _context_for(self, endpoint: str, context: "zmq.Context[Any]") -> "zmq.Context[Any]":
-        """Return the context with keys for ``tcp://`` endpoints; check_endpoints has verified that keys exist."""
+        """Return the context with keys for ``tcp://`` endpoints, if there are any."""
         return self._curve.context if self._curve is not None and is_tcp(endpoint) else context
 
     @property
@@ -133,9 +99,19 @@ class KVEventPublisher:
         """The socket to poll: when it is readable, call ``answer``."""
         return None if self._replay is None else self._replay.socket
 
+    @property
+    def oldest_sequence(self) -> int:
+        """The number of the oldest batch that is kept; ``next_sequence`` if none is."""
+        return self.next_sequence - len(self._kept)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether ``answer`` has more to send."""
+        return False
+
     def publish(self, payload: bytes) -> None:
         """Publish and keep the next batch, encoded."""
-        self._pub.send_multipart([TOPIC, _eight_bytes(self.next_sequence), payload], zmq.NOBLOCK)
+        self._pub.send_multipart([self._topic, _eight_bytes(self.next_sequence), payload], zmq.NOBLOCK)
         self.next_sequence += 1
         self._kept.append(payload)
         self._bytes += len(payload)
@@ -149,7 +125,7 @@ class KVEventPublisher:
             return
         peer, start = request
         incarnation = _eight_bytes(self._incarnation)
-        oldest = self.next_sequence - len(self._kept)
+        oldest = self.oldest_sequence
         if start < oldest:
             self._replay.send(peer, [GONE, _eight_bytes(oldest), incarnation])
             start = oldest

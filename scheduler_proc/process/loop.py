@@ -51,8 +51,7 @@ class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the workers. Takes no scheduling decision itself.
 
     Owns the front ends, the worker group and the journal. The Scheduler is created when all ranks are ready for the
-    first time, because then the number of blocks is known, and outlives every worker group. Without a group, requests
-    wait.
+    first time, because then the number of blocks is known, and outlives worker groups. Without one, requests wait.
     """
 
     def __init__(
@@ -152,7 +151,8 @@ class SchedulerLoop:
         now = self._clock()
         if now >= self._throughput.due:
             self._throughput.report(self._scheduler, now)
-        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now)):
+        replays = None if self._kv_events is None else self._kv_events.remaining()
+        for remaining in (self._deadline.remaining(now), self._transfers.remaining(now), replays):
             if remaining is not None:
                 timeout_ms = max(0, min(timeout_ms, int(remaining * 1000) + 1))
         masks_due = self._grammars.deadline

@@ -2,31 +2,25 @@
 
 import fcntl
 import os
-import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.nodes import SchedulerLink, read_links
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
+from quire.protocol.wire.curve_keys import CurveEnd, PeerContext
 from quire.protocol.wire.front_end_messages import FrontEndToScheduler
-from quire.protocol.wire.kv_events import rank_endpoints
 from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import WorkerToScheduler
-from quire.protocol.wire.zmq_channel import (
-    Waiter,
-    ZmqChannel,
-    ZmqHub,
-    frontend_address,
-    kv_events_address,
-    worker_address,
-)
+from quire.protocol.wire.zmq_channel import Waiter, ZmqChannel, ZmqHub, frontend_address, worker_address
 from quire.scheduler_proc.process.disk_folder import DiskFolder
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds, open_feeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 log = event_logger("scheduler")
@@ -66,8 +60,12 @@ class SocketFile:
 class Sockets:
     """Implements ``transport.Transport``. Owns the ZeroMQ context and every socket in it."""
 
-    def __init__(self, directory: Path, incarnation: int, num_ranks: int) -> None:
-        """``incarnation``: the scheduler incarnation, which is part of the path that front ends connect to."""
+    def __init__(self, directory: Path, incarnation: int, num_ranks: int, *, uses_nodes: bool = False) -> None:
+        """
+        Args:
+            incarnation: the scheduler incarnation, which is part of the path that front ends connect to.
+            uses_nodes: the workers are on nodes, and the supervisor has written the links of each epoch.
+        """
         self._context: zmq.Context[Any] = zmq.Context()
         self._directory, self._incarnation = directory, incarnation
         self._num_ranks = num_ranks
@@ -77,23 +75,38 @@ class Sockets:
         self._channels: dict[WorkerGroup, list[ZmqChannel]] = {}
         self._files = {self.hub.socket: SocketFile(self.hub.socket, frontend_address(directory, incarnation))}
         self._reclaim_at = 0.0
+        self._nodes = PeerContext() if uses_nodes else None
 
     def open_group(self, worker_epoch: int) -> WorkerGroup:
-        channels = []
-        for rank in range(self._num_ranks):
-            address = worker_address(self._directory, worker_epoch, rank)
-            channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
+        if self._nodes is None:
+            channels = [self._open_local(worker_epoch, rank) for rank in range(self._num_ranks)]
+        else:
+            links = read_links(self._directory, worker_epoch)
+            channels = [self._open_remote(self._nodes, worker_epoch, *each) for each in enumerate(links)]
+        for channel in channels:
             self._waiter.add(channel.socket)
-            self._files[channel.socket] = SocketFile(channel.socket, address)
-            channels.append(channel)
         group = WorkerGroup(channels, worker_epoch)
         self._channels[group] = channels
         return group
 
+    def _open_local(self, worker_epoch: int, rank: int) -> ZmqChannel:
+        address = worker_address(self._directory, worker_epoch, rank)
+        channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
+        self._files[channel.socket] = SocketFile(channel.socket, address)
+        return channel
+
+    @staticmethod
+    def _open_remote(nodes: PeerContext, worker_epoch: int, rank: int, link: SchedulerLink) -> ZmqChannel:
+        """Bind the socket of a worker on a node. Raises EngineError if the address cannot be bound."""
+        keys = CurveEnd(link.public_key, link.secret_key, link.worker_key)
+        secure = partial(nodes.bind_with, name=f"worker-{rank}", keys=keys)
+        numbers = Link(WorkerToScheduler, worker_epoch)
+        return ZmqChannel(nodes.context, zmq.PAIR, link.address, numbers, bind=True, secure=secure)
+
     def close_group(self, group: WorkerGroup) -> None:
         for channel in self._channels.pop(group):
             self._waiter.remove(channel.socket)
-            del self._files[channel.socket]
+            self._files.pop(channel.socket, None)
         group.close()
 
     def add(self, source: Any) -> None:
@@ -107,23 +120,10 @@ class Sockets:
         return self._waiter.wait(milliseconds)
 
     def open_kv_events(self, config: EngineConfig) -> KVEventFeeds:
-        incarnation, publishers = secrets.randbits(64), []
-        if config.feeds_router:
-            addresses = kv_events_address(self._directory, self._incarnation)
-            publishers.append(KVEventPublisher(self._context, *addresses, incarnation))
-        if config.kv_events_endpoint:
-            endpoints = rank_endpoints(
-                config.kv_events_endpoint,
-                config.kv_events_replay_endpoint,
-                config.data_parallel_rank,
-                config.data_parallel_size,
-            )
-            curve_dir = config.kv_events_curve_dir
-            publishers.append(KVEventPublisher(self._context, *endpoints, incarnation, curve_dir=curve_dir))
-        for publisher in publishers:
-            if publisher.replay_socket is not None:
-                self._waiter.add(publisher.replay_socket)
-        return KVEventFeeds(publishers, incarnation)
+        feeds = open_feeds(self._context, config, self._directory, self._incarnation)
+        for socket in feeds.replay_sockets:
+            self._waiter.add(socket)
+        return feeds
 
     def make_host_memory(self, num_pages: int, page_bytes: Sequence[int]) -> list[HostPages]:
         """Make an anonymous file per rank. A page of it takes memory when it is first written."""
@@ -143,3 +143,5 @@ class Sockets:
             self.close_group(group)
         self.hub.close()
         self._context.term()
+        if self._nodes is not None:
+            self._nodes.close()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.clients import Hub
 from quire.protocol.wire.transfer_messages import HostPages
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 
 

@@ -8,6 +8,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.requests.adapter_state import AdapterState
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.program_state import ProgramState
@@ -336,6 +337,11 @@ class Request:
     @property
     def block_hashes(self) -> list[bytes]:
         return self.tokens.block_hashes
+
+    def span(self, start: int, end: int) -> Span:
+        """Return its known tokens from index ``start`` up to ``end``, and what its hashes cover besides tokens."""
+        adapter = None if self.adapter is None else (self.adapter.number, self.adapter_name)
+        return Span(self.tokens.tail(start, end), adapter, self.tokens.salts)
 
     @property
     def has_grammar(self) -> bool:

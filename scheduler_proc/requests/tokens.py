@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.protocol.block_hash import HashChain
 from quire.protocol.wire.arrays import Int32
-from quire.scheduler_proc.kv.block_hash import HashChain
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -28,8 +28,13 @@ class TokenStore(Protocol):
         """Return a copy of all known tokens."""
         ...
 
-    def tail(self, start: int) -> list[int]:
-        """Return the known tokens from index ``start`` on, without copying the others."""
+    def tail(self, start: int, end: int | None = None) -> list[int]:
+        """Return the known tokens from index ``start`` on, or up to ``end``, without copying the others."""
+        ...
+
+    @property
+    def salts(self) -> tuple[str, ...]:
+        """What its hashes cover besides tokens and the adapter; see ``BlockHasher.chain``."""
         ...
 
     def fork(self, num_tokens: int) -> "TokenStore":
@@ -79,9 +84,13 @@ class Tokens:
     def array(self) -> Int32:
         return np.frombuffer(bytes(self._data), "<i4")
 
-    def tail(self, start: int) -> list[int]:
-        tail: list[int] = np.frombuffer(self._data[4 * start :], "<i4").tolist()
+    def tail(self, start: int, end: int | None = None) -> list[int]:
+        tail: list[int] = np.frombuffer(self._data[4 * start : None if end is None else 4 * end], "<i4").tolist()
         return tail
+
+    @property
+    def salts(self) -> tuple[str, ...]:
+        return () if self._chain is None else self._chain.salts
 
     def fork(self, num_tokens: int) -> "Tokens":
         made = Tokens(_NO_TOKENS, None)

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.wire.front_end_messages import Ended
-from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.requests.request import Request
 
 

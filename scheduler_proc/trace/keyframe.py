@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
+from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
-from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.programs.pins import PinsState
 from quire.scheduler_proc.programs.programs import ProgramRecord, ProgramsState
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.pooling_params import PoolingParams
@@ -21,7 +22,6 @@ from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, Unlo
 from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop, TenantService
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
-from quire.scheduler_proc.kv.block_hash import SHORT_HASH_BYTES
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
 

@@ -90,6 +90,7 @@ def public_config(config: EngineConfig) -> EngineConfig:
         kv_events_endpoint="",
         kv_events_replay_endpoint="",
         kv_events_curve_dir="",
+        kv_events_topic="",
         trace="",
         crash_dump_dir="",
         learned_costs_dir="",

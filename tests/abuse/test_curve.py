@@ -31,7 +31,8 @@ from quire.protocol.wire.connection_limit import MAX_CONNECTIONS
 from quire.protocol.wire.curve_keys import ALLOWED, SECRET, load_curve_keys
 from quire.protocol.wire.kv_events import END, TOPIC, check_endpoints
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 ZERO = (0).to_bytes(8, "big")
@@ -247,7 +248,7 @@ INVALID_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "not found"),
     "no secret": (lambda k: (k / SECRET).unlink(), "not found"),
     "no list": (lambda k: shutil.rmtree(k / ALLOWED), "not found"),
-    "an empty list": (lambda k: (k / ALLOWED / "router.key").unlink(), "add one per permitted subscriber"),
+    "an empty list": (lambda k: (k / ALLOWED / "router.key").unlink(), "add one per permitted peer"),
     "a list of other files": (lambda k: (k / ALLOWED / "router.key").rename(k / ALLOWED / "x.txt"), "add one per"),
     "a folder that is a link": (_link, "mode 0700"),
     "a secret that is a link": (lambda k: _link(k / SECRET), "mode 0600"),

@@ -102,7 +102,7 @@ class FaultServer:
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children()
             self._remember_shared(children)
-            found = [(p.create_time(), p.pid, p) for p in children if _module(p) in MODULES[role]]
+            found = [(p.create_time(), p.pid, p) for p in children if module_of(p) in MODULES[role]]
             return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
         return []
 
@@ -186,7 +186,7 @@ def _command(process: psutil.Process) -> str:
     return ""
 
 
-def _module(process: psutil.Process) -> str:
+def module_of(process: psutil.Process) -> str:
     """Return MODULE of ``python -P -m MODULE ...``, or an empty string."""
     words = _command(process).split()
     return words[words.index("-m") + 1] if "-m" in words[:-1] else ""

@@ -98,6 +98,17 @@ class Slots:
                 first_arrivals.setdefault(slot, at)
         return list(first_arrivals.values())
 
+    def last_arrivals(self) -> list[float]:
+        """Return the time of each slot's last data."""
+        return list(self._last)
+
+    def longest_silences(self, before: Sequence[float]) -> list[float]:
+        """Return the longest time without data of each slot. ``before``: its last data before ``arrivals`` begins."""
+        times = [[at] for at in before]
+        for at, slot in self.arrivals:
+            times[slot].append(at)
+        return [max((b - a for a, b in pairwise(each)), default=0.0) for each in times]
+
     def end_of_silence(self, since: float) -> float:
         """Return the end of the longest time without data after ``since``."""
         times = [since, *(at for at, _ in self.arrivals if at >= since)]

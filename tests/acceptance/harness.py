@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import engine_deaths
 import faults
 import front_end_cost
 import hostile
@@ -34,6 +35,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     under = parser.add_subparsers(metavar="HARNESS", dest="harness", required=True)
     _add_faults(under)
+    _add_engines(under)
     _add_loads(under)
     return parser
 
@@ -58,6 +60,23 @@ def _add_faults(under: Any) -> None:
     parser.add_argument(
         "--standby", action=standby, default=True, help="kill workers only when a standby is ready (on)"
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    parser.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
+
+
+def _add_engines(under: Any) -> None:
+    text = "Kill engines and routers of a server with several, and restart its engines."
+    parser = _command(under, "engines", text, engine_deaths.run)
+    parser.add_argument("--engines", type=int, default=4, metavar="N", help="number of engines (4)")
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="concurrent streams (64)")
+    kills = "deaths of an engine, a scheduler or a worker in turn (100)"
+    parser.add_argument("--kills", type=int, default=100, metavar="N", help=kills)
+    parser.add_argument("--router-kills", type=int, default=30, metavar="N", help="deaths of the router (30)")
+    parser.add_argument("--restarts", type=int, default=30, metavar="N", help="rolling restarts of all engines (30)")
+    parser.add_argument("--routing", default="cache", metavar="POLICY", help="policy of the router (cache)")
+    drain = "seconds that requests have to end on a draining engine (1)"
+    parser.add_argument("--drain-timeout", type=float, default=1.0, metavar="SECONDS", help=drain)
+    parser.add_argument("--num-requests", type=int, default=45, metavar="N", help="different requests (45)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
     parser.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
 

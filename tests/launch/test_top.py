@@ -299,3 +299,35 @@ def test_the_screen_is_redrawn_until_interrupted_and_shows_errors(
     screens = out.split("\x1b[H")[1:]
     assert ["the server is restarting" in drawn for drawn in screens] == [False, True, False]
     assert all("quire top  http" in drawn for drawn in screens)
+
+
+SEVERAL = """\
+quire:num_requests_running{engine="0",model_name="m"} 2
+quire:num_requests_running{engine="1",model_name="m"} 3
+quire:num_requests_waiting{engine="0",model_name="m"} 0
+quire:num_requests_waiting{engine="1",model_name="m"} 7
+quire:num_usable_blocks{engine="0",model_name="m"} 100
+quire:num_usable_blocks{engine="1",model_name="m"} 100
+quire:num_free_blocks{engine="0",model_name="m"} 90
+quire:num_free_blocks{engine="1",model_name="m"} 40
+quire:kv_cache_usage_perc{engine="0",model_name="m"} 0.1
+quire:kv_cache_usage_perc{engine="1",model_name="m"} 0.6
+quire:generation_tokens_total{engine="0",model_name="m"} 50
+quire:generation_tokens_total{engine="1",model_name="m"} GROWN
+quire:router_choices_total{engine="1",model_name="m",policy="cache",reason="cached"} 4
+quire:router_choices_total{engine="1",model_name="m",policy="cache",reason="load"} 1
+quire:num_engine_restarts_total{model_name="m"} 6
+quire:num_router_restarts_total{model_name="m"} 2
+"""
+
+
+def test_several_engines_are_sums_and_a_line_each() -> None:
+    before, now = (Scrape.parse(SEVERAL.replace("GROWN", text), at) for text, at in (("10", 0.0), ("30", 2.0)))
+    shown = overview(now, before, "ready")
+    assert (shown.running, shown.waiting, shown.kv_use) == (5, 7, 0.35)
+    assert [each.generation_tokens_per_s for each in shown.engines] == [0, 10]
+    lines = screen(shown, "http://a")
+    at = lines.index(next(line for line in lines if line.startswith("engines")))
+    assert lines[at + 1].split() == ["0", "2", "0", "10%", "0.0", "0"]
+    assert lines[at + 2].split() == ["1", "3", "7", "60%", "10", "5"]
+    assert any("engines 6   router 2" in line for line in lines)

@@ -31,7 +31,8 @@ from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address
 from quire.router_proc.loop import RouterLoop
 from quire.router_proc.sockets import Sockets
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 CONFIG = msgspec.structs.replace(make_config(), feeds_router=True)
 HASHES = [bytes([number]) * HASH_BYTES[CONFIG.prefix_caching_hash_algo] for number in range(4)]
@@ -152,7 +153,7 @@ def test_routes_by_the_events_of_engines(case: Case) -> None:
     case.child.put(Command("engines", engines=[case.engines[0].place]))
     assert case.ask(3) == Routed(3, 0, "only")
     found = case.figures()
-    assert found.choices[-2:] == [(1, "cached", 1)] or found.choices == [(1, "cached", 1)]
+    assert (1, "cached", 1) in found.choices
     assert found.num_unplaced == 1 and found.index_bytes > 0 and not found.not_indexed
 
 

@@ -14,10 +14,11 @@ import without_guards as without
 
 from quire.launch.frontend import session, streams
 from quire.launch.supervision import policy
+from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc.adapters import slots, turns
 from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
-from quire.scheduler_proc.kv import block_hash, block_pool, forks, manager
+from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.requests import adapter_state

@@ -19,7 +19,7 @@ from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.protocol.wire.zmq_channel import PeerMessage
 from quire.scheduler_proc.core.scheduler import Scheduler
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.loop import SchedulerLoop
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.reasons import WaitReason

@@ -26,13 +26,15 @@ def plan_memory(
     device: torch.device,
     other_block_bytes: int = 0,
     adapter_bytes: int = 0,
+    *,
+    rank: int = 0,
 ) -> MemoryPlan:
     """Plan memory and choose the number of KV blocks.
 
     Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
     ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, without
-    ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a CPU
-    divide the memory.
+    ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a
+    machine's CPU divide its memory, and by default all engines on it do.
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
@@ -49,7 +51,7 @@ def plan_memory(
         usable = int(total * config.gpu_memory_utilization) - (total - free)
     else:
         total = psutil.virtual_memory().total
-        usable = available_bytes() // config.tensor_parallel_size
+        usable = available_bytes() // config.sharing(rank)[0]
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
     block_bytes = layout.block_bytes + other_block_bytes
@@ -58,7 +60,8 @@ def plan_memory(
     elif config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
     else:
-        default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left, block_bytes)
+        others = usable - usable // config.sharing(rank)[1]  # other engines start at the same time
+        default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
         num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // block_bytes
     kv_cache = num_blocks * block_bytes
     if num_blocks < 2 or kv_cache > left:

@@ -1,5 +1,6 @@
 """Setup of a worker from its configuration: device, memory plan, model, weights, attention backend."""
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -85,7 +86,7 @@ def make_runner(
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     size += draft_plan.weight_bytes if draft_plan is not None else 0
     if device.type == "cpu":
-        set_threads(size, group.size)
+        set_threads(size, math.prod(config.sharing(group.rank)))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = pick_backend(config, layout, device, capability, head_scales=have_head_scales(scales))
     draft_backend = None
@@ -98,7 +99,7 @@ def make_runner(
     expert_bytes = expert_block_bytes(layout, model.build.routes)
     other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
-    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes)
+    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, rank=group.rank)
     log_plan(plan, config.max_model_len)
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
@@ -155,17 +156,19 @@ def _own_layout(config: EngineConfig, layout: KVLayout, model: Model, dtype: tor
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    """Return the CPU, or the GPU with this rank's index."""
+    """Return the CPU, or the GPU of this rank: by default the one with its index."""
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device: use --device cpu")
-    if rank >= torch.cuda.device_count():
+    device = config.ranks[rank].device if config.ranks else rank
+    if device >= torch.cuda.device_count():
         raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size} exceeds the {torch.cuda.device_count()} GPUs"
+            f"--tensor-parallel-size {config.tensor_parallel_size} with --data-parallel-size "
+            f"{config.data_parallel_size} needs GPU {device}, and torch finds {torch.cuda.device_count()} GPUs"
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return torch.device("cuda", device)
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
@@ -174,6 +177,9 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
     Steps of a tiny model are shorter than the threads' barriers. Hyper-threads share the arithmetic units. Ranks divide
     the cores, because two threads that wait for each other on one core cost milliseconds. ``OMP_NUM_THREADS``, if set,
     takes precedence.
+
+    Args:
+        num_ranks: workers of all engines on this machine.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))

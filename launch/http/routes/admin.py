@@ -80,7 +80,7 @@ class DetailedState(msgspec.Struct, frozen=True, kw_only=True):
 
 async def pause(server: Server, request: Request) -> Response:
     """Pause in the mode of the query, and return at once."""
-    mode = (await _parameters(request, "mode")).get("mode", "wait")
+    mode = (await query_parameters(request, "mode")).get("mode", "wait")
     if mode not in CONTROLS_OF_MODE:
         raise InvalidRequest(f"mode must be wait, keep or abort (got {shorten(mode)})", "mode")
     for kind in CONTROLS_OF_MODE[mode]:
@@ -89,13 +89,13 @@ async def pause(server: Server, request: Request) -> Response:
 
 
 async def resume(server: Server, request: Request) -> Response:
-    await _parameters(request)
+    await query_parameters(request)
     return _json(_pause_state(server, await _control(server, "resume")))
 
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
     """Drop all cached contents, or refuse with 409 while requests hold KV blocks."""
-    await _parameters(request)
+    await query_parameters(request)
     before = await _control(server, "statistics")
     after = await _control(server, "reset_prefix_cache")
     if not after.done:
@@ -105,7 +105,7 @@ async def reset_prefix_cache(server: Server, request: Request) -> Response:
 
 
 async def engine_state(server: Server, request: Request) -> Response:
-    await _parameters(request)
+    await query_parameters(request)
     found = await _control(server, "requests")
     now = server.metrics.now()
     used = found.num_usable_blocks - found.num_free_blocks
@@ -133,7 +133,7 @@ async def engine_state(server: Server, request: Request) -> Response:
     return _json(state)
 
 
-async def _parameters(request: Request, *allowed: str) -> dict[str, str]:
+async def query_parameters(request: Request, *allowed: str) -> dict[str, str]:
     """Return the query's parameters. What has no effect is refused, so that an order is never half understood.
 
     Raises:

@@ -155,38 +155,59 @@ class MetricNames:
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """The engine's metrics at the current scrape.
+    """The metrics of the engine, or of several engines, at the current scrape.
 
     Attributes:
         cache_config: settings of the KV cache, as the labels of ``cache_config_info``.
         max_loras: most adapters of a step.
-        statistics: the scheduler's, or None if it did not answer; its metrics are then left out.
+        statistics: those of each scheduler that answered; the metrics of others are left out.
+        has_several: the server has several engines; each metric of a scheduler then has the label ``engine``.
     """
 
     names: MetricNames
     cache_config: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
-    statistics: Statistics | None = None
+    statistics: dict[int, Statistics] = field(default_factory=dict)
     restarts: Restarts = field(default_factory=Restarts)
-    _num_blocks: int = 0
-    _block_size: int = 0
+    has_several: bool = False
+    _pools: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Number of blocks and block size of each engine."""
 
     def collect(self) -> Iterator[Metric]:
         names = self.names
         for name, text, field_name in RESTARTS:
             yield names.counter(name, text, getattr(self.restarts, field_name))
-        if self.statistics is not None:
-            self._num_blocks = self.statistics.num_usable_blocks or self._num_blocks
-            self._block_size = self.statistics.block_size or self._block_size
-            yield from self._of_scheduler(self.statistics)
-        if self.cache_config and self._num_blocks:
-            pool = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._num_blocks)}
-            labels = {**names.labels, **self.cache_config, **pool, "engine": "0"}
-            text = "Settings of the KV cache, as labels; the value is 1."
-            yield MetricNames(names.prefix, labels).gauge("cache_config_info", text, 1.0)
+        found: dict[str, Metric] = {}
+        for engine, statistics in sorted(self.statistics.items()):
+            for family in self._of_engine(engine, statistics):
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        yield from found.values()
+        if self.cache_config and self._pools:
+            yield self._cache_config_info()
 
-    def _of_scheduler(self, current: Statistics) -> Iterator[Metric]:
-        names, usable = self.names, current.num_usable_blocks
+    def _of_engine(self, engine: int, statistics: Statistics) -> Iterator[Metric]:
+        old_blocks, old_size = self._pools.get(engine, (0, 0))
+        if statistics.num_usable_blocks or old_blocks:
+            self._pools[engine] = (statistics.num_usable_blocks or old_blocks, statistics.block_size or old_size)
+        names = self.names
+        if self.has_several:
+            names = MetricNames(names.prefix, {**names.labels, "engine": str(engine)})
+        yield from self._of_scheduler(names, statistics)
+
+    def _cache_config_info(self) -> Metric:
+        fixed = {**self.names.labels, **self.cache_config}
+        text = "Settings of the KV cache, as labels; the value is 1."
+        labels = [*fixed, "block_size", "num_gpu_blocks", "engine"]
+        family = GaugeMetricFamily(f"{self.names.prefix}:cache_config_info", text, labels=labels)
+        for engine, (num_blocks, block_size) in sorted(self._pools.items()):
+            family.add_metric([*fixed.values(), str(block_size), str(num_blocks), str(engine)], 1.0)
+        return family
+
+    def _of_scheduler(self, names: MetricNames, current: Statistics) -> Iterator[Metric]:
+        usable = current.num_usable_blocks
         usage = 1.0 - current.num_free_blocks / usable if usable else 0.0
         for name, text, field_name in GAUGES:
             yield names.gauge(name, text, getattr(current, field_name))

@@ -19,9 +19,11 @@ from quire.launch.frontend.answers import OutputDelta
 from quire.launch.frontend.engine_client import EngineClient
 from quire.launch.http.schema.errors import STATUS_OF_CODE
 from quire.launch.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
+from quire.launch.http.serving.fleet_metrics import FleetCollector
 from quire.launch.http.serving.shared_values import SharedCounter, SharedGauge, SharedHistogram, SharedValues
 from quire.protocol.errors import EngineError
 from quire.protocol.process.restarts import read_pids, read_restarts
+from quire.protocol.process.router_figures import read_router_figures
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason, Histogram
 
@@ -143,6 +145,8 @@ class Metrics:
         self._engine = EngineCollector(names, options.cache_config, options.max_loras)
         self._registry = CollectorRegistry()
         self._registry.register(self._engine)
+        self._fleet = FleetCollector(names)
+        self._registry.register(self._fleet)
         self._processes = ProcessCollector(names.labels, {"frontend": [os.getpid()]})
         self._registry.register(self._processes)
         self._registry.register(_FrontEndCollector(names, values))
@@ -181,11 +185,14 @@ class Metrics:
 
     async def _render(self, engine: EngineClient) -> bytes:
         try:
-            self._engine.statistics = await asyncio.wait_for(engine.statistics(), STATISTICS_TIMEOUT_S)
+            self._engine.statistics = await asyncio.wait_for(engine.statistics_by_engine(), STATISTICS_TIMEOUT_S)
         except (EngineError, TimeoutError):
-            self._engine.statistics = None
+            self._engine.statistics = {}
+        self._engine.has_several = bool(engine.places)
+        self._fleet.places = engine.places
         if self._directory is not None:
-            self._engine.restarts = read_restarts(self._directory)
+            self._engine.restarts = self._fleet.restarts = read_restarts(self._directory)
+            self._fleet.router = read_router_figures(self._directory) if engine.places else None
             self._processes.pids = read_pids(self._directory) or self._processes.pids
         return generate_latest(self._registry)
 

@@ -1,7 +1,7 @@
 """Server: the state that every handler gets: engine client, text processing, settings."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +31,25 @@ from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.front_end_messages import Statistics
 from quire.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLink:
+    """What the administrator's routes need of a server with several engines.
+
+    Attributes:
+        places: returns the engines as the fleet announced them last.
+        statistics: returns the statistics of the engines that answer.
+        order: sends an order (launch/fleet/orders.py), and the number of an engine or ALL, to the fleet.
+    """
+
+    places: Callable[[], Sequence[EnginePlace]]
+    statistics: Callable[[], Awaitable[Mapping[int, Statistics]]]
+    order: Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +75,7 @@ class ServerSettings:
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
         response_peers: the front ends that have others.
+        fleet: the engines of the server, for the administrator; None: it has one.
         adapters: the adapters that requests may name as their model; None: the engine has none.
         notes_tools: whether the scheduler wants to know which tools answers call.
         fork_peers: sockets of the other front ends, which may have a request to fork.
@@ -87,6 +105,7 @@ class ServerSettings:
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
     response_peers: ResponsePeers = field(default_factory=ResponsePeers)
+    fleet: FleetLink | None = None
     adapters: Adapters | None = None
     notes_tools: bool = False
     fork_peers: tuple[Path, ...] = ()

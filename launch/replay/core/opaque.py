@@ -113,8 +113,12 @@ class OpaqueTokens:
         """Return zeros: a simulated worker needs only the length."""
         return np.zeros(self._length, np.int32)
 
-    def tail(self, start: int) -> list[int]:
-        return [0] * (self._length - start)
+    def tail(self, start: int, end: int | None = None) -> list[int]:
+        return [0] * ((self._length if end is None else end) - start)
+
+    @property
+    def salts(self) -> tuple[str, ...]:
+        return ()
 
 
 class RecordedEndings:

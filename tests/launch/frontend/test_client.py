@@ -101,17 +101,17 @@ def test_statistics_are_those_of_a_scheduler_never_zeros_in_place_of_them(
         client = ZmqEngineClient(tmp_path, 64, 300)
         client.connect()
         hello = await asyncio.to_thread(next_of, hub)
-        assert await client.statistics() is None
+        assert await client.statistics_by_engine() == {}
         for state in ("ready", "recovering"):
             hub.send(hello.peer, EngineState(state))
             while client.state != state:
                 await asyncio.sleep(0)
-            asked = asyncio.create_task(client.statistics())
+            asked = asyncio.create_task(client.statistics_by_engine())
             control = (await asyncio.to_thread(next_of, hub)).message
             assert isinstance(control, Control) and control.kind == "statistics"
             hub.send(hello.peer, Statistics(control.query, num_steps=7))
             statistics = await asked
-            assert statistics is not None and statistics.num_steps == 7
+            assert statistics[0].num_steps == 7
         await client.close()
 
     finish(talk())

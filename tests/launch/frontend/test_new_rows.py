@@ -45,7 +45,9 @@ def test_rows_do_not_keep_those_of_other_requests() -> None:
 def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
     """Return streams with prompts of two tokens; their handles count from 0."""
     table, prompt = StreamTable(), np.array([1, 2], np.int32)
-    streams = [table.add(AddRequest(request_id, prompt, SamplingParams(), 0)) for request_id in request_ids]
+    streams = [Stream(AddRequest(request_id, prompt, SamplingParams(), 0)) for request_id in request_ids]
+    for stream in streams:
+        table.add(stream)
     table.apply(StepOutputs([Introduced(i, name, 0) for i, name in enumerate(request_ids)], None, None, []))
     return table, streams
 
@@ -78,7 +80,8 @@ def test_pooled_rows_come_with_the_end_and_once() -> None:
 def test_pooled_request_is_resubmitted_after_the_death_of_its_scheduler() -> None:
     table = StreamTable()
     request = AddRequest("a", np.arange(4, dtype=np.int32), SamplingParams(), 0, pooling=PoolingParams())
-    stream = table.add(request)
+    stream = Stream(request)
+    table.add(stream)
     assert stream.submission(1) is request
     stream.link_number = 1
     table.apply(StepOutputs([Introduced(3, "a", 0)], None, None, [], pooled=PooledRows.of([(3, 0, rows(0, 2))])))

@@ -44,6 +44,7 @@ class ScheduledEngine(Driver):
     state = "ready"
     seconds_without_progress = 0.0
     pause_kind = ""
+    places = ()
 
     def __init__(self, refuse_from: int | None = None, **settings: Any) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, **settings)
@@ -101,8 +102,8 @@ class ScheduledEngine(Driver):
         sequence.start(self.readers, on_update)
         return sequence
 
-    async def statistics(self) -> Any:
-        return self.scheduler.statistics()
+    async def statistics_by_engine(self) -> Any:
+        return {0: self.scheduler.statistics()}
 
     def _collect(self) -> None:
         for _, message in self.scheduler.take_messages():

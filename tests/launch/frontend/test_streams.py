@@ -21,7 +21,9 @@ def request_of(request_id: str) -> AddRequest:
 
 def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
     table = StreamTable()
-    streams = [table.add(request_of(request_id)) for request_id in request_ids]
+    streams = [Stream(request_of(request_id)) for request_id in request_ids]
+    for stream in streams:
+        table.add(stream)
     introduced = [Introduced(i, request_id, 0) for i, request_id in enumerate(request_ids)]
     table.apply(StepOutputs(introduced, None, None, []))
     return table, streams

@@ -14,7 +14,9 @@ from front_end import EndlessEngine
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.serving.metrics import HISTOGRAMS, Metrics, MetricsOptions, SequenceClock
 from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
+from quire.protocol.process.router_figures import RouterFigures, write_router_figures
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import Histogram, ProgramCounts, Statistics
 
 
@@ -229,3 +231,40 @@ def test_evictions_by_policy() -> None:
     assert found['quire:num_evicted_blocks_by_policy_total{policy="value"}'] == 4
     assert found['quire:eviction_shadow_hits_total{policy="lru"}'] == 4
     assert found["quire:eviction_shadow_lookups_total"] == 10 and found["quire:eviction_by_value"] == 1
+
+
+class TwoEngines(EndlessEngine):
+    """Two engines of three answer."""
+
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        times = Histogram([1.0], [1, 0], 0.5)
+        pool = {"num_usable_blocks": 8, "num_free_blocks": 2, "block_size": 16}
+        return {n: Statistics(1, num_running=n + 1, step_tokens=times, **pool) for n in (0, 2)}
+
+
+def test_each_engine_has_its_own_label(tmp_path: Path) -> None:
+    engine = TwoEngines(places=[EnginePlace(n, state=s) for n, s in enumerate(("serving", "failed", "serving"))])
+    choices = [(0, "cached", 5), (2, "load", 1)]
+    write_router_figures(tmp_path, RouterFigures(policy="cache", choices=choices, indexed_blocks={0: 9, 2: 1}))
+    write_restarts(tmp_path, Restarts(engine=3, router=1))
+    options = MetricsOptions(directory=tmp_path, cache_config={"cache_dtype": "bfloat16"})
+    metrics = Metrics("tiny", options)
+    found = scrape(metrics, engine)
+    running = "quire:num_requests_running"
+    assert (found[f'{running}{{engine="0"}}'], found[f'{running}{{engine="2"}}']) == (1, 3)
+    assert found['quire:iteration_tokens_total_count{engine="2"}'] == 1
+    assert found['quire:num_engines{state="serving"}'] == 2 and found['quire:num_engines{state="failed"}'] == 1
+    assert (found["quire:num_engine_restarts_total"], found["quire:num_router_restarts_total"]) == (3, 1)
+    assert found['quire:router_choices_total{engine="0",policy="cache",reason="cached"}'] == 5
+    assert found['quire:router_indexed_blocks{engine="0"}'] == 9
+    info = [name for name in found if name.startswith("quire:cache_config_info")]
+    assert len(info) == 2 and 'engine="2"' in info[1]
+    page = asyncio.run(metrics.render(engine)).decode()
+    helps = [line for line in page.splitlines() if line.startswith("# HELP")]
+    assert len(helps) == len(set(helps)), "one HELP line per family"
+
+
+def test_one_engine_has_no_label_and_no_router() -> None:
+    found = scrape(Metrics("tiny"), Engine())
+    assert "quire:num_requests_running" in found
+    assert not [name for name in found if "router" in name or "num_engines" in name]

@@ -11,8 +11,8 @@ from scheduler_driver import Answer, Driver, make_request
 from scheduler_load import Load, random_settings
 from tiers import thinned
 
+from quire.protocol.block_hash import BlockHasher
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import BlockHasher
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool, FairFreeQueue
 from quire.scheduler_proc.trace.keyframe import idle_state, restore
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from kv_cases import CacheCase, case, full, layout_of, shape, sliding, step
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
 

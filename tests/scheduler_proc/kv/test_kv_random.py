@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import hashes_of, layout_of, picture
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVGroup
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 

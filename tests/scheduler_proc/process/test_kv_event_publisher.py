@@ -12,7 +12,8 @@ from kv_event_ends import Engine, Subscriber, keys_of
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.kv_events import END, GONE, MORE
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
 """The metrics of a server whose statistics have every metric: a scrape, and the labels by name."""
 
 import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from front_end import EndlessEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.launch.http.serving.metrics import Metrics, MetricsOptions
+from quire.protocol.process.router_figures import RouterFigures, write_router_figures
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import (
     AdapterCounts,
     EvictionShadow,
@@ -57,11 +61,15 @@ class FullEngine(EndlessEngine):
 
 
 def exported_labels(prefix: str) -> dict[str, set[str]]:
-    """Return the labels of every exported sample, by its name."""
-    page = asyncio.run(
-        Metrics("tiny", MetricsOptions(prefix=prefix, cache_config={"cache_dtype": "bfloat16"})).render(FullEngine())
-    ).decode()
+    """Return the labels of every exported sample, of one engine and of two with their router, by its name."""
     labels: dict[str, set[str]] = {}
-    for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
-        labels.setdefault(sample.name, set()).update(sample.labels)
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        figures = RouterFigures(choices=[(0, "load", 1)], indexed_blocks={0: 1}, gaps={0: 1}, damaged={0: 1})
+        write_router_figures(directory, figures)
+        for places in ([], [EnginePlace(0), EnginePlace(1)]):
+            options = MetricsOptions(prefix=prefix, directory=directory, cache_config={"cache_dtype": "bfloat16"})
+            page = asyncio.run(Metrics("tiny", options).render(FullEngine(places=places))).decode()
+            for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
+                labels.setdefault(sample.name, set()).update(sample.labels)
     return labels

@@ -17,6 +17,7 @@ from quire.launch.frontend.job import NO_JOB, Job
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
@@ -141,6 +142,7 @@ class FakeEngine:
     state: str = "ready"
     pause_kind: str = ""
     seconds_without_progress: float = 0.0
+    places: list[EnginePlace] = field(default_factory=list)
     max_model_len: int = 256
     vocab_size: int = 420
     added: list[FakeSequence] = field(default_factory=list)
@@ -216,6 +218,9 @@ class FakeEngine:
         if self.state == "failed":
             raise EngineError("gone")
         return self.figures
+
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        return {0: await self.statistics()}
 
     async def control(self, kind: str) -> Statistics:
         self.controls.append(kind)

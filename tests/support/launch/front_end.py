@@ -23,6 +23,7 @@ from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
 from quire.launch.text.text_in import TextIn
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
@@ -97,6 +98,7 @@ class EndlessEngine:
     state: str = "ready"
     pause_kind: str = ""
     seconds_without_progress: float = 0.0
+    places: list[EnginePlace] = field(default_factory=list)
     max_model_len: int = 10**6
     vocab_size: int = 200
     added: list[EndlessSequence] = field(default_factory=list)
@@ -132,6 +134,9 @@ class EndlessEngine:
     async def statistics(self) -> Statistics:
         self.num_queries += 1
         return Statistics(1, num_running=len(self.live), num_usable_blocks=1, num_free_blocks=1)
+
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        return {0: await self.statistics()}
 
     async def control(self, kind: str) -> Statistics:
         return await self.statistics()

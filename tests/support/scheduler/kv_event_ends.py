@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import (
     END,
@@ -22,9 +23,9 @@ from quire.protocol.wire.kv_events import (
     KVEventBatch,
 )
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.block_hash import group_key
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.process.kv_event_publisher import KVEventFeeds, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
+from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
 WAIT_MS = 10_000
 

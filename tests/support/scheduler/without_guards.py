@@ -12,9 +12,10 @@ from unittest import mock
 
 import numpy as np
 
+from quire.protocol import block_hash
 from quire.scheduler_proc.core import arrivals, request_table, results, step
 from quire.scheduler_proc.core.preemption import Preemption
-from quire.scheduler_proc.kv import block_hash, block_pool, manager
+from quire.scheduler_proc.kv import block_pool, manager
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured import constrained_output, helpers, limits, mask_maker, masking

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.worker_proc.parallel import shared_memory
-from quire.worker_proc.parallel.distributed import DistributedGroup
+from quire.worker_proc.parallel.distributed import DistributedGroup, file_store
 from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
 SHAPES = [(1, 8), (3, 5), (700, 3)]
@@ -22,7 +22,11 @@ def _rank(kind: str, path: Path, rank: int, size: int, dtype: torch.dtype) -> No
     """Main function of one rank; a failed assertion gives a non-zero exit status."""
     torch.set_num_threads(1)
     shared_memory.CHUNK_BYTES = 1 << 10  # so that some exchanges take several rounds
-    group = DistributedGroup("gloo", path, rank, size) if kind == "gloo" else SharedMemoryGroup(path, rank, size)
+    group = (
+        DistributedGroup("gloo", file_store(path, size), rank, size)
+        if kind == "gloo"
+        else SharedMemoryGroup(path, rank, size)
+    )
     for round_ in range(4):
         for shape in SHAPES:
             parts = [_part(shape, r, round_, dtype) for r in range(size)]

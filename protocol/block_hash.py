@@ -111,7 +111,8 @@ class BlockHasher:
             state.update(_SALTED + root)
         else:
             state.update(_PLAIN)
-        return HashChain(self, state, tuple(sorted(features)))
+        salts = (*((cache_salt,) if cache_salt else ()), *((f"tenant-{tenant}",) if tenant else ()))
+        return HashChain(self, state, tuple(sorted(features)), salts)
 
     def restart(self, digest: bytes, extra: bytes) -> _Hash:
         """Return a running hash that continues from ``digest`` with ``extra``, which tokens cannot imitate."""
@@ -121,15 +122,17 @@ class BlockHasher:
 
 
 class HashChain:
-    """The block hashes of one request. Append-only."""
+    """The block hashes of one request. Append-only. ``salts``: what keeps its contents apart, besides the adapter."""
 
-    __slots__ = ("_features", "_hasher", "_root", "_size", "_state", "hashes")
+    __slots__ = ("_features", "_hasher", "_root", "_size", "_state", "hashes", "salts")
 
-    def __init__(self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...]) -> None:
+    def __init__(
+        self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...], salts: tuple[str, ...]
+    ) -> None:
         self._hasher = hasher
         self._size = 4 * hasher.block_size
         self._root, self._state = state, state.copy()
-        self._features = features
+        self._features, self.salts = features, salts
         self.hashes: list[bytes] = []
 
     def fork(self, data: bytes | bytearray) -> "HashChain":
@@ -138,10 +141,10 @@ class HashChain:
         If it has as many full blocks, nothing is hashed.
         """
         if len(data) // self._size < len(self.hashes):
-            made = HashChain(self._hasher, self._root.copy(), self._features)
+            made = HashChain(self._hasher, self._root.copy(), self._features, self.salts)
             made.extend(data)
             return made
-        made = HashChain(self._hasher, self._state.copy(), self._features)
+        made = HashChain(self._hasher, self._state.copy(), self._features, self.salts)
         made._root, made.hashes = self._root, self.hashes.copy()
         return made
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.kv.block_hash import (
+from quire.protocol.block_hash import (
     CHUNK_BLOCKS,
     BlockHasher,
     Feature,
@@ -19,6 +18,7 @@ from quire.scheduler_proc.kv.block_hash import (
     hash_algorithm,
     prompt_hashes,
 )
+from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.tokens import Tokens
 
 

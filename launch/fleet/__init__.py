@@ -1,0 +1,1 @@
+"""Several engines behind one server: the processes of engines, router and front ends, and orders of administrators."""

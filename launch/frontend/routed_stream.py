@@ -1,0 +1,64 @@
+"""One stream in flight of a server with several engines. No I/O."""
+
+from quire.launch.frontend.session import Session
+from quire.launch.frontend.streams import Stream
+from quire.protocol.wire.router_messages import Placed, Route
+
+NOWHERE = -1
+"""Engine of a stream that waits for one."""
+
+
+class RoutedStream:
+    """One stream in flight and where it is.
+
+    Attributes:
+        ticket: its number in messages to the router.
+        keys: as of Route.
+        engine: the engine that has it, or NOWHERE.
+        session: that engine's session, or the one of waiting streams.
+        num_tokens: output tokens that it had when it came to this engine.
+        has_started: it has got a token there.
+        refused_by: engines whose queue was full.
+        has_followers: waiting streams begin with the same tokens, and go to the engine where this one goes.
+        num_tokens_at_loss: output tokens when an engine with it lost its workers last, or -1.
+        stays: it stays on an engine without workers, which finds out whether it is the cause.
+    """
+
+    __slots__ = (
+        "engine", "has_followers", "has_started", "keys", "num_tokens", "num_tokens_at_loss", "refused_by", "session",
+        "stays", "stream", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, stream: Stream, ticket: int, keys: bytes, session: Session) -> None:
+        self.stream = stream
+        self.ticket = ticket
+        self.keys = keys
+        self.engine = NOWHERE
+        self.session = session
+        self.num_tokens = 0
+        self.num_tokens_at_loss = -1
+        self.has_started = self.has_followers = self.stays = False
+        self.refused_by: set[int] = set()
+
+    @property
+    def is_read(self) -> bool:
+        return not (self.stream.over or self.stream.muted)
+
+    def route(self, excluded: list[int]) -> Route:
+        """Return the question for an engine."""
+        request = self.stream.request
+        return Route(
+            self.ticket,
+            len(request.prompt_token_ids) + len(self.stream.tokens),
+            self.keys,
+            request.job_id,
+            request.tenant,
+            b"" if request.adapter is None else request.adapter.digest,
+            excluded,
+        )
+
+    def placed(self) -> Placed:
+        """Return the report that it is on its engine."""
+        request = self.stream.request
+        num_tokens = len(request.prompt_token_ids) + len(self.stream.tokens)
+        return Placed(self.ticket, self.engine, num_tokens, request.job_id, request.tenant, self.has_started)

@@ -1,0 +1,102 @@
+"""The administrator's routes for the engines of the server: their list, and orders to the fleet."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.launch.fleet.orders import ALL, OrderRefused, check_order
+from quire.launch.http.routes.admin import TIMEOUT_S, query_parameters
+from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.server import FleetLink, Server
+from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.routing import EnginePlace
+from quire.protocol.wire.front_end_messages import Statistics
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``starts``: number of times that it was started. ``kv_use``: from 0 to 1. What an engine does not
+    answer is None."""
+
+    engine: int
+    state: str
+    starts: int
+    detail: str | None
+    kv_blocks: int | None = None
+    kv_use: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+
+
+class EngineList(msgspec.Struct, frozen=True):
+    engines: list[EngineEntry]
+
+
+async def list_engines(server: Server, request: Request) -> Response:
+    await query_parameters(request)
+    return _json(await _list(_link(server)), 200)
+
+
+def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
+    """Return the handler that sends this order to the fleet, and answers at once with the list of engines."""
+
+    async def handle(server: Server, request: Request) -> Response:
+        parameters = await query_parameters(request, *(() if order == "add" else ("engine",)))
+        link = _link(server)
+        engine = _number(parameters.get("engine"), is_needed=order not in ("add", "restart"))
+        try:
+            check_order(order, engine, link.places())
+        except OrderRefused as error:
+            raise ApiError(409, str(error), None, "order_refused") from None
+        except InvalidRequest as error:
+            raise ApiError(404, error.message, error.param, error.code) from None
+        entries = await _list(link)
+        link.order(order, engine)
+        return _json(entries, 202)
+
+    return handle
+
+
+def _link(server: Server) -> FleetLink:
+    if server.settings.fleet is None:
+        text = "the server has one engine, which cannot be changed: start it with --data-parallel-size 2 or more"
+        raise ApiError(409, text, None, "one_engine")
+    return server.settings.fleet
+
+
+def _number(text: str | None, *, is_needed: bool) -> int:
+    if text is None and is_needed:
+        raise InvalidRequest("engine is missing: the query must have one, such as ?engine=0", "engine")
+    if text is None:
+        return ALL
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidRequest(f"engine must be the number of an engine (got {shorten(text)})", "engine")
+    return int(text)
+
+
+async def _list(link: FleetLink) -> EngineList:
+    try:
+        statistics = await asyncio.wait_for(link.statistics(), TIMEOUT_S)
+    except (EngineError, TimeoutError):
+        statistics = {}
+    return EngineList([_entry(place, statistics.get(place.engine)) for place in link.places()])
+
+
+def _entry(place: EnginePlace, found: Statistics | None) -> EngineEntry:
+    about = EngineEntry(engine=place.engine, state=place.state, starts=place.num_starts, detail=place.detail or None)
+    if found is None:
+        return about
+    used = found.num_usable_blocks - found.num_free_blocks
+    return msgspec.structs.replace(
+        about,
+        kv_blocks=found.num_usable_blocks,
+        kv_use=used / found.num_usable_blocks if found.num_usable_blocks else None,
+        running=found.num_running,
+        waiting=found.num_waiting,
+    )
+
+
+def _json(body: EngineList, status: int) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

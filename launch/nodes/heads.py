@@ -1,0 +1,244 @@
+"""The agent's decisions: which heads are connected, and which workers run for them. No I/O; the Agent carries them out.
+
+The workers of a head end with its link: when the head leaves, is silent, or sends a damaged message.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.launch.supervision.members import WatchedProcess
+from quire.protocol.process.child import Command, Report
+from quire.protocol.process.log import event_logger
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.link_messages import Heartbeat, Refused
+from quire.protocol.wire.node_messages import (
+    JoinNode,
+    KillWorker,
+    LeaveNode,
+    NodeInfo,
+    OrderWorker,
+    StartWorker,
+    WorkerEnded,
+    WorkerReport,
+)
+
+log = event_logger("node")
+
+HEARTBEAT_S = 0.5
+SILENT_S = 3.0
+"""Time limit between two messages of a head, and of a node."""
+KILL_S = 10.0
+"""Longest wait for the end of killed workers before others are started: a device driver may keep a process."""
+
+
+class Runner(Protocol):
+    """Carries out decisions."""
+
+    def send(self, head: bytes, message: Any) -> None:
+        """Send a message; no effect if the head is not connected any more."""
+        ...
+
+    def open(self, head: bytes) -> int:
+        """Prepare for the workers of a head; return a free port for their rendezvous."""
+        ...
+
+    def start(self, head: bytes, order: StartWorker) -> WatchedProcess:
+        """Start a worker. Raises OSError."""
+        ...
+
+    def kill(self, process: WatchedProcess) -> None:
+        """Kill a worker without waiting for its end, which is then reported by ``Heads.ended``."""
+        ...
+
+    def forget(self, head: bytes) -> None:
+        """Remove what ``open`` has prepared, and the numbering of messages."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """``process`` is None while it waits for the end of killed workers; ``commands`` wait with it."""
+
+    order: StartWorker
+    process: WatchedProcess | None = None
+    commands: list[Command] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Head:
+    name: str
+    heard_at: float
+    sent_at: float
+    workers: dict[int, _Worker] = field(default_factory=dict)
+
+
+class Heads:
+    """The heads that are connected to a node, and their workers.
+
+    Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; a worker waits only
+    while a killed one has not ended.
+    """
+
+    def __init__(self, info: NodeInfo, runner: Runner) -> None:
+        """``info``: what heads are told of this node; its port is replaced by that of ``Runner.open``."""
+        self._info = info
+        self._runner = runner
+        self._heads: dict[bytes, _Head] = {}
+        self._ending: dict[int, tuple[WatchedProcess, float]] = {}
+        """Killed processes by ``id``, and until when to wait for their ends."""
+
+    # ---- events
+
+    def received(self, peer: bytes, message: Any, now: float) -> None:
+        """Process a message of a head, or the ProtocolError of a message that cannot be accepted."""
+        head = self._heads.get(peer)
+        if head is not None:
+            head.heard_at = now
+        match message:
+            case JoinNode() if head is None:
+                self._join(peer, message, now)
+            case StartWorker() if head is not None:
+                self._start(peer, head, message, now)
+            case OrderWorker(worker=number, command=command) if head is not None and command.kind in ("join", "stop"):
+                self._order(head, number, command)
+            case KillWorker(worker=number) if head is not None:
+                if (worker := head.workers.pop(number, None)) is not None:
+                    self._kill(worker, now)
+            case Heartbeat() if head is not None:
+                pass
+            case LeaveNode():
+                self._leave(peer, now)
+            case ProtocolError() as error:
+                self._refuse(peer, f"damaged or lost message: {error}", now)
+            case other:
+                self._refuse(peer, f"unexpected {type(other).__name__}", now)
+
+    def reported(self, process: WatchedProcess, report: Report, now: float) -> None:
+        if (found := self._find(process)) is not None:
+            self._send(found[0], WorkerReport(found[1], report), now)
+
+    def ended(self, process: WatchedProcess, how: str, now: float) -> None:
+        if self._ending.pop(id(process), None) is None and (found := self._find(process)) is not None:
+            del self._heads[found[0]].workers[found[1]]
+            self._send(found[0], WorkerEnded(found[1], how), now)
+        self._start_waiting(now)
+
+    def tick(self, now: float) -> None:
+        """Leave silent heads, send heartbeats to the others, and start workers that have waited long enough."""
+        for peer, head in list(self._heads.items()):
+            if now > head.heard_at + SILENT_S:
+                log.error("head is silent; its workers are killed", head=head.name, workers=len(head.workers))
+                self._leave(peer, now)
+            elif now >= head.sent_at + HEARTBEAT_S:
+                self._send(peer, Heartbeat(now), now)
+        self._start_waiting(now)
+
+    def close(self, now: float) -> None:
+        """Kill all workers, and refuse all heads, because the agent stops."""
+        for peer in list(self._heads):
+            self._refuse(peer, f"the node {self._info.host} stops", now)
+
+    # ---- state
+
+    def processes(self) -> Iterator[WatchedProcess]:
+        """Yield the processes that have not ended, also killed ones."""
+        for head in self._heads.values():
+            yield from (worker.process for worker in head.workers.values() if worker.process is not None)
+        yield from (process for process, _ in self._ending.values())
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        found = [id(process) for process in self.processes()]
+        assert len(found) == len(set(found)), "a process twice"
+        waiting = [w for head in self._heads.values() for w in head.workers.values() if w.process is None]
+        assert not waiting or self._ending, "a worker waits for nothing"
+
+    # ---- decisions
+
+    def _join(self, peer: bytes, message: JoinNode, now: float) -> None:
+        own = (self._info.protocol_version, self._info.version)
+        if (message.protocol_version, message.version) != own:
+            self._refuse(peer, different_versions(self._info, message), now, is_final=True)
+            return
+        try:
+            port = self._runner.open(peer)
+        except OSError as error:
+            self._refuse(peer, f"the node {self._info.host} cannot accept a head: {error.strerror}", now)
+            return
+        self._heads[peer] = _Head(f"{message.host} process {message.pid}", now, now)
+        info = self._info
+        self._send(peer, NodeInfo(*own, info.host, info.num_devices, port), now)
+        log.info("head connected", head=message.host, pid=message.pid)
+
+    def _start(self, peer: bytes, head: _Head, order: StartWorker, now: float) -> None:
+        if order.worker in head.workers or len(head.workers) >= self._info.num_devices:
+            text = f"the node {self._info.host} runs at most {self._info.num_devices} workers of an engine"
+            self._send(peer, WorkerEnded(order.worker, text), now)
+            return
+        head.workers[order.worker] = _Worker(order)
+        self._start_waiting(now)
+
+    def _start_waiting(self, now: float) -> None:
+        """Start the workers that wait, when the memory of all killed ones is free or KILL_S have passed."""
+        if any(now < until for _, until in self._ending.values()):
+            return
+        for peer, head in self._heads.items():
+            for number, worker in list(head.workers.items()):
+                if worker.process is not None:
+                    continue
+                try:
+                    worker.process = self._runner.start(peer, worker.order)
+                except OSError as error:
+                    del head.workers[number]
+                    self._send(peer, WorkerEnded(number, f"a worker cannot be started: {error.strerror}"), now)
+                    continue
+                for command in worker.commands:
+                    worker.process.send(command)
+                worker.commands.clear()
+
+    def _order(self, head: _Head, number: int, command: Command) -> None:
+        worker = head.workers.get(number)
+        if worker is None:
+            return  # it has ended, and the head does not know yet
+        if worker.process is None:
+            worker.commands.append(command)
+        else:
+            worker.process.send(command)
+
+    def _kill(self, worker: _Worker, now: float) -> None:
+        if worker.process is not None:
+            self._ending[id(worker.process)] = worker.process, now + KILL_S
+            self._runner.kill(worker.process)
+
+    def _leave(self, peer: bytes, now: float) -> None:
+        head = self._heads.pop(peer, None)
+        if head is not None:
+            for worker in head.workers.values():
+                self._kill(worker, now)
+        self._runner.forget(peer)
+
+    def _refuse(self, peer: bytes, reason: str, now: float, *, is_final: bool = False) -> None:
+        log.error("a head is refused", reason=reason)
+        self._runner.send(peer, Refused(" ".join(reason.split()), is_final))
+        self._leave(peer, now)
+
+    def _send(self, peer: bytes, message: Any, now: float) -> None:
+        self._heads[peer].sent_at = now
+        self._runner.send(peer, message)
+
+    def _find(self, process: WatchedProcess) -> tuple[bytes, int] | None:
+        """Return the head and number of a worker that was not killed, or None."""
+        for peer, head in self._heads.items():
+            for number, worker in head.workers.items():
+                if worker.process is process:
+                    return peer, number
+        return None
+
+
+def different_versions(node: NodeInfo, head: JoinNode) -> str:
+    """Return in one line that node and head run different versions."""
+    return (
+        f"the node {node.host} runs Quire {node.version} (protocol {node.protocol_version}), the head "
+        f"{head.version} (protocol {head.protocol_version}): install the same version on both"
+    )

@@ -1,0 +1,76 @@
+"""The child processes of one process, and the selector that waits for their reports and their ends."""
+
+import contextlib
+import os
+import selectors
+from collections.abc import Iterator, Mapping, Sequence
+
+from quire.launch.supervision.child_process import ChildProcess
+from quire.launch.supervision.members import WatchedProcess
+from quire.protocol.process.child import Report
+
+
+class Children:
+    """Starts children and waits for them. All methods must be called from one thread, which must not end before the
+    children: they are killed when it ends.
+
+    Attributes:
+        wakeup_fd: a byte written to it makes ``wait`` return.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self.wakeup_fd = os.pipe()
+        for fd in (self._wakeup, self.wakeup_fd):
+            os.set_blocking(fd, False)
+        self.wake_on(self._wakeup)
+
+    def wake_on(self, fd: int) -> None:
+        """Let ``wait`` return while ``fd`` is readable."""
+        self._selector.register(fd, selectors.EVENT_READ, None)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        import_paths: Sequence[str] = (),
+    ) -> ChildProcess:
+        """Start a child; the arguments are those of ChildProcess."""
+        child = ChildProcess(module, arguments, pass_fds, environment, import_paths)
+        self.add(child)
+        return child
+
+    def add(self, child: WatchedProcess) -> None:
+        """Wait for a process that another object has started, too."""
+        for fd in child.watched:
+            self._selector.register(fd, selectors.EVENT_READ, child)
+
+    def wait(self, timeout: float) -> Iterator[tuple[WatchedProcess, list[Report], bool]]:
+        """Wait for at most ``timeout`` seconds; yield each child that has reported or ended, with its reports and
+        whether it has ended. A child that has ended stays open until ``close_child``."""
+        for key, _ in self._selector.select(timeout):
+            child: WatchedProcess | None = key.data
+            if child is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            elif child.watched:  # it was not killed while this event was pending
+                yield (child, *child.read_reports())
+
+    def kill(self, child: WatchedProcess) -> None:
+        child.kill()
+        self.close_child(child)
+
+    def close_child(self, child: WatchedProcess) -> None:
+        for fd in child.watched:
+            self._selector.unregister(fd)
+        child.close()
+
+    def close(self) -> None:
+        """Close the selector; the children have ended. May be called twice."""
+        self._selector.close()
+        for fd in (self._wakeup, self.wakeup_fd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._wakeup = self.wakeup_fd = -1

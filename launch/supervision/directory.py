@@ -1,0 +1,41 @@
+"""Socket directories: private, locked while their owner lives, and removed after it."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "quire-"
+LOCK = "lock"
+"""A file in the socket directory that its owner keeps locked. If it is unlocked, the owner has exited."""
+
+
+def make_directory() -> tuple[Path, int]:
+    """Remove the directories of killed owners; return a new directory of mode 0700, and a descriptor of its lock."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _remove_if_abandoned(directory)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+    fresh = directory / f"{LOCK}.new"
+    lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fresh.rename(directory / LOCK)  # locked before another process can find it
+    return directory, lock
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory of this user whose lock no process holds."""
+    try:
+        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+            return
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)

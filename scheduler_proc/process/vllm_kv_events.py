@@ -1,0 +1,146 @@
+"""Publishes KV cache events as vLLM does: translates them, and answers replay requests by vLLM's protocol."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, assert_never
+
+import msgspec
+import zmq
+
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+from quire.protocol.wire.vllm_kv_events import (
+    END_SEQUENCE,
+    HASH_MASK,
+    MEDIA,
+    ClearedBlocks,
+    RemovedBlocks,
+    StoredBlocks,
+    VllmBatch,
+    VllmEvent,
+)
+from quire.protocol.wire.zmq_channel import ReplayRouter
+from quire.scheduler_proc.kv.events import DescribingRecorder, Origin
+from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES, KVEventPublisher
+
+MAX_ANSWERS = 64
+"""Most replays at a time; further requests are dropped, and their peers request again."""
+
+
+class VllmEncoder:
+    """Turns the events of a step into a batch of vLLM."""
+
+    def __init__(self, rank: int) -> None:
+        """``rank``: number of this engine among those of the server."""
+        self._rank = rank
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, now: float, events: Sequence[KVEvent], recorder: DescribingRecorder) -> bytes:
+        """``now``: seconds since 1970. ``recorder``: has the origins of what ``events`` store."""
+        translated = [each for event in events for each in _translate(event, recorder)]
+        return self._encoder.encode(VllmBatch(now, translated, self._rank))
+
+
+def _translate(event: KVEvent, recorder: DescribingRecorder) -> Iterator[VllmEvent]:
+    match event:
+        case BlocksStored():
+            yield from _stored(event, recorder.layout, recorder.origins)
+        case BlocksRemoved():
+            yield RemovedBlocks([_number(name) for name in event.hashes], MEDIA[event.medium], event.group)
+        case AllBlocksCleared():  # of one medium too: what another still has is then missing, which costs only hits
+            yield ClearedBlocks()
+        case _:
+            assert_never(event)
+
+
+class _Run(NamedTuple):
+    """Blocks that follow each other in one prompt, and their origins; none if they are not known."""
+
+    hashes: list[bytes]
+    origins: list[Origin]
+
+
+def _stored(
+    event: BlocksStored, layout: KVLayout, origins: Mapping[tuple[bytes, int], Origin]
+) -> Iterator[StoredBlocks]:
+    """Name the tokens of blocks on the device; tiers hold what the device has had, as with vLLM's offloading."""
+    group = layout.groups[event.group]
+    found = origins if event.medium == "device" else {}
+    for run in _runs(event, found):
+        first = run.origins[0] if run.origins else Origin(None, [], None, ())
+        lora_id, lora_name = first.adapter or (None, None)
+        yield StoredBlocks(
+            [_number(name) for name in run.hashes],
+            None if first.parent is None else _number(first.parent),
+            list(chain.from_iterable(origin.token_ids for origin in run.origins)),
+            event.block_size if run.origins else 0,
+            lora_id,
+            MEDIA[event.medium],
+            lora_name,
+            _extra_keys(run.origins),
+            event.group,
+            group.kind,
+            group.sliding_window or None,
+        )
+
+
+def _runs(event: BlocksStored, origins: Mapping[tuple[bytes, int], Origin]) -> list[_Run]:
+    runs: list[_Run] = []
+    for name in event.hashes:
+        origin, last = origins.get((name, event.group)), runs[-1] if runs else None
+        if last is not None and origin is None and not last.origins:
+            last.hashes.append(name)
+        elif last is not None and origin is not None and last.origins and origin.parent == last.hashes[-1]:
+            last.hashes.append(name)
+            last.origins.append(origin)
+        else:
+            runs.append(_Run([name], [] if origin is None else [origin]))
+    return runs
+
+
+def _extra_keys(origins: Sequence[Origin]) -> list[tuple[str, ...] | None] | None:
+    """Return for each block the name of its adapter and, of a prompt's first block, the salts."""
+    keys = [(*(() if origin.adapter is None else (origin.adapter[1],)), *origin.salts) for origin in origins]
+    return [key or None for key in keys] if any(keys) else None
+
+
+def _number(name: bytes) -> int:
+    return int.from_bytes(name[-8:], "big") & HASH_MASK
+
+
+class VllmPublisher(KVEventPublisher):
+    """Answers a request with all batches that are kept, a part of them in each call, and then an end marker."""
+
+    envelope = (b"",)
+
+    def __init__(
+        self, context: "zmq.Context[Any]", endpoint: str, replay_endpoint: str, topic: str, **options: Any
+    ) -> None:
+        """``options``: as of KVEventPublisher."""
+        super().__init__(context, endpoint, replay_endpoint, 0, topic=topic.encode(), **options)
+        self._answers: dict[bytes, int] = {}
+        """The number of the next batch for each peer that waits for the rest of an answer."""
+
+    @property
+    def is_answering(self) -> bool:
+        return bool(self._answers)
+
+    def answer(self) -> None:
+        """Continue all answers, and begin one if there is a request. Peers that do not read lose the rest."""
+        if self._replay is None:
+            return
+        if (request := self._replay.receive()) is not None and len(self._answers) < MAX_ANSWERS:
+            self._answers[request[0]] = request[1]
+        answers, self._answers = self._answers, {}
+        for peer, start in answers.items():
+            sequence = max(start, self.oldest_sequence)
+            end = min(sequence + ANSWER_BATCHES, self.next_sequence)
+            if all(self._resend(self._replay, peer, number) for number in range(sequence, end)):
+                if end < self.next_sequence:
+                    self._answers[peer] = end
+                else:
+                    self._replay.send(peer, [b"", END_SEQUENCE, b""])
+
+    def _resend(self, replay: ReplayRouter, peer: bytes, sequence: int) -> bool:
+        payload = self._kept[sequence - self.oldest_sequence]
+        return replay.send(peer, [self._topic, sequence.to_bytes(8, "big"), payload])

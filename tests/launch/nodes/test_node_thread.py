@@ -1,0 +1,137 @@
+"""Links of the head machine to agents, over real sockets with keys."""
+
+import contextlib
+import queue
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from node_agents import agent_in_thread
+
+from quire.launch.nodes import node_link
+from quire.launch.nodes.addresses import ReservedPort
+from quire.launch.nodes.keys import HEAD_SECRET, HeadKeys, load_head_keys, load_node_key, make_keys
+from quire.launch.nodes.node_thread import NodeThread
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION
+from quire.protocol.wire.node_messages import JoinNode, NodeInfo, StartWorker, WorkerEnded
+from quire.version import __version__
+
+WAIT_S = 20.0
+
+
+class Events:
+    """A Handler that queues what happens."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+    def ready(self, address: str, info: NodeInfo) -> None:
+        self._queue.put(("ready", info))
+
+    def lost(self, address: str, reason: str, *, is_final: bool) -> None:
+        self._queue.put(("final" if is_final else "lost", reason))
+
+    def received(self, address: str, message: Any) -> None:
+        self._queue.put(("received", message))
+
+    def next(self) -> tuple[str, Any]:
+        return self._queue.get(timeout=WAIT_S)
+
+
+@contextlib.contextmanager
+def connected(address: str, keys: HeadKeys, node_key: str) -> Iterator[tuple[NodeThread, Events]]:
+    events = Events()
+    thread = NodeThread(keys, events)
+    try:
+        thread.add(address, node_key)
+        yield thread, events
+    finally:
+        thread.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of an agent, and the folder of the head's keys."""
+    with agent_in_thread(tmp_path, devices=3) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "CONNECT_S", 1.0)
+
+
+def test_a_node_says_what_it_has_and_answers(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    with connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (thread, events):
+        kind, info = events.next()
+        assert kind == "ready" and (info.host, info.num_devices) == (socket.gethostname(), 3)
+        assert info.version == __version__ and 0 < info.rendezvous_port < 65536
+        thread.send(address, JoinNode(PROTOCOL_VERSION, __version__, "", 0))  # a second one is not allowed
+        kind, reason = events.next()
+        assert kind == "lost" and "unexpected JoinNode" in reason
+        assert events.next()[0] == "ready"  # by another connection
+
+
+@pytest.mark.full
+def test_a_key_that_is_not_allowed(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    with connected(address, HeadKeys(public, secret), load_node_key(head)) as (_, events):
+        kind, reason = events.next()
+        assert kind == "lost" and reason.startswith(f"the node {address} does not answer: it does not allow this key")
+
+
+@pytest.mark.full
+def test_another_key_of_the_node(agent: tuple[str, Path], tmp_path: Path) -> None:
+    address, head = agent
+    _, other = make_keys(tmp_path / "other")
+    with connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(other)) as (_, events):
+        assert "the keys do not fit" in events.next()[1]
+
+
+@pytest.mark.full
+def test_a_closed_port(tmp_path: Path) -> None:
+    port = ReservedPort("127.0.0.1")
+    _, head = make_keys(tmp_path / "keys")
+    with connected(f"tcp://127.0.0.1:{port.number}", load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (
+        _,
+        events,
+    ):
+        assert "no connection: is `quire node` running there" in events.next()[1]
+    port.close()
+
+
+def test_a_node_with_another_version(tmp_path: Path) -> None:
+    info = NodeInfo(PROTOCOL_VERSION, "0.0.9", "node-b", 1, 0)
+    with (
+        agent_in_thread(tmp_path, info=info) as (address, head),
+        connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (_, events),
+    ):
+        kind, reason = events.next()
+        assert kind == "final" and f"runs Quire 0.0.9 (protocol {PROTOCOL_VERSION})" in reason
+
+
+def test_the_end_of_an_agent_is_noticed(tmp_path: Path) -> None:
+    with agent_in_thread(tmp_path) as (address, head):
+        keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+        thread = NodeThread(keys, events := Events())
+        thread.add(address, node_key)
+        assert events.next()[0] == "ready"
+    kind, reason = events.next()
+    assert kind == "lost" and reason == f"the node {address} refuses: the node {socket.gethostname()} stops"
+    thread.close()
+
+
+def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
+    info = NodeInfo(PROTOCOL_VERSION, __version__, "node-c", 0, 0)
+    with (
+        agent_in_thread(tmp_path, info=info) as (address, head),
+        connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (thread, events),
+    ):
+        assert events.next()[0] == "ready"
+        thread.send(address, StartWorker(1, True))
+        assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
