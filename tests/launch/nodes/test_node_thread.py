@@ -139,7 +139,7 @@ def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
         assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
 
 
-def test_damaged_messages_are_refused_and_the_agent_goes_on(agent: tuple[str, Path]) -> None:
+def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path]) -> None:
     address, head = agent
     keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

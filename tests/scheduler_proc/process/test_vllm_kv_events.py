@@ -11,7 +11,7 @@ import zmq
 from fake_adapters import adapter_ref
 from kv_event_ends import WAIT_MS, key_of, keys_of, layout_of
 from scheduler_driver import Driver
-from vllm_events import Batch, Follower
+from vllm_events import Batch, BlockStored, Follower
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import HASH_BYTES
@@ -88,7 +88,9 @@ def test_contents_in_host_memory_are_named_without_tokens_and_loaded_with_them()
         held = {int.from_bytes(key, "big") % 2**63 for key in keys_of(engine.pools[1])}
         assert engine.follower.of("CPU") <= held
         assert number >= 7 or engine.follower.of("CPU") == held, "until a worker dies, which clears all media"
-    assert engine.follower.of("CPU")
+    stored = [each for batch in engine.batches for each in batch.events if isinstance(each, BlockStored)]
+    assert {each.medium: bool(each.token_ids) for each in stored} == {"GPU": True, "CPU": False}
+    assert all(each.token_ids for each in stored if each.medium == "GPU"), "those that were loaded, too"
     (load,) = [each for each in engine.driver.scheduler.statistics().tiers if each.name == "host"]
     assert load.num_loaded > 0
 
