@@ -114,9 +114,7 @@ def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatc
     port = ReservedPort("127.0.0.1")
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port.number}")
-    with pytest.raises(
-        ConfigError, match=r"--nodes ray: no Ray cluster at .* set RAY_ADDRESS \(.*Connection refused\)"
-    ):
+    with pytest.raises(ConfigError, match=r"no Ray cluster at .* set RAY_ADDRESS \(.*Connection refused\)"):
         RayCluster("CPU")
     port.close()
 
