@@ -29,7 +29,9 @@ HEARTBEAT_S = 0.5
 SILENT_S = 3.0
 """Time limit between two messages of a head, and of a node."""
 KILL_S = 10.0
-"""Longest wait for the end of killed workers before others are started: a device driver may keep a process."""
+"""Longest wait for the end of a killed worker before another one starts on its device: a driver may keep a process."""
+DEVICE_S = 15.0
+"""Longest wait for a device that a worker of another head uses: that head may have died, which its silence shows."""
 
 
 class Runner(Protocol):
@@ -58,9 +60,10 @@ class Runner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """``process`` is None while it waits for the end of killed workers; ``commands`` wait with it."""
+    """``process`` is None while it waits for its device; ``commands`` wait with it."""
 
     order: StartWorker
+    ordered_at: float
     process: WatchedProcess | None = None
     commands: list[Command] = field(default_factory=list)
 
@@ -76,8 +79,8 @@ class _Head:
 class Heads:
     """The heads that are connected to a node, and their workers.
 
-    Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; a worker waits only
-    while a killed one has not ended.
+    Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; of the processes that
+    were not killed, no two use the same device; a worker waits only while its device is used.
     """
 
     def __init__(self, info: NodeInfo, runner: Runner) -> None:
@@ -85,8 +88,8 @@ class Heads:
         self._info = info
         self._runner = runner
         self._heads: dict[bytes, _Head] = {}
-        self._ending: dict[int, tuple[WatchedProcess, float]] = {}
-        """Killed processes by ``id``, and until when to wait for their ends."""
+        self._ending: dict[int, tuple[WatchedProcess, int, float]] = {}
+        """Killed processes by ``id``, their devices, and until when to wait for their ends."""
 
     # ---- events
 
@@ -145,14 +148,18 @@ class Heads:
         """Yield the processes that have not ended, also killed ones."""
         for head in self._heads.values():
             yield from (worker.process for worker in head.workers.values() if worker.process is not None)
-        yield from (process for process, _ in self._ending.values())
+        yield from (process for process, _, _ in self._ending.values())
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         found = [id(process) for process in self.processes()]
         assert len(found) == len(set(found)), "a process twice"
-        waiting = [w for head in self._heads.values() for w in head.workers.values() if w.process is None]
-        assert not waiting or self._ending, "a worker waits for nothing"
+        workers = [worker for head in self._heads.values() for worker in head.workers.values()]
+        used = [worker.order.device for worker in workers if worker.process is not None]
+        assert len(used) == len(set(used)), "a device is used twice"
+        killed = {device for _, device, _ in self._ending.values()}
+        waiting = {worker.order.device for worker in workers if worker.process is None}
+        assert waiting <= {*used, *killed}, "a worker waits for nothing"
 
     # ---- decisions
 
@@ -176,26 +183,44 @@ class Heads:
             text = f"the node {self._info.host} runs at most {self._info.num_devices} workers of an engine"
             self._send(peer, WorkerEnded(order.worker, text), now)
             return
-        head.workers[order.worker] = _Worker(order)
+        head.workers[order.worker] = _Worker(order, now)
         self._start_waiting(now)
 
     def _start_waiting(self, now: float) -> None:
-        """Start the workers that wait, when the memory of all killed ones is free or KILL_S have passed."""
-        if any(now < until for _, until in self._ending.values()):
-            return
+        """Start the workers whose devices are free; refuse those that have waited for another head's for too long."""
+        users = {
+            worker.order.device: head.name
+            for head in self._heads.values()
+            for worker in head.workers.values()
+            if worker.process is not None
+        }
+        killed = {device for _, device, until in self._ending.values() if now < until}
         for peer, head in self._heads.items():
             for number, worker in list(head.workers.items()):
-                if worker.process is not None:
+                device = worker.order.device
+                if worker.process is not None or device in killed:
                     continue
-                try:
-                    worker.process = self._runner.start(peer, worker.order)
-                except OSError as error:
+                if device not in users:
+                    reason = self._launch(peer, worker)
+                    users[device] = head.name
+                elif now > worker.ordered_at + DEVICE_S:
+                    reason = f"device {device} of the node {self._info.host} is used by {users[device]}"
+                else:
+                    continue
+                if reason:
                     del head.workers[number]
-                    self._send(peer, WorkerEnded(number, f"a worker cannot be started: {error.strerror}"), now)
-                    continue
-                for command in worker.commands:
-                    worker.process.send(command)
-                worker.commands.clear()
+                    self._send(peer, WorkerEnded(number, reason), now)
+
+    def _launch(self, peer: bytes, worker: _Worker) -> str:
+        """Start a worker, and pass on the commands that have waited. Return why it cannot be started, or ""."""
+        try:
+            worker.process = self._runner.start(peer, worker.order)
+        except OSError as error:
+            return f"a worker cannot be started: {error.strerror}"
+        for command in worker.commands:
+            worker.process.send(command)
+        worker.commands.clear()
+        return ""
 
     def _order(self, head: _Head, number: int, command: Command) -> None:
         worker = head.workers.get(number)
@@ -208,7 +233,7 @@ class Heads:
 
     def _kill(self, worker: _Worker, now: float) -> None:
         if worker.process is not None:
-            self._ending[id(worker.process)] = worker.process, now + KILL_S
+            self._ending[id(worker.process)] = worker.process, worker.order.device, now + KILL_S
             self._runner.kill(worker.process)
 
     def _leave(self, peer: bytes, now: float) -> None:

@@ -2,9 +2,12 @@
 
 import logging
 import os
+import re
+import socket
 from collections.abc import Sequence
 from typing import Any
 
+from quire.launch.nodes.node_link import CONNECT_S
 from quire.launch.nodes.ray_agent import START_S, RayAgent
 from quire.protocol.errors import ConfigError, EngineError
 from quire.version import install_command
@@ -42,8 +45,9 @@ class RayCluster:
         self.resource = resource
         address = os.environ.get("RAY_ADDRESS", "auto")
         try:
+            _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"--nodes ray: no Ray cluster at {address}: start one with `ray start --head`, or set RAY_ADDRESS "
@@ -111,6 +115,13 @@ class RayCluster:
         free = int(self._ray.available_resources().get(self.resource, 0))
         nodes = f"{len(bundles)} nodes with {bundles[0]} each" if len(bundles) > 1 else "one node"
         return f"Ray has no place for an engine: it needs {sum(bundles)} {self.resource}s on {nodes}, {free} are free"
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError if nothing listens at the address ``HOST:PORT`` of a cluster, which Ray would try for minutes."""
+    found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
+    if found is not None:
+        socket.create_connection((found[1], int(found[2])), CONNECT_S).close()
 
 
 def bundles_of(num_ranks: int, resources: Sequence[int]) -> list[int] | None:

@@ -185,7 +185,7 @@ class NodeWorkers:
             if reason := self._unreachable.get(self._places[rank].node):
                 self._end(process, reason)
                 return process
-            order = StartWorker(process.number, is_quiet, self._log.level, self._log.form)
+            order = StartWorker(process.number, self._places[rank].device, is_quiet, self._log.level, self._log.form)
             self._unsent.append((self._places[rank].node, process, order))
             self._send_all()
         return process

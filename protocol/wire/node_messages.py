@@ -39,11 +39,13 @@ class StartWorker(Message, frozen=True, tag=72):
 
     Attributes:
         worker: its number, never used before on this link.
+        device: the device that it uses, from 0. It starts when no other worker uses it.
         is_quiet: as the worker's flag ``--quiet``.
         log_level, log_format: of ``protocol.process.log``; empty for the defaults.
     """
 
     worker: int
+    device: int
     is_quiet: bool
     log_level: str = ""
     log_format: str = ""
@@ -57,7 +59,7 @@ class OrderWorker(Message, frozen=True, tag=73):
 
 
 class KillWorker(Message, frozen=True, tag=74):
-    """Kill a worker. Workers of later StartWorkers start when it has ended and its memory is free."""
+    """Kill a worker. The next one on its device starts when it has ended and its memory is free."""
 
     worker: int
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.launch.nodes.heads import HEARTBEAT_S, KILL_S, SILENT_S, Heads
+from quire.launch.nodes.heads import DEVICE_S, HEARTBEAT_S, KILL_S, SILENT_S, Heads
 from quire.launch.supervision.members import WatchedProcess
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError
@@ -91,7 +91,7 @@ def agent() -> FakeAgent:
 
 
 def test_orders_reach_the_worker_and_its_reports_the_head(agent: FakeAgent) -> None:
-    agent.heads.received(HEAD, StartWorker(1, True), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, True), 0.0)
     (process,) = agent.started
     for command in (Command("join", worker_epoch=3), Command("stop")):
         agent.heads.received(HEAD, OrderWorker(1, command), 0.0)
@@ -126,7 +126,7 @@ def test_another_version_is_refused_with_both_named(field: str) -> None:
     ids=lambda message: type(message).__name__,
 )
 def test_a_damaged_or_foreign_message_ends_the_link_and_its_workers(agent: FakeAgent, message: Any) -> None:
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     agent.heads.received(HEAD, message, 0.0)
     assert isinstance(agent.take()[-1], Refused)
     assert agent.started[0].is_killed and not agent.open_heads
@@ -134,14 +134,14 @@ def test_a_damaged_or_foreign_message_ends_the_link_and_its_workers(agent: FakeA
 
 def test_a_message_before_the_first_one_is_refused() -> None:
     agent = FakeAgent()
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     assert isinstance(agent.take()[0], Refused) and not agent.started
 
 
 def test_a_silent_head_loses_its_workers_and_no_other_does(agent: FakeAgent) -> None:
     agent.heads.received(OTHER, JOIN, 0.0)
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
-    agent.heads.received(OTHER, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
+    agent.heads.received(OTHER, StartWorker(1, 1, False), 0.0)
     agent.heads.received(OTHER, Heartbeat(0.0), SILENT_S)
     agent.heads.tick(SILENT_S + 0.1)
     assert [process.is_killed for process in agent.started] == [True, False] and agent.open_heads == {OTHER}
@@ -155,9 +155,9 @@ def test_a_heartbeat_is_sent_when_nothing_else_is(agent: FakeAgent) -> None:
 
 
 def test_a_worker_starts_when_the_memory_of_killed_ones_is_free(agent: FakeAgent) -> None:
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     agent.heads.received(HEAD, KillWorker(1), 0.0)
-    agent.heads.received(HEAD, StartWorker(2, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(2, 0, False), 0.0)
     agent.heads.received(HEAD, OrderWorker(2, Command("join", rank=1)), 0.0)
     assert len(agent.started) == 1
     agent.heads.ended(agent.started[0], "killed", 1.0)
@@ -165,10 +165,35 @@ def test_a_worker_starts_when_the_memory_of_killed_ones_is_free(agent: FakeAgent
     assert not [message for message in agent.take() if isinstance(message, WorkerEnded)]  # its head has killed it
 
 
+def test_a_worker_waits_for_the_device_of_a_head_that_died(agent: FakeAgent) -> None:
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
+    agent.heads.received(OTHER, JOIN, 1.0)
+    agent.heads.received(OTHER, StartWorker(1, 0, False), 1.0)
+    agent.heads.received(OTHER, StartWorker(2, 1, False), 1.0)
+    assert len(agent.started) == 2  # one of each head
+    agent.heads.tick(SILENT_S + 0.1)
+    assert agent.started[0].is_killed and len(agent.started) == 2
+    agent.heads.ended(agent.started[0], "killed", SILENT_S + 0.2)
+    assert len(agent.started) == 3
+
+
+def test_a_device_that_another_head_keeps_is_one_line(agent: FakeAgent) -> None:
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
+    agent.heads.received(OTHER, JOIN, 0.0)
+    agent.heads.received(OTHER, StartWorker(1, 0, False), 0.0)
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, DEVICE_S + 0.1):
+        assert not [message for message in agent.take(OTHER) if isinstance(message, WorkerEnded)]
+        for head in (HEAD, OTHER):
+            agent.heads.received(head, Heartbeat(now), now)
+        agent.heads.tick(now)
+    ends = [message for message in agent.take(OTHER) if isinstance(message, WorkerEnded)]
+    assert ends == [WorkerEnded(1, "device 0 of the node node-a is used by head process 7")]
+
+
 def test_a_process_that_does_not_end_delays_others_for_a_limited_time(agent: FakeAgent) -> None:
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     agent.heads.received(HEAD, KillWorker(1), 0.0)
-    agent.heads.received(HEAD, StartWorker(2, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(2, 0, False), 0.0)
     for now in (1.0, 2.0, KILL_S + 0.1):
         agent.heads.received(HEAD, Heartbeat(now), now)
         agent.heads.tick(now)
@@ -177,18 +202,18 @@ def test_a_process_that_does_not_end_delays_others_for_a_limited_time(agent: Fak
 
 def test_more_workers_than_devices_are_refused(agent: FakeAgent) -> None:
     for number in (1, 2, 3):
-        agent.heads.received(HEAD, StartWorker(number, False), 0.0)
+        agent.heads.received(HEAD, StartWorker(number, number % 2, False), 0.0)
     assert agent.take() == [WorkerEnded(3, "the node node-a runs at most 2 workers of an engine")]
 
 
 def test_a_worker_that_cannot_start_has_ended(agent: FakeAgent) -> None:
     agent.cannot_start = True
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     assert agent.take() == [WorkerEnded(1, "a worker cannot be started: Cannot allocate memory")]
 
 
 def test_the_end_of_the_agent_refuses_all_heads(agent: FakeAgent) -> None:
-    agent.heads.received(HEAD, StartWorker(1, False), 0.0)
+    agent.heads.received(HEAD, StartWorker(1, 0, False), 0.0)
     agent.heads.close(0.0)
     assert agent.take()[-1] == Refused("the node node-a stops") and agent.started[0].is_killed
 
@@ -204,7 +229,7 @@ def test_any_order_of_events_keeps_the_invariants(seed: int) -> None:
             case 0:
                 agent.heads.received(head, JOIN, now)
             case 1:
-                agent.heads.received(head, StartWorker(rng.randrange(9), False), now)
+                agent.heads.received(head, StartWorker(rng.randrange(9), rng.randrange(2), False), now)
             case 2:
                 agent.heads.received(head, KillWorker(rng.randrange(9)), now)
             case 3:

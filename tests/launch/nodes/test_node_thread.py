@@ -11,7 +11,7 @@ import pytest
 import zmq
 from node_agents import agent_in_thread
 
-from quire.launch.nodes import node_link
+from quire.launch.nodes import node_link, node_thread
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.keys import HEAD_SECRET, HeadKeys, load_head_keys, load_node_key, make_keys
 from quire.launch.nodes.node_thread import NodeThread
@@ -64,6 +64,7 @@ def agent(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_link, "CONNECT_S", 1.0)
+    monkeypatch.setattr(node_thread, "RETRY_S", 0.05)
 
 
 def test_a_node_says_what_it_has_and_answers(agent: tuple[str, Path]) -> None:
@@ -135,7 +136,7 @@ def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
         connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (thread, events),
     ):
         assert events.next()[0] == "ready"
-        thread.send(address, StartWorker(1, True))
+        thread.send(address, StartWorker(1, 0, True))
         assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
 
 

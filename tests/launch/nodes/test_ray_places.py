@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
 from quire.launch.nodes import ray_places
+from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.keys import load_head_keys
 from quire.launch.nodes.ray_cluster import RayCluster, RayEngine, bundles_of
 from quire.launch.nodes.ray_places import RayPlaces
@@ -106,6 +108,15 @@ def test_without_ray_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"--nodes ray needs Ray: pip install 'quire-serve\[ray\]'"):
         RayCluster("CPU")
+
+
+def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ReservedPort("127.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port.number}")
+    with pytest.raises(ConfigError, match=r"no Ray cluster at .* set RAY_ADDRESS \(.*Connection refused\)"):
+        RayCluster("CPU")
+    port.close()
 
 
 # ---- a real cluster
