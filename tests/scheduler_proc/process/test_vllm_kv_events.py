@@ -1,6 +1,7 @@
 """Events in vLLM's format: a router that follows parents and tokens knows exactly the cached prefixes."""
 
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kv_event_ends import WAIT_MS, key_of, keys_of, layout_of
 from scheduler_driver import Driver
 from vllm_events import Batch, BlockStored, Follower
 
+from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.scheduler_proc.kv.block_hash import prompt_hashes
@@ -230,8 +232,8 @@ class Published:
         return found
 
     def close(self) -> None:
-        for socket in self._sockets:
-            socket.close()
+        for each in self._sockets:
+            each.close()
         self.feeds.close()
 
 
@@ -286,3 +288,20 @@ def test_malformed_replay_requests_and_clients_that_leave_are_ignored(published:
     assert published.feeds.remaining() == 0.0
     leaving.close()
     assert len(published.answers_to(dealer, 0)) == 3 * ANSWER_BATCHES + 1
+
+
+def test_tcp_without_keys_is_read_by_any_subscriber_if_it_is_allowed() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with zmq.Context() as context:
+        with pytest.raises(ConfigError, match="TCP needs CURVE keys"):
+            VllmPublisher(context, endpoint, "", "")
+        publisher = VllmPublisher(context, endpoint, "", "", is_open=True)
+        with context.socket(zmq.SUB) as sub:
+            sub.subscribe(b"")
+            sub.connect(endpoint)
+            while not sub.poll(20):
+                publisher.publish(b"batch")
+            assert sub.recv_multipart()[::2] == [b"", b"batch"]
+        publisher.close()
