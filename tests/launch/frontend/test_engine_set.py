@@ -443,7 +443,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.full
