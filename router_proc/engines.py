@@ -65,6 +65,7 @@ class Engine:
         self.feed = Feed(place, config, transport, consume) if config.feeds_router else None
         self.link = EngineLink(lambda: transport.open_link(place), pid)
         self._pace = Pace()
+        self._measured: EngineMeasured | None = None
         self._logged = ""
 
     def tick(self, now: float) -> Statistics | None:
@@ -79,7 +80,9 @@ class Engine:
             self._pace.update(newest)
             pools = newest.num_usable_blocks + sum(tier.num_pages for tier in newest.tiers)
             measured = EngineMeasured(self.place.engine, self._pace.seconds_per_token, 2 * pools + SLACK_BLOCKS)
-            self._consume(measured)
+            if measured != self._measured:
+                self._measured = measured
+                self._consume(measured)
         return newest
 
     def log_distrust(self, follower: Follower) -> None:

@@ -20,8 +20,8 @@ from quire.router_proc.core.index import MEDIA, counted_group
 
 ANSWER_TIMEOUT_S = 3.0
 """Seconds without a message of an answer after which it is requested once more: the engine loads, or lost it."""
-MAX_QUEUED = 4096
-"""Live messages that are kept while missing ones arrive. Further ones are dropped, and requested later."""
+MAX_QUEUED_BYTES = 32 * 2**20
+"""Size of live messages that are kept while missing ones arrive. Further ones are dropped, and requested later."""
 MAX_FUTILE = 3
 """Answers without a new batch after which the missing one is not expected any more."""
 BACKOFF_S = (1.0, 5.0, 15.0, 60.0)
@@ -75,10 +75,13 @@ class Follower:
         self._next = 0
         self._is_replaying = False
         self._num_futile = 0
-        """Requests since the last batch of an answer that was not applied before."""
+        """Requests for a missing batch since the last one that was applied."""
         self._due = 0.0
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
+        self._num_queued_bytes = 0
+        self._has_dropped = False
+        """Whether a live message was not queued, so that another request must follow the present one."""
         self._damaged_at: list[float] = []
         self.num_gaps = 0
         self.num_damaged = 0
@@ -105,14 +108,13 @@ class Follower:
         if self._is_waiting:
             return
         if self._is_replaying:
-            if len(self._live) < MAX_QUEUED:
-                self._live.append(frames)
+            self._queue(frames)
             return
         self._guarded(self._live_message, frames, now)
 
     def answered(self, frames: Frames, now: float) -> None:
         """Process a message of the replay socket."""
-        if self._is_replaying and not self._is_waiting:  # otherwise of an answer that was requested twice
+        if not self._is_waiting:
             self._guarded(self._answer, frames, now)
 
     def distrust(self, reason: str, now: float) -> None:
@@ -122,7 +124,7 @@ class Follower:
         self._damaged_at.append(now)
         self._due = now + BACKOFF_S[min(len(self._damaged_at), len(BACKOFF_S)) - 1]
         self._is_waiting, self._is_replaying = True, False
-        self._live.clear()
+        self._drop_queue()
         self.not_indexed = reason
         self._consume(CacheForgotten(self._engine))
 
@@ -145,12 +147,16 @@ class Follower:
             self._apply(batch)
         elif sequence > self._next:
             self.num_gaps += 1
-            self._live.append(frames)
-            self._ask(now)
+            self._queue(frames)
+            self._ask_for_missing(now)
 
     def _answer(self, frames: Frames, now: float) -> None:
-        self._due = now + ANSWER_TIMEOUT_S
         kind, sequence, payload = _split(frames)
+        if not self._is_replaying:  # of an answer that was requested twice; the other one has ended
+            if kind == TOPIC and sequence == self._next:
+                self._live_message(frames, now)
+            return
+        self._due = now + ANSWER_TIMEOUT_S
         if kind == TOPIC:
             self._replayed(sequence, payload, now)
             return
@@ -170,31 +176,42 @@ class Follower:
 
     def _ended(self, sequence: int, now: float) -> None:
         """Process the end of an answer, which has all batches before ``sequence``."""
-        self._num_futile += 1
         if sequence < self._next:
-            raise Damaged(f"the replay ends before batch {sequence}, but batch {self._next - 1} was published")
-        if self._num_futile > MAX_FUTILE:
-            raise Damaged(f"batch {self._next} is missing in {self._num_futile} answers, although later ones exist")
+            return  # of an answer that was requested earlier
         if sequence == self._next:
             self._catch_up(now)
         else:
-            self._ask(now)  # some of its messages were lost
+            self._ask_for_missing(now)  # some of its messages were lost
 
     def _replayed(self, sequence: int, payload: bytes, now: float) -> None:
         batch = self._decode(payload)
         if not self._is_of_incarnation(batch.incarnation):
             self._start_over(now)
         elif sequence == self._next:
-            self._num_futile = 0
             self._apply(batch)
 
     def _catch_up(self, now: float) -> None:
         """Apply the messages that were published in the meantime."""
         self._is_replaying = False
-        live, self._live = self._live, deque()
+        live, had_all = self._live, not self._has_dropped
+        self._drop_queue()
         while live and not self._is_replaying:
             self._live_message(live.popleft(), now)
-        self._live.extend(live)  # what follows another gap
+        for frames in live:  # what follows another gap
+            self._queue(frames)
+        if not had_all and not self._is_replaying:
+            self._ask(now)
+
+    def _queue(self, frames: Frames) -> None:
+        size = sum(map(len, frames))
+        if self._num_queued_bytes + size > MAX_QUEUED_BYTES:
+            self._has_dropped = True
+            return
+        self._live.append(frames)
+        self._num_queued_bytes += size
+
+    def _drop_queue(self) -> None:
+        self._live, self._num_queued_bytes, self._has_dropped = deque(), 0, False
 
     def _is_of_incarnation(self, incarnation: int) -> bool:
         if self._incarnation is None:
@@ -203,8 +220,15 @@ class Follower:
 
     def _start_over(self, now: float) -> None:
         self._incarnation, self._next, self._num_futile = None, 0, 0
-        self._live.clear()
+        self._drop_queue()
         self._consume(CacheForgotten(self._engine))
+        self._ask(now)
+
+    def _ask_for_missing(self, now: float) -> None:
+        """Request the next batch, which exists, because a later one does."""
+        self._num_futile += 1
+        if self._num_futile > MAX_FUTILE:
+            raise Damaged(f"batch {self._next} is missing in {MAX_FUTILE} answers, although later ones exist")
         self._ask(now)
 
     def _ask(self, now: float) -> None:
@@ -222,6 +246,7 @@ class Follower:
 
     def _apply(self, batch: KVEventBatch) -> None:
         self._next += 1
+        self._num_futile = 0
         if events := self._counted(batch.events):
             self._consume(CacheChanged(self._engine, events))
 

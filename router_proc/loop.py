@@ -19,7 +19,7 @@ from quire.router_proc.core.events import ClientDropped, EnginesKnown, RouterEve
 from quire.router_proc.core.router import Router
 from quire.router_proc.engines import Engines
 from quire.router_proc.sockets import Transport
-from quire.router_proc.trace import Chosen, Consumed, RouterTrace
+from quire.router_proc.trace import Chosen, RouterTrace
 
 log = event_logger("router")
 
@@ -111,7 +111,7 @@ class RouterLoop:
 
     def _consume(self, event: RouterEvent, client: int = 0) -> None:
         if self._trace is not None:
-            self._trace.write(Consumed(event, client))
+            self._trace.consumed(event, client)
         self.router.consume(event, client)
 
     def _connected(self, client: int, hello: Hello) -> None:

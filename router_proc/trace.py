@@ -7,9 +7,10 @@ import msgspec
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
-from quire.protocol.routing import RoutingConfig
+from quire.protocol.routing import KEY_BYTES, RoutingConfig
+from quire.protocol.wire.kv_events import AllBlocksCleared, KVEvent
 from quire.protocol.wire.router_messages import Routed
-from quire.router_proc.core.events import RouterEvent
+from quire.router_proc.core.events import CacheChanged, RouterEvent
 
 FORMAT = "quire router trace"
 VERSION = 1
@@ -42,7 +43,10 @@ RouterLine: TypeAlias = RouterHeader | Consumed | Chosen
 
 
 class RouterTrace:
-    """Writes a trace. A disk that fails ends the trace with one log line; routing continues."""
+    """Writes a trace, with as much of a block's hash as the Router uses.
+
+    A disk that fails ends the trace with one log line; routing continues.
+    """
 
     def __init__(self, path: Path, config: RoutingConfig, incarnation: int) -> None:
         """Raises ConfigError if the file cannot be written."""
@@ -53,6 +57,11 @@ class RouterTrace:
         self._encoder = msgspec.json.Encoder()
         self._has_failed = False
         self.write(RouterHeader(config, incarnation))
+
+    def consumed(self, event: RouterEvent, client: int) -> None:
+        if isinstance(event, CacheChanged):
+            event = CacheChanged(event.engine, list(map(_shortened, event.events)))
+        self.write(Consumed(event, client))
 
     def write(self, line: RouterLine) -> None:
         if not self._has_failed:
@@ -76,3 +85,9 @@ class RouterTrace:
     def _fail(self, error: OSError) -> None:
         self._has_failed = True
         log.error("the router's trace ends here: it cannot be written", reason=error.strerror)
+
+
+def _shortened(event: KVEvent) -> KVEvent:
+    if isinstance(event, AllBlocksCleared):
+        return event
+    return msgspec.structs.replace(event, hashes=[each[:KEY_BYTES] for each in event.hashes])

@@ -26,8 +26,7 @@ from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import EngineSettings
-from quire.protocol.wire.kv_events import check_endpoints
-from quire.protocol.wire.vllm_kv_events import check_format
+from quire.protocol.wire.kv_events import check_endpoints, check_format
 from quire.version import __version__, install_command
 
 KV_CACHE_DTYPES = {

@@ -83,14 +83,20 @@ class Engines:
         self.slots[number] = EngineSlot(number, num_starts=self._starts.get(number, 0))
         self._start(self.slots[number], now)
 
+    def scheduler_replaced(self, slot: EngineSlot, incarnation: int) -> None:
+        """Process that the engine starts another scheduler: it serves again when that is ready."""
+        slot.incarnation = incarnation
+        if slot.state == "serving":
+            slot.state = "starting"
+
     def ready(self, slot: EngineSlot, report: Report, now: float) -> None:
         slot.block_size = int(report.detail.get("block_size", 0))
         slot.ready_detail = report.detail
         if slot.state != "starting":
-            return  # it has recovered
+            return  # its workers were replaced
         slot.has_settled = self._has_served = True
         slot.detail = ""
-        slot.serving_since = now
+        slot.serving_since = now if slot.serving_since is None else slot.serving_since
         if all(each.goal == "drain" for each in self.slots.values()):
             slot.goal = "serve"  # the others were removed since it was drained
         slot.state = "drained" if slot.goal == "drain" else "serving"

@@ -99,7 +99,7 @@ class FleetPolicy:
             case "ready":
                 self._ready(member, report, now)
             case "incarnation":
-                self.engines.slots[member.index].incarnation = report.incarnation
+                self.engines.scheduler_replaced(self.engines.slots[member.index], report.incarnation)
             case "drained":
                 self.engines.front_end_drained(member, report.engine, now)
             case "order" if not self._draining:

@@ -129,6 +129,11 @@ class SeveralEnginesClient(SubmittingClient):
     def places(self) -> list[EnginePlace]:
         return self._set.engines.described()
 
+    def is_usable(self, engine: int) -> bool:
+        """Whether an engine can compute new requests now: it serves, and its workers are not being replaced."""
+        found = self._set.engines.get(engine)
+        return found is not None and found.is_usable
+
     @property
     def state(self) -> str:
         return self._set.state

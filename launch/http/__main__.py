@@ -166,7 +166,7 @@ class FrontEnd:
         engine = self._engine
         if isinstance(engine, ZmqEngineClient):
             return None
-        return FleetLink(lambda: engine.places, engine.statistics_by_engine, self._send_order)
+        return FleetLink(lambda: engine.places, engine.is_usable, engine.statistics_by_engine, self._send_order)
 
     def _send_order(self, order: str, engine: int) -> None:
         self._child.report(Report("order", order, engine=engine))

@@ -32,6 +32,7 @@ HASH_BYTES = {"sha256": 32, "xxh3_128": 16}
 
 
 MAX_PORT = 65535
+MAX_TOPIC_BYTES = 512
 MAX_SOCKET_PATH = 107
 """Linux limit on the length of a socket path."""
 
@@ -121,6 +122,16 @@ def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "", *,
                 f"{KV_EVENTS_FLAG} needs a tcp:// endpoint: remove it, or set --kv-events-endpoint tcp://..."
             )
         load_curve_keys(Path(curve_dir))
+
+
+def check_format(kv_events_format: str, topic: str, endpoint: str) -> None:
+    """Check the settings of the endpoint of the user. Raises ConfigError if they have no effect, or are too long."""
+    if kv_events_format != "quire" and not endpoint:
+        raise ConfigError(f"--kv-events-format {kv_events_format} needs --kv-events-endpoint")
+    if topic and kv_events_format != "vllm":
+        raise ConfigError(f"--kv-events-topic {topic[:64]!r} needs --kv-events-format vllm: quire's topic is kv")
+    if len(topic.encode(errors="surrogatepass")) > MAX_TOPIC_BYTES:
+        raise ConfigError(f"--kv-events-topic must have at most {MAX_TOPIC_BYTES} bytes (got {len(topic)} characters)")
 
 
 def rank_endpoints(endpoint: str, replay_endpoint: str, rank: int, num_ranks: int) -> tuple[str, str]:

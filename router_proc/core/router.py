@@ -92,7 +92,7 @@ class Router:
         question = Question(route.num_tokens, route.adapter, self._jobs.get(job, -1) if route.job_id else -1)
         option, reason = choose(self.config.policy, question, options)
         num_cached = min(option.num_cached, route.num_tokens)
-        at = option.hit.num_blocks * option.load.keys_per_block * KEY_BYTES
+        at = option.num_cached // (self._places[option.engine].block_size or 1) * KEY_BYTES
         placement = Placement(option.engine, route.num_tokens - num_cached, route.keys[at : at + KEY_BYTES])
         self._add(ticket, placement, job, route.keys)
         if route.adapter:
@@ -111,11 +111,11 @@ class Router:
         options = []
         for engine in engines:
             load, hit = self._loads[engine], hits.get(engine, NO_HIT)
-            block_size, keys_per_block = self._places[engine].block_size, load.keys_per_block
+            num_blocks, keys_per_block = hit.num_blocks, load.keys_per_block
             if load.num_waiting:
-                num_expected = load.num_expected(route.keys, hit.num_blocks * keys_per_block) // keys_per_block
-                hit = hit if num_expected == hit.num_blocks else hit._replace(num_blocks=num_expected)
-            options.append(Option(engine, load, hit, block_size * keys_per_block))
+                num_blocks = load.num_expected(route.keys, num_blocks * keys_per_block) // keys_per_block
+            size = self._places[engine].block_size * keys_per_block
+            options.append(Option(engine, load, num_blocks * size, hit.num_host * size, hit.num_disk * size))
         return options
 
     def _hits(self, raw: bytes, engines: list[int]) -> dict[int, Hit]:

@@ -51,8 +51,7 @@ class SchedulerLoop:
     """Moves messages between the front ends, the Scheduler and the workers. Takes no scheduling decision itself.
 
     Owns the front ends, the worker group and the journal. The Scheduler is created when all ranks are ready for the
-    first time, because then the number of blocks is known, and outlives every worker group. Without a group, requests
-    wait.
+    first time, because then the number of blocks is known, and outlives worker groups. Without one, requests wait.
     """
 
     def __init__(

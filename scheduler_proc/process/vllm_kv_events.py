@@ -1,30 +1,78 @@
-"""Publishes KV cache events as vLLM does: translates them, and answers replay requests by vLLM's protocol."""
+"""Publishes KV cache events as vLLM 0.33 does: in the schema of its ``vllm/distributed/kv_events.py``, and by its
+protocol for replays.
+
+A batch is a MessagePack array and each event a map, whose key ``type`` has the name of the event. Values that equal
+their defaults are left out.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import msgspec
 import zmq
 
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from quire.protocol.wire.vllm_kv_events import (
-    END_SEQUENCE,
-    HASH_MASK,
-    MEDIA,
-    ClearedBlocks,
-    RemovedBlocks,
-    StoredBlocks,
-    VllmBatch,
-    VllmEvent,
-)
 from quire.protocol.wire.zmq_channel import ReplayRouter
 from quire.scheduler_proc.kv.events import DescribingRecorder, Origin
 from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES, KVEventPublisher
 
+END_SEQUENCE = b"\xff" * 8
+"""Sequence number -1 of the last message of a replay."""
+HASH_MASK = 2**63 - 1
+"""vLLM publishes the last 64 bits of a hash, as an integer. The first of them is 0 here, because some routers decode
+them as signed numbers."""
+MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 MAX_ANSWERS = 64
 """Most replays at a time; further requests are dropped, and their peers request again."""
+
+
+class StoredBlocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockStored"):
+    """These contents can now be found, one after the other in one prompt.
+
+    Attributes:
+        parent_block_hash: of the block before the first of them; None for the first of a prompt.
+        token_ids: of all blocks, ``block_size`` each; empty for blocks whose tokens an earlier event has named.
+        lora_id, lora_name: of the LoRA adapter; None without one.
+        extra_keys: for each block what its hash covers besides tokens, or None.
+        group_idx: KV group; ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window`` are those of its layers.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class RemovedBlocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRemoved"):
+    """These contents can no longer be found in the medium."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class ClearedBlocks(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """No medium has any content."""
+
+
+VllmEvent: TypeAlias = StoredBlocks | RemovedBlocks | ClearedBlocks
+
+
+class VllmBatch(msgspec.Struct, array_like=True, frozen=True):
+    """Changes of one step, in order. ``ts``: seconds since 1970; ``data_parallel_rank``: number of the engine."""
+
+    ts: float
+    events: list[VllmEvent]
+    data_parallel_rank: int
 
 
 class VllmEncoder:

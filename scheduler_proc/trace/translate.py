@@ -90,6 +90,8 @@ def public_config(config: EngineConfig) -> EngineConfig:
         kv_events_endpoint="",
         kv_events_replay_endpoint="",
         kv_events_curve_dir="",
+        kv_events_without_keys=False,
+        kv_events_format="quire",
         kv_events_topic="",
         trace="",
         crash_dump_dir="",

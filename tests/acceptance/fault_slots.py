@@ -61,6 +61,7 @@ class Slots:
 
     Attributes:
         arrivals: (monotonic seconds, slot) of all data since this list was last cleared.
+        begins: the same of the requests that were sent.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Slots:
     ) -> None:
         """``counts``: None if answers are not checked."""
         self.arrivals: list[tuple[float, int]] = []
+        self.begins: list[tuple[float, int]] = []
         self._last = [0.0] * count
         self._port = port
         self._requests = requests
@@ -103,11 +105,22 @@ class Slots:
         return list(self._last)
 
     def longest_silences(self, before: Sequence[float]) -> list[float]:
-        """Return the longest time without data of each slot. ``before``: its last data before ``arrivals`` begins."""
-        times = [[at] for at in before]
-        for at, slot in self.arrivals:
-            times[slot].append(at)
-        return [max((b - a for a, b in pairwise(each)), default=0.0) for each in times]
+        """Return the longest time between two data of one answer in each slot.
+
+        The time to the first data of a later request does not count.
+
+        Args:
+            before: the last data of each slot before ``arrivals`` and ``begins`` were cleared.
+        """
+        previous: list[float | None] = list(before)
+        longest = [0.0] * len(before)
+        events = [*((at, slot, True) for at, slot in self.arrivals), *((at, slot, False) for at, slot in self.begins)]
+        for at, slot, is_data in sorted(events):
+            since = previous[slot]
+            if is_data and since is not None:
+                longest[slot] = max(longest[slot], at - since)
+            previous[slot] = at if is_data else None
+        return longest
 
     def end_of_silence(self, since: float) -> float:
         """Return the end of the longest time without data after ``since``."""
@@ -137,6 +150,7 @@ class Slots:
 
         while self._open:
             number = draw.randrange(len(self._requests))
+            self.begins.append((time.monotonic(), slot))
             answer = await stream(self._port, self._requests[number], on_piece)
             if self._counts is not None:
                 self._counts.check(number, answer, cut_off=answer.port in self._cut_ports)

@@ -17,8 +17,8 @@ from quire.protocol.wire.front_end_messages import Statistics
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``starts``: number of times that it was started. ``kv_use``: from 0 to 1. What an engine does not
-    answer is None."""
+    """One engine. ``state``: as of EnginePlace, or recovering while a serving one replaces its workers. ``starts``:
+    number of times that it was started. ``kv_use``: from 0 to 1. What an engine does not answer is None."""
 
     engine: int
     state: str
@@ -47,7 +47,7 @@ def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
         link = _link(server)
         engine = _number(parameters.get("engine"), is_needed=order not in ("add", "restart"))
         try:
-            check_order(order, engine, link.places())
+            check_order(order, engine, [_as_usable(link, place, engine) for place in link.places()])
         except OrderRefused as error:
             raise ApiError(409, str(error), None, "order_refused") from None
         except InvalidRequest as error:
@@ -81,11 +81,19 @@ async def _list(link: FleetLink) -> EngineList:
         statistics = await asyncio.wait_for(link.statistics(), TIMEOUT_S)
     except (EngineError, TimeoutError):
         statistics = {}
-    return EngineList([_entry(place, statistics.get(place.engine)) for place in link.places()])
+    return EngineList([_entry(link, place, statistics.get(place.engine)) for place in link.places()])
 
 
-def _entry(place: EnginePlace, found: Statistics | None) -> EngineEntry:
-    about = EngineEntry(engine=place.engine, state=place.state, starts=place.num_starts, detail=place.detail or None)
+def _as_usable(link: FleetLink, place: EnginePlace, ordered: int) -> EnginePlace:
+    """Return the place; for an order to another engine, one that replaces its workers does not count as serving."""
+    if place.engine == ordered or place.state != "serving" or link.is_usable(place.engine):
+        return place
+    return msgspec.structs.replace(place, state="starting")
+
+
+def _entry(link: FleetLink, place: EnginePlace, found: Statistics | None) -> EngineEntry:
+    state = "recovering" if place.state == "serving" and not link.is_usable(place.engine) else place.state
+    about = EngineEntry(engine=place.engine, state=state, starts=place.num_starts, detail=place.detail or None)
     if found is None:
         return about
     used = found.num_usable_blocks - found.num_free_blocks

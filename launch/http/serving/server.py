@@ -43,11 +43,13 @@ class FleetLink:
 
     Attributes:
         places: returns the engines as the fleet announced them last.
+        is_usable: returns whether an engine can compute new requests now.
         statistics: returns the statistics of the engines that answer.
         order: sends an order (launch/fleet/orders.py), and the number of an engine or ALL, to the fleet.
     """
 
     places: Callable[[], Sequence[EnginePlace]]
+    is_usable: Callable[[int], bool]
     statistics: Callable[[], Awaitable[Mapping[int, Statistics]]]
     order: Callable[[str, int], None]
 

@@ -8,9 +8,12 @@ from typing import Protocol
 import numpy as np
 
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
+from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.routing import EnginePlace, RoutingConfig, RoutingPolicy
+from quire.protocol.wire.kv_events import AllBlocksCleared
 from quire.protocol.wire.router_messages import Progress, Route
 from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesKnown
+from quire.router_proc.core.index import counted_group
 from quire.router_proc.core.router import Router
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.events import KVEventRecorder
@@ -50,22 +53,22 @@ class RouterChoice:
         self,
         policy: RoutingPolicy,
         recorders: Sequence[KVEventRecorder],
-        block_size: int,
+        layout: KVLayout,
         seconds_per_token: float,
-        *,
         max_loras: int = 0,
-        with_jobs: bool = True,
     ) -> None:
         """
         Args:
             recorders: of each engine's prefix cache.
+            layout: of the engines' KV blocks.
             seconds_per_token: seconds of prefill.
             max_loras: adapters that an engine can compute with at once; 0 without adapters.
         """
         self.reasons = Counter[str]()
         self._router = Router(RoutingConfig(policy=policy, max_loras=max_loras))
         self._recorders = recorders
-        self._block_size = block_size
+        self._block_size = block_size = layout.block_size
+        self._group = counted_group(layout)
         self._needs_keys = policy == "cache"
         self._has_adapters = max_loras > 0
         self._started: list[int] = []
@@ -94,7 +97,8 @@ class RouterChoice:
     def advanced(self, engine: int, now: float) -> None:
         events = self._recorders[engine].take()
         if events and self._needs_keys:
-            self._router.consume(CacheChanged(engine, events))
+            counted = [each for each in events if isinstance(each, AllBlocksCleared) or each.group == self._group]
+            self._router.consume(CacheChanged(engine, counted))
 
     def _tell_progress(self) -> None:
         if self._started or self._ended:

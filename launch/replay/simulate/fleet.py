@@ -124,8 +124,7 @@ class FleetSimulator:
         """Route the calls that are due, or let the engine with the earliest event advance."""
         arrival, due = self._source.next_time(), min(self._times)
         if arrival <= due:
-            for call in self._source.take(self._now) if arrival <= self._now else ():
-                self._place(call)
+            self._place_due()
         elif due <= self._now:
             number = self._times.index(due)
             engine = self.engines[number]
@@ -135,10 +134,13 @@ class FleetSimulator:
             self._times[number] = engine.next_time()
             self._choice.advanced(number, due)
 
-    def _place(self, call: Call) -> None:
-        number = self._choice.choose(call, self._now)
-        self._inboxes[number].add(call, self._now)
-        self._times[number] = self.engines[number].next_time()
+    def _place_due(self) -> None:
+        """Route the calls that have arrived."""
+        while self._source.next_time() <= self._now:
+            for call in self._source.take(self._now):
+                number = self._choice.choose(call, self._now)
+                self._inboxes[number].add(call, self._now)
+                self._times[number] = self.engines[number].next_time()
 
     def _started(self, call: Call) -> None:
         self._choice.started(call)
@@ -148,6 +150,7 @@ class FleetSimulator:
         self._now = max(self._now, now)
         self._choice.ended(call)
         self._source.ended(call, now)
+        self._place_due()  # so that the engine schedules its next step with the call that follows at once
         if self._progress is not None and self._num_ended % 64 == 0:
             self._progress(now, self._num_ended)
 
@@ -160,4 +163,4 @@ def _choice(
     budget = setup.config.max_num_batched_tokens
     seconds = cost.seconds(StepShape([(budget, 0)], 0, 0, 1)) / budget
     max_loras = setup.config.max_loras if setup.config.enable_lora else 0
-    return RouterChoice(setup.routing, recorders, setup.config.block_size, seconds, max_loras=max_loras)
+    return RouterChoice(setup.routing, recorders, setup.layout, seconds, max_loras)

@@ -45,7 +45,9 @@ class FakeFleet:
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FrontEnd, FakeFleet]]:
     fleet = FakeFleet()
-    link = FleetLink(lambda: fleet.places, fleet.statistics, lambda order, engine: fleet.order(order, engine))
+    link = FleetLink(
+        lambda: fleet.places, lambda engine: True, fleet.statistics, lambda order, engine: fleet.order(order, engine)
+    )
     made = FrontEnd(settings={"admin_api_keys": ("admin",), "fleet": link})
     yield made, fleet
     made.close()

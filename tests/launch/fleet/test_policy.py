@@ -111,10 +111,19 @@ class TestDeaths:
         fleet.die(fleet.engine(0))
         assert fleet.states[0] == "starting"
 
-    def test_a_recovery_changes_no_state(self, fleet: FakeFleet) -> None:
+    def test_an_engine_serves_again_when_its_next_scheduler_is_ready(self, fleet: FakeFleet) -> None:
         fleet.report(fleet.engine(0), "incarnation", incarnation=2)
+        assert fleet.states[0] == "starting" and fleet.alive("frontend")[0].places[0].incarnation == 2
+        fleet.order("restart", ALL)
+        assert fleet.states == {0: "starting", 1: "serving"}
         fleet.report(fleet.engine(0), "ready", detail={"block_size": 16.0})
-        assert fleet.states[0] == "serving" and fleet.alive("frontend")[0].places[0].incarnation == 2
+        fleet.tick()
+        assert fleet.states == {0: "draining", 1: "serving"} and fleet.starts[0] == 1
+
+    def test_new_workers_change_no_state(self, fleet: FakeFleet) -> None:
+        places = fleet.policy.engines.places()
+        fleet.report(fleet.engine(0), "ready", detail={"block_size": 16.0})
+        assert fleet.policy.engines.places() == places
 
     @pytest.mark.parametrize("started", [True, False])
     def test_a_silent_process_is_killed(self, started: bool) -> None:
@@ -296,7 +305,7 @@ def _step(fleet: FakeFleet, chance: random.Random) -> None:
             fleet.pass_time(chance.choice((0.1, 1.0, 12.0)), silent=silent)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(15, 90))])
 def test_random_deaths_and_orders(seed: int) -> None:
     chance = random.Random(seed)
     fleet = FakeFleet(num_engines=chance.randrange(1, 5), num_front_ends=chance.randrange(1, 3))

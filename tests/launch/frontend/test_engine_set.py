@@ -324,23 +324,32 @@ class Machine(RuleBasedStateMachine):
         self.world.announce()
         self.world.new_router()
         self.count = 0
+        for _ in range(2):
+            self.world.round()
+        for seed in range(6):
+            self.add(seed, forked=False)
+        self.world.to_router()
+        while self.world.asked:
+            self.world.answer(0, len(self.world.asked) % num_engines)
 
     def pick(self, found: list[int], seed: int) -> int | None:
         return sorted(found)[seed % len(found)] if found else None
 
+    def running(self) -> list[str]:
+        return [name for name, each in self.world.answers.items() if not (each.ended or each.left or each.refused)]
+
     @rule(seed=NAMES, forked=st.booleans())
     def add(self, seed: int, forked: bool) -> None:
         self.count += 1
-        running = [name for name, each in self.world.answers.items() if not (each.ended or each.left or each.refused)]
+        running = self.running()
         parent = running[seed % len(running)] if forked and running else ""
         self.world.add(f"{'' if not parent else parent[0]}r{self.count}", parent)
 
-    @precondition(lambda self: self.world.answers)
+    @precondition(lambda self: self.running())
     @rule(seed=NAMES, stop=st.booleans())
     def leave(self, seed: int, stop: bool) -> None:
-        names = list(self.world.answers)
-        if not self.world.answers[name := names[seed % len(names)]].left:
-            self.world.leave(name, stop=stop)
+        names = self.running()
+        self.world.leave(names[seed % len(names)], stop=stop)
 
     @rule(seed=NAMES, most=st.integers(1, 6))
     def deliver_to_engine(self, seed: int, most: int) -> None:
@@ -375,6 +384,15 @@ class Machine(RuleBasedStateMachine):
             world.set_state(engine, "recovering")
         else:
             world.break_link(engine)
+
+    @rule(seed=NAMES)
+    def recover(self, seed: int) -> None:
+        """An engine gets new workers before it has read that streams have left it."""
+        world = self.world
+        if (engine := self.pick(list(world.linked), seed)) is not None:
+            for state in ("recovering", "ready"):
+                world.set_state(engine, state)
+                world.to_front(engine)
 
     @rule(seed=NAMES)
     def repair(self, seed: int) -> None:
@@ -430,4 +448,4 @@ TestMachine.settings = settings(max_examples=25, stateful_step_count=40, deadlin
 
 @pytest.mark.full
 class TestLongMachine(Machine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(max_examples=300, stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate])
+    settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate])

@@ -20,9 +20,10 @@ PLACES = [
 
 
 class Orders(list[tuple[str, int]]):
-    """The orders that were sent, and the places at that time."""
+    """The orders that were sent, the places, and the engine that replaces its workers."""
 
     places = PLACES
+    recovering: int | None = None
 
     async def statistics(self) -> dict[int, Statistics]:
         return {0: Statistics(1, num_usable_blocks=10, num_free_blocks=4, num_running=3, num_waiting=1)}
@@ -36,7 +37,12 @@ def orders() -> Orders:
 @pytest.fixture
 def several(client: Any, engine: FakeEngine, text_in: TextIn, orders: Orders) -> Any:
     """A client of a server with three engines."""
-    link = FleetLink(lambda: orders.places, orders.statistics, lambda order, number: orders.append((order, number)))
+    link = FleetLink(
+        lambda: orders.places,
+        lambda number: number != orders.recovering,
+        orders.statistics,
+        lambda order, number: orders.append((order, number)),
+    )
     settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), admin_api_keys=("admin",), fleet=link)
     return type(client)(make_app(engine, settings))
 
@@ -109,3 +115,12 @@ def test_one_engine_alone_has_no_orders(client: Any, engine: FakeEngine, text_in
     for method, path in (("GET", "/admin/engines"), ("POST", "/admin/engines/drain?engine=0")):
         refused = alone.request(method, path, headers=ADMIN)
         assert refused.status_code == 409 and "--data-parallel-size" in refused.json()["error"]["message"]
+
+
+def test_an_engine_that_replaces_its_workers_does_not_serve(several: Any, orders: Orders) -> None:
+    orders.recovering = 1
+    states = [each["state"] for each in several.request("GET", "/admin/engines", headers=ADMIN).json()["engines"]]
+    assert states == ["serving", "recovering", "failed"]
+    refused = several.request("POST", "/admin/engines/drain?engine=0", headers=ADMIN)
+    assert refused.status_code == 409 and "no other engine is serving" in refused.json()["error"]["message"]
+    assert several.request("POST", "/admin/engines/drain?engine=1", headers=ADMIN).status_code == 202

@@ -11,7 +11,7 @@ from quire.protocol.wire.kv_events import BlocksRemoved, BlocksStored
 from quire.protocol.wire.router_messages import Placed, Progress, Route
 from quire.router_proc.core.events import CacheChanged, ClientDropped, EngineMeasured, EnginesKnown, RouterEvent
 from quire.router_proc.core.router import Router
-from quire.router_proc.trace import Chosen, Consumed, RouterTrace
+from quire.router_proc.trace import Chosen, RouterTrace
 
 HASHES = [bytes([number]) * 32 for number in range(8)]
 KEYS = b"".join(each[:8] for each in HASHES)
@@ -35,7 +35,7 @@ def record(path: Path, *, num_routers: int = 1) -> None:
     for incarnation in range(1, num_routers + 1):
         trace, router = RouterTrace(path, config, incarnation), Router(config)
         for event, client in EVENTS:
-            trace.write(Consumed(event, client))
+            trace.consumed(event, client)
             router.consume(event, client)
             for to, message in router.take_messages():
                 trace.write(Chosen(message, to))
@@ -86,6 +86,11 @@ def test_a_changed_line_is_found(trace: Path, capsys: pytest.CaptureFixture[str]
         assert status == 0  # one token more in its prompt changes no choice
     else:
         assert status == 1 and "choices differ first in line" in err and "now" in err
+
+
+def test_a_trace_has_of_hashes_what_the_router_uses(trace: Path) -> None:
+    line = next(line for line in trace.read_text().splitlines() if "[65," in line)
+    assert '"AAAAAAAAAAA="' in line  # 8 bytes
 
 
 def test_a_trace_that_is_cut_short_ends_there(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def prefix(model: Contents, engine: int, hashes: list[bytes]) -> int:
     return len(hashes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(ACTIONS, st.integers(1, 50))
 def test_finds_the_prefix_that_each_engine_has(actions: list[tuple[str, int, str, list[int]]], max_queued: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ def apply(table: KeyTable, column: int, bit: int, changes: list[tuple[int, bool]
     return table.set_bits(column, bit, keys, np.array([value for _, value in changes], np.bool_))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(CHANGES, st.sampled_from([np.uint8, np.uint64]), st.sampled_from([0, 4, 100]))
 def test_has_the_bits_that_were_set_last(
     changes: list[tuple[int, int, list[tuple[int, bool]]]], dtype: type, few: int
@@ -52,7 +52,7 @@ def check_bits(changes: list[tuple[int, int, list[tuple[int, bool]]]], dtype: ty
         assert all(table.count(column, bit) == len([e for e in model if e[:2] == (column, bit)]) for bit in range(8))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 2**32), st.integers(1, 30_000), st.sampled_from([(np.uint8, 1), (np.uint64, 3)]))
 def test_grows_and_shrinks_within_its_bytes_per_key(seed: int, number: int, form: tuple[type, int]) -> None:
     rng = np.random.default_rng(seed)

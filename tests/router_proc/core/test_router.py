@@ -243,7 +243,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(EVENTS, st.integers(0, 1)), max_size=40),
     st.sampled_from(["cache", "least-load", "round-robin", "session"]),

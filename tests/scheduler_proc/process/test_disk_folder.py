@@ -249,7 +249,8 @@ OTHERS = """
     data_parallel_rank data_parallel_size feeds_router head_key_file ranks
     enable_lora enable_prefix_caching enable_return_routed_experts
     enforce_eager fair_admission gpu_memory_utilization kv_cache_memory_bytes
-    kv_events_curve_dir kv_events_endpoint kv_events_replay_endpoint kv_page_check kv_pressure_high kv_pressure_low
+    kv_events_curve_dir kv_events_endpoint kv_events_format kv_events_replay_endpoint kv_events_topic
+    kv_events_without_keys kv_page_check kv_pressure_high kv_pressure_low
     learned_costs_dir logits_processors
     logits_processors_exclude logprobs_mode long_prefill_token_threshold max_cpu_loras max_lora_rank max_loras
     max_model_len max_num_batched_tokens

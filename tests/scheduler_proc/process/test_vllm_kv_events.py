@@ -1,6 +1,7 @@
 """Events in vLLM's format: a router that follows parents and tokens knows exactly the cached prefixes."""
 
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import zmq
 from fake_adapters import adapter_ref
 from kv_event_ends import WAIT_MS, key_of, keys_of, layout_of
 from scheduler_driver import Driver
-from vllm_events import Batch, Follower
+from vllm_events import Batch, BlockStored, Follower
 
+from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.scheduler_proc.kv.block_hash import prompt_hashes
@@ -88,7 +90,9 @@ def test_contents_in_host_memory_are_named_without_tokens_and_loaded_with_them()
         held = {int.from_bytes(key, "big") % 2**63 for key in keys_of(engine.pools[1])}
         assert engine.follower.of("CPU") <= held
         assert number >= 7 or engine.follower.of("CPU") == held, "until a worker dies, which clears all media"
-    assert engine.follower.of("CPU")
+    stored = [each for batch in engine.batches for each in batch.events if isinstance(each, BlockStored)]
+    assert {each.medium: bool(each.token_ids) for each in stored} == {"GPU": True, "CPU": False}
+    assert all(each.token_ids for each in stored if each.medium == "GPU"), "those that were loaded, too"
     (load,) = [each for each in engine.driver.scheduler.statistics().tiers if each.name == "host"]
     assert load.num_loaded > 0
 
@@ -228,8 +232,8 @@ class Published:
         return found
 
     def close(self) -> None:
-        for socket in self._sockets:
-            socket.close()
+        for each in self._sockets:
+            each.close()
         self.feeds.close()
 
 
@@ -284,3 +288,20 @@ def test_malformed_replay_requests_and_clients_that_leave_are_ignored(published:
     assert published.feeds.remaining() == 0.0
     leaving.close()
     assert len(published.answers_to(dealer, 0)) == 3 * ANSWER_BATCHES + 1
+
+
+def test_tcp_without_keys_is_read_by_any_subscriber_if_it_is_allowed() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with zmq.Context() as context:
+        with pytest.raises(ConfigError, match="TCP needs CURVE keys"):
+            VllmPublisher(context, endpoint, "", "")
+        publisher = VllmPublisher(context, endpoint, "", "", is_open=True)
+        with context.socket(zmq.SUB) as sub:
+            sub.subscribe(b"")
+            sub.connect(endpoint)
+            while not sub.poll(20):
+                publisher.publish(b"batch")
+            assert sub.recv_multipart()[::2] == [b"", b"batch"]
+        publisher.close()

@@ -53,7 +53,8 @@ class Scheduler:
     queue_limit: int = 1000
     state: str = "ready"
     pause: str = ""
-    link: int = 0
+    is_linked: bool = False
+    """It has read the Hello of the present link, so that what it sends arrives there."""
     inbox: "deque[Message]" = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
     requests: dict[str, tuple[int, int, str]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Scheduler:
             case Hello():
                 self.requests.clear()
                 self.outbox.clear()
+                self.is_linked = True
                 self.outbox += [Welcome(1, ""), EngineState("ready", pause=self.pause)]
                 self.outbox.append(EngineState(self.state, pause=self.pause))
             case AddRequest():
@@ -76,31 +78,35 @@ class Scheduler:
                 self._end(message.request_id, EndReason.STOPPED)
             case Control():
                 self.pause = message.kind if message.kind.startswith("pause") else ""
-                self.outbox.append(EngineState(self.state, pause=self.pause))
+                self.send(EngineState(self.state, pause=self.pause))
             case Heartbeat() | CallsTool():
                 pass
             case _:
                 raise AssertionError(message)
 
+    def send(self, message: Message) -> None:
+        if self.is_linked:
+            self.outbox.append(message)
+
     def _add(self, request: AddRequest) -> None:
         name = request.request_id
         assert name not in self.requests, f"{name} is submitted twice"
         if len(self.requests) >= self.queue_limit and not request.resubmitted:
-            self.outbox.append(Rejected(name, "queue_full", "", "the queue is full"))
+            self.send(Rejected(name, "queue_full", "", "the queue is full"))
             return
         if request.forked_from and request.forked_from not in self.requests:
-            self.outbox.append(Rejected(name, "parent_not_found", "forked_from", "no such request"))
+            self.send(Rejected(name, "parent_not_found", "forked_from", "no such request"))
             return
         known = [] if request.output_token_ids is None else request.output_token_ids.tolist()
         assert known == [token(name, index) for index in range(len(known))], "it is resubmitted with its tokens"
         handle = next(self.handles)
         self.requests[name] = (handle, len(known), name)
-        self.outbox.append(StepOutputs([Introduced(handle, name, 0)], None, None, []))
+        self.send(StepOutputs([Introduced(handle, name, 0)], None, None, []))
 
     def _end(self, name: str, reason: EndReason) -> None:
         if name in self.requests:
             handle, known, _ = self.requests.pop(name)
-            self.outbox.append(StepOutputs([], None, None, [Ended(handle, int(reason), known)]))
+            self.send(StepOutputs([], None, None, [Ended(handle, int(reason), known)]))
 
     def step(self, names: list[str]) -> None:
         """Compute one token of each of these requests."""
@@ -117,7 +123,7 @@ class Scheduler:
                 ended.append(Ended(handle, int(EndReason.LENGTH), known + 1))
                 del self.requests[name]
         if names:
-            self.outbox.append(StepOutputs([], np.array(handles, np.int32), np.array(tokens, np.int32), ended))
+            self.send(StepOutputs([], np.array(handles, np.int32), np.array(tokens, np.int32), ended))
 
 
 @dataclass
@@ -168,6 +174,8 @@ class World:
         self.linked[place.engine] = scheduler
 
         def post(message: Message) -> None:
+            if isinstance(message, AddRequest) and (answer := self.answers.get(message.request_id)) is not None:
+                assert not answer.left, "a request is submitted for a client that has left"
             if self.linked.get(place.engine) is scheduler:
                 scheduler.inbox.append(message)
 
@@ -214,7 +222,7 @@ class World:
         """Let an engine lose its workers (recovering), or get new ones (ready)."""
         scheduler = self.schedulers[number]
         scheduler.state = state
-        scheduler.outbox.append(EngineState(state, pause=scheduler.pause))
+        scheduler.send(EngineState(state, pause=scheduler.pause))
 
     # ---- delivery
 
@@ -242,6 +250,7 @@ class World:
         assert engine is not None and engine.session is not None
         scheduler.inbox.clear()
         scheduler.outbox.clear()
+        scheduler.is_linked = False
         engine.session.begin_link()
 
     def new_router(self) -> None:
@@ -319,6 +328,21 @@ class World:
     def check(self) -> None:
         self.set.check()
         self.read()
+        for number, scheduler in self.linked.items():
+            self._check_wanted(number, scheduler)
+
+    def _check_wanted(self, number: int, scheduler: Scheduler) -> None:
+        """Check that each request that a scheduler has is read, or that the message which ends it is on its way."""
+        session = self.set.engines[number].session
+        assert session is not None
+        ending = {"*"} if any(isinstance(message, Hello) for message in scheduler.inbox) else set()
+        for message in scheduler.inbox:
+            ending |= set(message.request_ids) if isinstance(message, Abort) else set()
+            ending |= {message.request_id} if isinstance(message, Stop) else set()
+        for name in scheduler.requests if "*" not in ending else ():
+            stream = session.table.get(name)
+            is_read = stream is not None and not stream.muted
+            assert is_read or name in ending, f"{name} runs on engine {number} for no client"
 
     # ---- until nothing is left
 

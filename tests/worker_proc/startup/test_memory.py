@@ -53,6 +53,16 @@ def test_cpu_pool_of_a_small_context_is_one_gib() -> None:
     assert made.num_blocks == 1024 * MIB // BLOCK and made.kv_cache == made.num_blocks * BLOCK
 
 
+def test_engines_on_a_cpu_divide_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(total=40000 * MIB, available=32000 * MIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    long: dict[str, Any] = {"max_model_len": 2**17, "max_num_seqs": 256}
+    one, four = plan(**long), plan(**long, data_parallel_size=4)
+    assert abs(one.kv_cache - four.kv_cache - (32000 - 8000) * MIB // 2) < 2 * BLOCK
+    fixed = plan(kv_cache_memory_bytes=10000 * MIB, data_parallel_size=4)
+    assert fixed.kv_cache == 10000 * MIB // BLOCK * BLOCK
+
+
 def test_slots_of_adapters_are_reserved_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     config = msgspec.structs.replace(CONFIG, enable_lora=True, max_loras=3)
     assert plan_memory(config, LAYOUT, 10 * MIB, CPU, adapter_bytes=5 * MIB) == plan()

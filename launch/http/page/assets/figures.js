@@ -40,7 +40,8 @@ function meter(share, label) {
 function numbers(shown) {
   const rate = (name) => number(shown.rate(name));
   const perSecond = (name) => (shown.rate(name) === null ? NONE : `${rate(name)}/s`);
-  const use = shown.value("kv_cache_usage_perc");
+  const usable = shown.value("num_usable_blocks"), free = shown.value("num_free_blocks");
+  const use = usable && free !== null ? 1 - free / usable : shown.value("kv_cache_usage_perc");
   const hits = shown.share("prefix_cache_hits_total", "prefix_cache_queries_total");
   const drafts = shown.share("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total");
   const rows = [
