@@ -79,8 +79,8 @@ class _Head:
 class Heads:
     """The heads that are connected to a node, and their workers.
 
-    Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; of the processes that
-    were not killed, no two use the same device; a worker waits only while its device is used.
+    Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; no device is used by
+    two processes that were not killed; a worker waits only while its device is used.
     """
 
     def __init__(self, info: NodeInfo, runner: Runner) -> None:
