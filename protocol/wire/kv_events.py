@@ -30,8 +30,6 @@ END = b"end"
 HASH_BYTES = {"sha256": 32, "xxh3_128": 16}
 """Length of a hash by ``EngineConfig.prefix_caching_hash_algo``."""
 
-
-MAX_PORT = 65535
 MAX_TOPIC_BYTES = 512
 MAX_SOCKET_PATH = 107
 """Linux limit on the length of a socket path."""
@@ -134,37 +132,6 @@ def check_format(kv_events_format: str, topic: str, endpoint: str) -> None:
         raise ConfigError(f"--kv-events-topic must have at most {MAX_TOPIC_BYTES} bytes (got {len(topic)} characters)")
 
 
-def rank_endpoints(endpoint: str, replay_endpoint: str, rank: int, num_ranks: int) -> tuple[str, str]:
-    """Return the endpoints of one of several engines: each has the port, or the path with a suffix, of its own.
-
-    Engine 0 has the given ones, engine r the port + r, as in vLLM, or the path with ``-r``.
-
-    Raises:
-        ConfigError: two engines would have the same port, or one a port above 65535.
-    """
-    found = [_of_rank(each, rank) for each in (endpoint, replay_endpoint)]
-    if is_tcp(endpoint) and is_tcp(replay_endpoint):
-        address, replay_address = (each.rpartition(":") for each in (endpoint, replay_endpoint))
-        apart = abs(int(address[2]) - int(replay_address[2]))
-        if address[0] == replay_address[0] and apart < num_ranks:
-            raise ConfigError(
-                f"--kv-events-replay-endpoint {replay_endpoint}: with {num_ranks} engines its port must be at least "
-                f"{num_ranks} away from that of {endpoint}, because engine r has the port + r (got {apart})"
-            )
-    return found[0], found[1]
-
-
-def _of_rank(endpoint: str, rank: int) -> str:
-    if not endpoint or not rank:
-        return endpoint
-    if not is_tcp(endpoint):
-        return f"{endpoint}-{rank}"
-    address, _, port = endpoint.rpartition(":")
-    if int(port) + rank > MAX_PORT:
-        raise ConfigError(f"KV events of engine {rank}: {endpoint} + {rank} is above port {MAX_PORT}: use a lower port")
-    return f"{address}:{int(port) + rank}"
-
-
 def is_tcp(endpoint: str) -> bool:
     return endpoint.startswith("tcp://")
 
@@ -174,7 +141,7 @@ def _is_one_address(endpoint: str) -> bool:
     means every network.
     """
     match = re.fullmatch(r"tcp://([0-9.]{7,15}):([0-9]{1,5})", endpoint)
-    if match is None or not 1 <= int(match[2]) <= MAX_PORT:
+    if match is None or not 1 <= int(match[2]) <= 65535:
         return False
     try:
         address = IPv4Address(match[1])

@@ -11,7 +11,7 @@ import zmq
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.kv_events import KVEventBatch, rank_endpoints
+from quire.protocol.wire.kv_events import KVEventBatch
 from quire.protocol.wire.zmq_channel import kv_events_address
 from quire.scheduler_proc.kv.events import DescribingRecorder, KVEventRecorder
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
@@ -98,8 +98,7 @@ def open_feeds(
         addresses = kv_events_address(directory, scheduler_incarnation)
         publishers.append(KVEventPublisher(context, *addresses, incarnation))
     if config.kv_events_endpoint:
-        own = config.kv_events_endpoint, config.kv_events_replay_endpoint
-        endpoints = rank_endpoints(*own, rank, config.data_parallel_size)
+        endpoints = config.kv_events_endpoint, config.kv_events_replay_endpoint
         options: dict[str, Any] = {"curve_dir": config.kv_events_curve_dir, "is_open": config.kv_events_without_keys}
         if config.kv_events_format == "vllm":
             publishers.append(VllmPublisher(context, *endpoints, config.kv_events_topic, **options))

@@ -13,7 +13,6 @@ from quire.protocol.wire.kv_events import (
     BlocksStored,
     KVEventBatch,
     check_endpoints,
-    rank_endpoints,
 )
 
 
@@ -104,20 +103,3 @@ def test_existing_path_that_is_not_a_socket_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(old))
     check_endpoints(f"ipc://{old}", "")
-
-
-def test_each_engine_has_endpoints_of_its_own() -> None:
-    assert rank_endpoints("ipc:///d/events", "", 0, 4) == ("ipc:///d/events", "")
-    assert rank_endpoints("ipc:///d/events", "ipc:///d/replay", 3, 4) == ("ipc:///d/events-3", "ipc:///d/replay-3")
-    base = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5561"
-    found = [rank_endpoints(*base, rank, 4) for rank in range(4)]
-    assert found[0] == base and found[3] == ("tcp://10.0.0.1:5560", "tcp://10.0.0.1:5564")
-    assert len({endpoint for each in found for endpoint in each}) == 8
-    assert rank_endpoints("tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557", 1, 4)[1] == "tcp://10.0.0.2:5558"
-
-
-def test_ports_that_two_engines_would_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"5 engines its port must be at least 5 away.*\(got 4\)"):
-        rank_endpoints("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5561", 0, 5)
-    with pytest.raises(ConfigError, match=r"engine 2: tcp://10\.0\.0\.1:65534 \+ 2 is above port 65535"):
-        rank_endpoints("tcp://10.0.0.1:65534", "", 2, 3)

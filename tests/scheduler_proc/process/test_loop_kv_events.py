@@ -68,11 +68,10 @@ def test_the_loop_publishes_events_and_answers_requests(context: "zmq.Context[An
 def test_the_router_and_the_subscribers_of_the_user_get_equal_batches(
     context: "zmq.Context[Any]", tmp_path: Path
 ) -> None:
-    """Rank 2 of several engines has the endpoints of the flags with its own suffix."""
     router, router_replay = kv_events_address(tmp_path, 1)
     replay = f"ipc://{tmp_path}/replay"
     endpoints = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_replay_endpoint": replay}
-    config = make_config(feeds_router=True, data_parallel_rank=2, data_parallel_size=3, **endpoints)
+    config = make_config(feeds_router=True, **endpoints)
     loop = LoopUnderTest(context, tmp_path, config)
     subscriber = context.socket(zmq.SUB)
     subscriber.subscribe(TOPIC)
@@ -82,7 +81,7 @@ def test_the_router_and_the_subscribers_of_the_user_get_equal_batches(
     loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
     assert subscriber.poll(WAIT_MS) and subscriber.recv_multipart()[0] == TOPIC
     found = []
-    for address in (router_replay, f"{replay}-2"):
+    for address in (router_replay, replay):
         dealer = context.socket(zmq.DEALER)
         dealer.connect(address)
         found.append(batches_from(dealer, 0))
