@@ -64,7 +64,7 @@ class EngineSet:
     def seconds_without_progress(self) -> float:
         """As of Session: since the last token of any engine, or since no engine is ready."""
         now, sessions = self._clock(), self.engines.sessions
-        latest = max(self._progress_at, self._waiting.progress_at, *(session.progress_at for session in sessions))
+        latest = max([self._progress_at, *(session.progress_at for session in sessions)])
         waiting = now - latest if self.num_in_flight and not self.engines.pause else 0.0
         return max(waiting, now - self.engines.since if self.state == "recovering" else 0.0)
 
@@ -106,6 +106,8 @@ class EngineSet:
             if not before.stream.over:
                 raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
             self._forget(before)
+        if not self._streams:
+            self._progress_at = self._clock()  # no token was expected until now
         stream = Stream(request, on_update, parent)
         self._waiting.adopt(stream)
         first = None if parent is None else self._streams.get(parent.request_id)
@@ -267,6 +269,7 @@ class EngineSet:
     def _place(self, routed: RoutedStream) -> None:
         """Find an engine for a waiting stream: that of its parent, or the router's choice, or an own choice."""
         if not (candidates := self._candidates(routed)):
+            routed.refused_by.clear()  # those that refused it may be all that are left
             return
         parent = None if routed.stream.parent is None else self._routed(routed.stream.parent)
         if parent is not None and parent.is_read:

@@ -31,7 +31,7 @@ from quire.protocol.wire.zmq_channel import AsyncZmqChannel, router_address
 TICK_S = 0.05
 """Seconds between two looks at what is due; the router learns of started and ended requests as often."""
 ANSWER_S = 1.5
-"""Seconds that an engine has to answer a question of all; shorter than the callers' own limits."""
+"""Seconds that an engine has to answer a question for figures; others do without its answer then."""
 
 
 class Links:
@@ -83,9 +83,11 @@ class Links:
         links = self._by_engine.values()
         return bool(links) and all(link.is_full for link in links)
 
-    async def ask(self, engines: list[int], question: Callable[[int], Message]) -> dict[int, Statistics]:
-        """Ask these engines; return the answers of those that have not ended and answer in time."""
-        asked = (asyncio.wait_for(self._by_engine[engine].ask(question), ANSWER_S) for engine in engines)
+    async def ask(
+        self, engines: list[int], question: Callable[[int], Message], timeout: float | None = None
+    ) -> dict[int, Statistics]:
+        """Ask these engines; return the answers of those that have not ended and answer in ``timeout`` seconds."""
+        asked = (asyncio.wait_for(self._by_engine[engine].ask(question), timeout) for engine in engines)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         found = zip(engines, answers, strict=True)
         return {engine: answer for engine, answer in found if isinstance(answer, Statistics)}
@@ -220,7 +222,7 @@ class SeveralEnginesClient(SubmittingClient):
 
     async def statistics_by_engine(self) -> dict[int, Statistics]:
         self._set.require_alive()
-        return await self._links.ask(self._set.engines.accepting, partial(Control, "statistics"))
+        return await self._links.ask(self._set.engines.accepting, partial(Control, "statistics"), ANSWER_S)
 
     async def control(self, kind: str) -> Statistics:
         """Send a Control to all engines, and return the sums of their answers."""
@@ -230,7 +232,10 @@ class SeveralEnginesClient(SubmittingClient):
         return await self._ask_all(partial(UnloadAdapter, adapter.name, adapter.digest, force))
 
     async def _ask_all(self, question: Callable[[int], Message]) -> Statistics:
-        """Ask all engines that accept questions, waiting for one if there is none."""
+        """Ask all engines that accept questions, waiting for one if there is none.
+
+        An order that one of them has not carried out is not answered; callers have a limit of their own.
+        """
         while True:
             self._set.require_alive()
             self._changed.clear()

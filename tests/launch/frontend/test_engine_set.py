@@ -449,3 +449,40 @@ TestMachine.settings = settings(max_examples=15, stateful_step_count=40, deadlin
 @pytest.mark.full
 class TestLongMachine(Machine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate])
+
+
+def test_new_requests_are_no_progress_of_engines_that_hang() -> None:
+    world = serving(2)
+    for at in range(60):
+        world.now += 1.0
+        world.add(f"r{at}")
+        world.to_router()
+        world.answer(0, at % 2)
+        world.set.tick()
+    assert world.set.seconds_without_progress == 58.0  # since both engines have one
+
+
+def test_a_refused_request_returns_to_an_engine_that_is_the_last_one_left() -> None:
+    world = serving(2)
+    world.schedulers[0].queue_limit = 0
+    stream = world.add("a")
+    world.to_router()
+    world.answer(0, 0)
+    world.to_engine(0)
+    world.to_front(0)  # refused: the router is asked for the other one
+    world.schedulers[0].queue_limit = 1000
+    world.kill(1)
+    world.asked.clear()
+    world.places.pop(1)
+    world.announce()
+    for _ in range(100):
+        world.now += 0.05
+        world.set.tick()
+        world.to_router()
+        while world.asked:
+            world.answer(0, 0)
+        world.to_engine(0)
+        world.schedulers[0].step(list(world.schedulers[0].requests))
+        world.to_front(0)
+    world.read()
+    assert stream.tokens
