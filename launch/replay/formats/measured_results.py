@@ -1,4 +1,4 @@
-"""What was measured in a run of vLLM (``../formats/measured.py``), as the record of a run."""
+"""What was measured in a run of vLLM (``measured.py``), as the record of a run."""
 
 from pathlib import Path
 
