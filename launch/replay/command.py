@@ -178,7 +178,7 @@ def _what_if(args: argparse.Namespace) -> Result:
 
 def _beside_measured(args: argparse.Namespace, replayed: RunRecord) -> Result:
     """Return the result of a measured run's replay, with the measured figures."""
-    from quire.launch.replay.measured_run import measured_record
+    from quire.launch.replay.formats.measured_results import measured_record
 
     measured = measured_record(args.trace)
     result = result_of(replayed)

@@ -1,7 +1,7 @@
 """Measured runs of vLLM, as LLMServingSim publishes them: a folder with the requests and the settings of the engine.
 
 ``workload.jsonl`` has the requests (``input_tok_ids``, ``output_toks``, ``arrival_time_ns``, which the load generator
-planned), ``meta.json`` the settings, and ``requests.jsonl`` what was measured (``../measured_run.py``). A layer
+planned), ``meta.json`` the settings, and ``requests.jsonl`` what was measured (``measured_results.py``). A layer
 profile of the machine may be beside them.
 """
 

@@ -10,8 +10,8 @@ from made_up_profile import write_profile
 
 from quire.launch.cli import main
 from quire.launch.replay.formats.detect import detect_format, load_workload
+from quire.launch.replay.formats.measured_results import measured_record
 from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.measured_run import measured_record
 from quire.launch.replay.simulate.whatif import prepare
 from quire.protocol.errors import ConfigError
 
