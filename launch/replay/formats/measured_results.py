@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:launch/replay/measured_run.py
-"""What was measured in a run of vLLM (``formats/measured.py``), as the record of a run."""
-========
 """What was measured in a run of vLLM (``measured.py``), as the record of a run."""
->>>>>>>> dpE:launch/replay/formats/measured_results.py
 
 from pathlib import Path
 
