@@ -130,7 +130,7 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="the extra ray is not installed")
     from ray.cluster_utils import Cluster
 
-    made = Cluster()
+    made: Any = Cluster()
     for _ in range(4):
         made.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
     yield made
