@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -128,7 +130,7 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="the extra ray is not installed")
     from ray.cluster_utils import Cluster
 
-    made = Cluster()
+    made: Any = Cluster()
     for _ in range(4):
         made.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
     yield made
@@ -142,19 +144,28 @@ def _server(address: str, *flags: str) -> Iterator[str]:
     environment = {**os.environ, "RAY_ADDRESS": address}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    lines = []
+    lines: list[str] = []
+    url: Future[str] = Future()
+    reader = threading.Thread(target=_read, args=(process.stderr, lines, url))
+    reader.start()
     try:
-        for line in process.stderr:
-            lines.append(line)
-            if " serves " in line:
-                yield next(word for word in line.split() if word.startswith("http://"))
-                break
-        else:
-            raise AssertionError("".join(lines))
+        yield url.result(120)
     finally:
         process.terminate()
+        status = process.wait(60)
+        reader.join()
         process.stderr.close()
-        assert process.wait(60) == 0
+        assert status == 0, "".join(lines)
+
+
+def _read(stream: IO[str], lines: list[str], url: "Future[str]") -> None:
+    """Read the server's lines until it ends; one of them has its URL."""
+    for line in stream:
+        lines.append(line)
+        if " serves " in line:
+            url.set_result(next(word for word in line.split() if word.startswith("http://")))
+    if not url.done():
+        url.set_exception(AssertionError("".join(lines)))
 
 
 def _complete(url: str) -> str:
