@@ -186,16 +186,20 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
     recorded = {key: value for key, value in workload.settings.items() if key not in INERT}
     for key in recorded.keys() - types.keys():
         raise ConfigError(f"{workload.source}: unknown setting {key!r}{did_you_mean(key, types)}")
-    preset: dict[str, Any] = {}
-    if like := wanted.get("like", recorded.get("like")):
-        other = find_preset(like)
-        preset = dict(other.settings) | {"routing": other.routing}
-    values = recorded | preset | wanted
+    values = _preset(recorded) | recorded | _preset(wanted) | wanted
     if not 1 <= values.get("data_parallel_size", 1) <= MAX_ENGINES:
         number = values["data_parallel_size"]
         raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
     _drop_other_sizes(values, wanted)
     return values
+
+
+def _preset(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the engine to imitate, if ``settings`` name one."""
+    if "like" not in settings:
+        return {}
+    preset = find_preset(settings["like"])
+    return {**preset.settings, "routing": preset.routing}
 
 
 def _drop_other_sizes(values: dict[str, Any], wanted: Mapping[str, Any]) -> None:
