@@ -14,10 +14,10 @@ from kv_event_ends import WAIT_MS, key_of, keys_of, layout_of
 from scheduler_driver import Driver
 from vllm_events import Batch, BlockStored, Follower
 
+from quire.protocol.block_hash import prompt_hashes
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import HASH_BYTES
-from quire.scheduler_proc.kv.block_hash import prompt_hashes
 from quire.scheduler_proc.kv.events import DescribingRecorder, Span
 from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES
