@@ -68,6 +68,11 @@ class EngineSet:
         waiting = now - latest if self.num_in_flight and not self.engines.pause else 0.0
         return max(waiting, now - self.engines.since if self.state == "recovering" else 0.0)
 
+    def has_requests_of(self, adapter: str) -> bool:
+        """Return whether a stream in flight uses the adapter of this name; it may wait for an engine."""
+        used = (each.stream.request.adapter for each in self._streams.values() if not each.stream.over)
+        return any(found is not None and found.name == adapter for found in used)
+
     @property
     def num_in_flight(self) -> int:
         return sum(not each.stream.over for each in self._streams.values())
@@ -274,7 +279,7 @@ class EngineSet:
         parent = None if routed.stream.parent is None else self._routed(routed.stream.parent)
         if parent is not None and parent.is_read:
             if parent.engine == NOWHERE:
-                parent.has_followers = True
+                parent.followers[routed.ticket] = routed
                 return
             if parent.engine in candidates:
                 self._put(routed, parent.engine, "fork")
@@ -303,9 +308,10 @@ class EngineSet:
         if num_cached_tokens is None:
             self._router.place(routed)
         log.debug("engine chosen", id=routed.stream.request_id, engine=number, reason=reason, cached=num_cached_tokens)
-        if routed.has_followers:
-            routed.has_followers = False
-            self._place_waiting()
+        followers, routed.followers = routed.followers, {}
+        for each in followers.values():
+            if each.engine == NOWHERE and not each.stream.over and not self._router.is_asked(each):
+                self._place(each)
 
     # ---- the router
 

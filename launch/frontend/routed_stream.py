@@ -19,13 +19,13 @@ class RoutedStream:
         num_tokens: output tokens that it had when it was submitted to this engine.
         has_started: it has got a token there.
         refused_by: engines whose queue was full.
-        has_followers: waiting streams begin with the same tokens, and go to the engine where this one goes.
+        followers: waiting streams that begin with the same tokens, and go to the engine where this one goes, by ticket.
         num_tokens_at_loss: output tokens when an engine with it lost its workers last, or -1.
         stays: it stays on an engine without workers, which finds out whether it is the cause.
     """
 
     __slots__ = (
-        "engine", "has_followers", "has_started", "keys", "num_tokens", "num_tokens_at_loss", "refused_by", "session",
+        "engine", "followers", "has_started", "keys", "num_tokens", "num_tokens_at_loss", "refused_by", "session",
         "stays", "stream", "ticket",
     )  # fmt: skip
 
@@ -37,7 +37,8 @@ class RoutedStream:
         self.session = session
         self.num_tokens = 0
         self.num_tokens_at_loss = -1
-        self.has_started = self.has_followers = self.stays = False
+        self.has_started = self.stays = False
+        self.followers: dict[int, RoutedStream] = {}
         self.refused_by: set[int] = set()
 
     @property

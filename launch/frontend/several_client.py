@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
 from quire.launch.frontend.block_keys import BlockKeys
@@ -229,7 +230,8 @@ class SeveralEnginesClient(SubmittingClient):
         return await self._ask_all(partial(Control, kind))
 
     async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        return await self._ask_all(partial(UnloadAdapter, adapter.name, adapter.digest, force))
+        found = await self._ask_all(partial(UnloadAdapter, adapter.name, adapter.digest, force))
+        return msgspec.structs.replace(found, done=found.done and not self._set.has_requests_of(adapter.name))
 
     async def _ask_all(self, question: Callable[[int], Message]) -> Statistics:
         """Ask all engines that accept questions, waiting for one if there is none.
@@ -239,9 +241,12 @@ class SeveralEnginesClient(SubmittingClient):
         while True:
             self._set.require_alive()
             self._changed.clear()
-            answers = await self._links.ask(self._set.engines.accepting, question)
+            asked = self._set.engines.accepting
+            answers = await self._links.ask(asked, question)
             if answers:
-                return merge_statistics(list(answers.values()))
+                merged = merge_statistics(list(answers.values()))
+                has_lost = len(answers) < len(asked)  # one has ended: its requests are elsewhere now
+                return msgspec.structs.replace(merged, done=merged.done and not has_lost)
             await self._changed.wait()
 
     # ---- the links
