@@ -39,8 +39,11 @@ def check_order(order: str, engine: int, places: Sequence[EnginePlace]) -> None:
             raise OrderRefused(f"a server has at most {MAX_ENGINES} engines: remove one first")
         return
     if order == "restart" and engine == ALL:
-        if len(places) < 2:
-            raise OrderRefused("a rolling restart needs at least 2 engines (there is 1): add one first")
+        num_usable = sum(each.state in ("serving", "starting") for each in places)
+        if num_usable < 2:
+            raise OrderRefused(
+                f"a rolling restart needs at least 2 engines that serve or start (got {num_usable}): add one first"
+            )
         return
     place = next((each for each in places if each.engine == engine), None)
     if place is None:

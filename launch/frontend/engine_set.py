@@ -190,7 +190,8 @@ class EngineSet:
         if (session := engine.session) is None:
             return
         self._progress_at = max(self._progress_at, session.progress_at)
-        session.count_scheduler_death()
+        if engine.place.state != "stopped":  # by an order
+            session.count_scheduler_death()
         self.engines.close_link(engine)
         for stream in session.table.streams:
             routed = self._routed(stream)

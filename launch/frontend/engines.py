@@ -164,9 +164,10 @@ class Engines:
         self.was_ready |= self.state == "ready"
 
     def take_pause(self, session: Session, *, is_new: bool) -> None:
-        """Follow the pause of the engines, and pause one that has been started since it was set."""
-        if is_new and self.pause and not session.pause:
-            session.set_pause(self.pause)
+        """Follow the pause of the engines. A scheduler that was started since it was set or ended gets the same."""
+        has_others = any(each.accepts for each in self.sessions if each is not session)
+        if is_new and session.pause != self.pause and (self.pause or has_others):
+            session.set_pause(self.pause or "resume")
         else:
             self.pause = session.pause
 

@@ -209,7 +209,7 @@ class Session:
             self._post(CallsTool(stream.request_id, tool[:MAX_TOOL_NAME]))
 
     def set_pause(self, kind: str) -> None:
-        """Pause the engine; ``kind``: pause or pause_new, as in Control."""
+        """Pause or resume the engine; ``kind``: pause, pause_new or resume, as in Control."""
         self._post(Control(kind))
 
     def shut_down(self, detail: str) -> None:

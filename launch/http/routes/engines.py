@@ -46,13 +46,13 @@ def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
         parameters = await query_parameters(request, *(() if order == "add" else ("engine",)))
         link = _link(server)
         engine = _number(parameters.get("engine"), is_needed=order not in ("add", "restart"))
+        entries = await _list(link)
         try:
             check_order(order, engine, [_as_usable(link, place, engine) for place in link.places()])
         except OrderRefused as error:
             raise ApiError(409, str(error), None, "order_refused") from None
         except InvalidRequest as error:
             raise ApiError(404, error.message, error.param, error.code) from None
-        entries = await _list(link)
         link.order(order, engine)
         return _json(entries, 202)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -196,6 +196,10 @@ class EngineCollector(Collector):
         if self.has_several:
             names = MetricNames(names.prefix, {**names.labels, "engine": str(engine)})
         yield from self._of_scheduler(names, statistics)
+
+    def forget_others(self, engines: Container[int]) -> None:
+        """Forget the cache settings of engines that the server does not have any more."""
+        self._pools = {engine: pool for engine, pool in self._pools.items() if engine in engines}
 
     def _cache_config_info(self) -> Metric:
         fixed = {**self.names.labels, **self.cache_config}

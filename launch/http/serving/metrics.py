@@ -190,6 +190,8 @@ class Metrics:
             self._engine.statistics = {}
         self._engine.has_several = bool(engine.places)
         self._fleet.places = engine.places
+        if engine.places:
+            self._engine.forget_others({place.engine for place in engine.places})
         if self._directory is not None:
             self._engine.restarts = self._fleet.restarts = read_restarts(self._directory)
             self._fleet.router = read_router_figures(self._directory) if engine.places else None
