@@ -171,14 +171,15 @@ def _engines(now: Scrape, before: Scrape, window: float | None) -> list[EngineFi
         if "num_requests_running" not in values:
             continue
         name = "generation_tokens_total"
-        grown = growth(values.get(name, 0.0), before.by_engine.get(engine, {}).get(name, 0.0))
+        earlier = before.by_engine.get(engine)
+        grown = None if earlier is None else growth(values.get(name, 0.0), earlier.get(name, 0.0))
         found.append(
             EngineFigures(
                 engine,
                 int(values["num_requests_running"]),
                 int(values.get("num_requests_waiting", 0)),
                 _kv_use(values),
-                grown / window if window else None,
+                grown / window if window and grown is not None else None,
                 int(values.get("router_choices_total", 0)),
             )
         )

@@ -19,7 +19,7 @@ class Scrape:
         values: value by name without its prefix, summed over all labels. Buckets of histograms are not included.
         by_reason: values of the label ``reason`` by name.
         by_engine: values by name of each engine of a server with several, by its number; summed over other labels.
-        buckets: cumulative counts by upper bound, by the histogram's name.
+        buckets: cumulative counts by upper bound, by the histogram's name and the engine; "" without one.
         labels: of the last sample of each name.
     """
 
@@ -27,7 +27,7 @@ class Scrape:
     values: dict[str, float] = field(default_factory=dict)
     by_reason: dict[str, dict[str, float]] = field(default_factory=dict)
     by_engine: dict[str, dict[str, float]] = field(default_factory=dict)
-    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+    buckets: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -47,7 +47,7 @@ class Scrape:
 
     def _add(self, name: str, labels: dict[str, str], value: float) -> None:
         if name.endswith("_bucket"):
-            counts = self.buckets.setdefault(name.removesuffix("_bucket"), {})
+            counts = self.buckets.setdefault((name.removesuffix("_bucket"), labels.get("engine", "")), {})
             bound = float(labels["le"])
             counts[bound] = counts.get(bound, 0.0) + value
             return
@@ -61,20 +61,38 @@ class Scrape:
             reasons[labels["reason"]] = reasons.get(labels["reason"], 0.0) + value
 
     def since(self, earlier: "Scrape", name: str) -> float | None:
-        """Return how much a counter grew, or None if it is missing. A counter that fell began at 0 in between."""
+        """Return how much a counter grew, or None if it is missing. A counter that fell began at 0 in between.
+
+        With several engines it is the growth of those that both scrapes have: one may not have answered in time.
+        """
         now = self.values.get(name)
         if now is None:
             return None
-        return growth(now, earlier.values.get(name, 0.0))
+        of_engines = {engine: values[name] for engine, values in self.by_engine.items() if name in values}
+        if not of_engines:
+            return growth(now, earlier.values.get(name, 0.0))
+        return sum(
+            growth(value, earlier.by_engine.get(engine, {}).get(name, 0.0))
+            for engine, value in of_engines.items()
+            if self._compares(earlier, engine)
+        )
+
+    def _compares(self, earlier: "Scrape", engine: str) -> bool:
+        """Return whether the growth of an engine's counters is known: the earlier scrape has it, or is empty."""
+        return not engine or engine in earlier.by_engine or not earlier.values
 
     def distribution(self, earlier: "Scrape", name: str) -> "Distribution | None":
         """Return the values that a histogram counted since the earlier scrape; None if it counted none."""
         count, total = self.since(earlier, f"{name}_count"), self.since(earlier, f"{name}_sum")
         if not count or total is None:
             return None
-        before, now = earlier.buckets.get(name, {}), self.buckets.get(name, {})
-        counts = [(bound, growth(now[bound], before.get(bound, 0.0))) for bound in sorted(now)]
-        return Distribution(count, total / count, counts)
+        grown: dict[float, float] = {}
+        for (histogram, engine), counts in self.buckets.items():
+            if histogram == name and self._compares(earlier, engine):
+                before = earlier.buckets.get((histogram, engine), {})
+                for bound, value in counts.items():
+                    grown[bound] = grown.get(bound, 0.0) + growth(value, before.get(bound, 0.0))
+        return Distribution(count, total / count, sorted(grown.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,3 +331,14 @@ def test_several_engines_are_sums_and_a_line_each() -> None:
     assert lines[at + 1].split() == ["0", "2", "0", "10%", "0.0", "0"]
     assert lines[at + 2].split() == ["1", "3", "7", "60%", "10", "5"]
     assert any("engines 6   router 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((9000, 9000), (9200, 0)), ((9000, 9000), (9200,)), ((9000,), (9200, 7))]
+)
+def test_an_engine_that_restarts_or_does_not_answer_is_no_jump(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def scrape(counts: tuple[int, ...], time: float) -> Scrape:
+        rows = [f'quire:generation_tokens_total{{engine="{at}"}} {count}' for at, count in enumerate(counts)]
+        return Scrape.parse("\n".join(["# TYPE quire:generation_tokens counter", *rows]) + "\n", time)
+
+    assert overview(scrape(after, 2.0), scrape(before, 0.0), "ready").generation_tokens_per_s == 100.0
