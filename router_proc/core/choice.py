@@ -17,8 +17,9 @@ RUNNING_TOKENS = 16.0
 HOST_SHARE = 0.1
 DISK_SHARE = 0.3
 """What a token that is loaded from another medium costs, as a share of computing it."""
-ADAPTER_SECONDS = 0.2
-"""What loading an adapter costs."""
+ADAPTER_TOKENS = 128
+"""Tokens of a prompt that loading an adapter counts as. It is loaded once, and then shares the requests of the others:
+a second engine gets it when the first one has about eight requests more."""
 
 
 class Question(NamedTuple):
@@ -91,8 +92,9 @@ def _score(question: Question, option: Option) -> float:
     if option.num_host or option.num_disk:
         tokens += HOST_SHARE * option.num_host + DISK_SHARE * option.num_disk
     queue = load.queue_tokens + RUNNING_TOKENS * load.num_running
-    seconds = (WEIGHT * tokens + queue) * load.seconds_per_token
-    return seconds + (ADAPTER_SECONDS if question.adapter and not load.has_adapter(question.adapter) else 0.0)
+    if question.adapter and not load.has_adapter(question.adapter):
+        queue += ADAPTER_TOKENS
+    return (WEIGHT * tokens + queue) * load.seconds_per_token
 
 
 def _reason(question: Question, best: Option, options: Iterable[Option], *, was_tied: bool) -> str:

@@ -1,5 +1,6 @@
 """The Router: which engine gets a request under each policy, and that its totals are those of its requests."""
 
+from collections import Counter
 from hashlib import sha256
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_a_request_goes_where_its_adapter_is_loaded() -> None:
         assert ask(router, ticket, excluded=[1, 2], adapter=adapter).reason == "only"
     router.consume(Progress([], [3, 4]), client=1)
     assert ask(router, 5, "xyz", adapter=b"A").reason == "load"
+
+
+def test_many_requests_of_one_adapter_use_several_engines() -> None:
+    router = make(2, max_loras=2)
+    for ticket in range(40):
+        ask(router, ticket, length=1, adapter=b"A")
+        router.consume(Progress([ticket], []), client=1)
+    counts = Counter(routed_to for routed_to, _, number in router.figures().choices for _ in range(number))
+    assert min(counts[0], counts[1]) >= 12
 
 
 def test_only_serving_engines_get_requests() -> None:
