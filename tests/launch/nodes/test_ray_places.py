@@ -39,8 +39,12 @@ class FakeCluster(RayCluster):
         self.running: list[RayEngine] = []
         self.problem = ""
         self.num_started = 0
+        self.is_alive = threading.Event()
+        """Calls wait for it."""
+        self.is_alive.set()
 
     def resources(self) -> list[int]:
+        assert self.is_alive.wait(60)
         return self.cpus
 
     def start_engine(self, bundles: Sequence[int], head_key: str) -> RayEngine:
@@ -53,10 +57,11 @@ class FakeCluster(RayCluster):
         return self.running[-1]
 
     def stop_engine(self, engine: RayEngine) -> None:
+        assert self.is_alive.wait(60)
         self.running.remove(engine)
 
     def close(self) -> None:
-        assert not self.running
+        assert not self.running or not self.is_alive.is_set()
 
 
 @given(st.integers(1, 16), st.lists(st.integers(0, 8), max_size=6))
@@ -103,6 +108,34 @@ def test_a_place_that_is_lost_is_a_reason_and_asked_for_again(monkeypatch: pytes
     assert "no living nodes" in str(places.take(1))
     cluster.problem, cluster.cpus = "", [1, 1]
     assert isinstance(places.take(1), list)
+    places.close()
+
+
+def test_a_cluster_whose_head_is_dead_keeps_neither_the_fleet_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_places, "WAIT_S", 0.0)
+    monkeypatch.setattr(ray_places, "CLOSE_S", 0.0)
+    cluster = FakeCluster(1, 1)
+    places = RayPlaces(cluster, 1, 1)
+    assert isinstance(places.take(0), list)
+    cluster.is_alive.clear()
+    places.give_back(0)
+    assert places.take(0) == "Ray is still starting the agents of engine 0"
+    places.close()
+    assert cluster.running and not Path(places.head_key_file).exists()
+    cluster.is_alive.set()
+
+
+def test_an_error_of_ray_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(1, 1)
+    places = RayPlaces(cluster, 1, 1)
+    assert isinstance(places.take(0), list)
+
+    def fail(*_: Any) -> RayEngine:
+        raise ConnectionError("the cluster\nis gone")
+
+    monkeypatch.setattr(cluster, "start_engine", fail)
+    monkeypatch.setattr(ray_places, "WAIT_S", 20.0)
+    assert places.take(1) == "the cluster is gone"
     places.close()
 
 
