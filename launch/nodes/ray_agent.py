@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -40,12 +41,17 @@ class RayAgent:
             write_pair(folder / SECRET, folder / "server.key")
             flags = ["--listen", listen, "--keys", name, "--devices", str(num_devices), "--stop-with-stdin"]
             command = [sys.executable, "-P", "-m", "quire.launch.cli", "node", *flags]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
             assert self._process.stderr is not None
             line = self._process.stderr.readline()
             if "heads that connect to" not in line:
                 self._process.kill()
                 raise RuntimeError(" ".join(line.split()) or "the node agent ended without a reason")
+            # What the agent and its workers log is in Ray's log of this actor; a full pipe would block them.
+            lines = self._process.stderr
+            threading.Thread(target=sys.stderr.writelines, args=(lines,), name="agent log", daemon=True).start()
             return listen, read_key(folder / SECRET, "")[0].decode()  # the agent has read its keys
 
     def pid(self) -> int:
