@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -16,10 +17,8 @@ from quire.protocol.process.log import event_logger
 
 log = event_logger("node")
 
-FIRST_S = 90.0
-"""Longest wait for the agents of an engine when the server starts."""
-WAIT_S = 5.0
-"""The same later: the fleet, which has other engines, asks again."""
+LATE_S = 90.0
+"""Time after which the fleet gets a reason for an engine whose agents still do not run."""
 CLOSE_S = 10.0
 """Longest wait for the ends of agents when the server stops. Ray ends later ones itself."""
 
@@ -58,20 +57,19 @@ class RayPlaces:
         write_pair(folder / HEAD_SECRET, folder / "head.key")
         self.head_key_file = str(folder / HEAD_SECRET)
         self._head_key = (folder / "head.key").read_text()
-        self._placed: dict[int, Future[RayEngine]] = {n: self._begin() for n in range(num_engines)}
-        """By engine: its agents, once they run."""
-        self._first = set(range(num_engines))
+        self._placed = {number: self._begin() for number in range(num_engines)}
+        """By engine: its agents, once they run, and since when they are being started."""
         self._stopping: set[Future[None]] = set()
 
-    def take(self, engine: int) -> list[RankPlace] | str:
+    def take(self, engine: int) -> list[RankPlace] | str | None:
         if engine not in self._placed:
             self._placed[engine] = self._begin()
-        wait([self._placed[engine]], FIRST_S if engine in self._first else WAIT_S)
-        self._first.discard(engine)
-        if not self._placed[engine].done():
-            return f"Ray is still starting the agents of engine {engine}"
+        placing, begun_at = self._placed[engine]
+        if not placing.done():
+            is_late = time.monotonic() >= begun_at + LATE_S
+            return f"Ray has not started the agents of engine {engine} in {LATE_S:.0f} s" if is_late else None
         try:
-            made = self._placed[engine].result()
+            made = placing.result()
         except Exception as error:  # also Ray's own: the server's other engines serve on
             del self._placed[engine]
             return " ".join(str(error).split())
@@ -80,8 +78,8 @@ class RayPlaces:
         return [RankPlace(address, n, key, ranks_each) for address, key in made.agents for n in range(ranks_each)]
 
     def give_back(self, engine: int) -> None:
-        placing = self._placed.pop(engine, None)
-        if placing is not None:
+        if engine in self._placed:
+            placing, _ = self._placed.pop(engine)
             stopping = _in_thread(partial(self._stop, placing))
             self._stopping.add(stopping)
             stopping.add_done_callback(self._stopping.discard)
@@ -93,8 +91,8 @@ class RayPlaces:
         self._cluster.close()
         self._folder.cleanup()
 
-    def _begin(self) -> "Future[RayEngine]":
-        return _in_thread(self._start)
+    def _begin(self) -> "tuple[Future[RayEngine], float]":
+        return _in_thread(self._start), time.monotonic()
 
     def _start(self) -> RayEngine:
         bundles = bundles_of(self._num_ranks, self._cluster.resources())
