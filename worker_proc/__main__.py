@@ -49,7 +49,7 @@ def main() -> None:
             else:
                 keys = CurveEnd(remote.public_key, remote.secret_key, remote.scheduler_key)
                 channel = ZmqChannel(context, zmq.PAIR, remote.address, numbers, bind=False, secure=keys.connect_with)
-            loop.serve(channel, rank, join)
+            loop.serve(channel, rank, join, remote.address if remote is not None else "")
             channel.close()
         loop.close()
         context.term()

@@ -65,11 +65,12 @@ class WorkerLoop:
         self._mover: Mover | None = None
         self._adapters: AdapterLoader | None = None
 
-    def serve(self, channel: Channel, rank: int, join: JoinGroup) -> None:
+    def serve(self, channel: Channel, rank: int, join: JoinGroup, remote: str = "") -> None:
         """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
 
         Args:
             join: connects to the other ranks; called when the configuration with their number has arrived.
+            remote: address of a scheduler on another machine, which may be out of reach.
 
         Raises:
             ConfigError, EngineError, StepRefused, ProtocolError: also sent to the scheduler as a Fault.
@@ -78,7 +79,7 @@ class WorkerLoop:
         channel.wake_on(self._commands.fileno())
         channel.wake_on(self._watcher.fileno())
         try:
-            configure = request_configuration(channel, rank, self._pid, self._commands)
+            configure = request_configuration(channel, rank, self._pid, self._commands, remote)
             loaded = self._load(configure, join)
             loaded.runner.begin_worker_epoch(configure.last_step)
             if self._mover is not None:

@@ -19,6 +19,8 @@ BACKOFF_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 """Delay before the first, second, ... restart in a row."""
 REFUSED_AGAIN = 5
 """Failures in a row for which an engine counts at least if it refused its settings: another try is of use later."""
+PLACE_S = 0.5
+"""Pause between two questions for places that are being prepared."""
 STABLE_S = 5.0
 """What has run for this long did not fail in a row."""
 FIRST_STARTS = 3
@@ -197,6 +199,9 @@ class Engines:
     def _start(self, slot: EngineSlot, now: float) -> None:
         slot.due = None
         ranks = self._places.take(slot.number)
+        if ranks is None:  # no failure
+            slot.state, slot.detail, slot.due = "failed", "its place is being prepared", now + PLACE_S
+            return
         if isinstance(ranks, str):
             self._fail(slot, ranks, now, refused=True)
             return
@@ -245,6 +250,7 @@ class Engines:
             case "drained" | "starting" if goal != "drain":
                 self._stop(slot, now)
             case "failed" if goal == "remove":
+                self._places.give_back(slot.number)
                 del self.slots[slot.number]
             case "failed":
                 slot.goal, slot.num_failures = "serve", 0
@@ -288,6 +294,7 @@ class Engines:
                 self._rolling.popleft()
                 continue
             if slot.state in ("serving", "drained") and is_another_serving(self.places(), number):
+                self._rolling[0] = number, -1  # it is waited for, also while there is no place for it
                 self._retire(slot, "restart", now)
             return
 

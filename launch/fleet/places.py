@@ -8,9 +8,9 @@ from quire.protocol.config import RankPlace
 class Places(Protocol):
     """Gives engines the places of their ranks."""
 
-    def take(self, engine: int) -> list[RankPlace] | str:
-        """Return the place of each rank of an engine that is about to start, or in one line why there is none. The
-        engine has none yet."""
+    def take(self, engine: int) -> list[RankPlace] | str | None:
+        """Return the place of each rank of an engine that is about to start, or in one line why there is none, or None
+        while they are being prepared: ask again soon. The engine has none yet."""
         ...
 
     def give_back(self, engine: int) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
+from uuid import uuid4
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -174,7 +175,8 @@ class _Node:
         self._channel = ZmqChannel(
             self._context, zmq.DEALER, self._address, Link(NodeToHead), bind=False, secure=self._keys.connect_with
         )
-        self._events = self._channel.socket.get_monitor_socket()
+        # Not the default address, which has a number that the connection before may have had.
+        self._events = self._channel.socket.get_monitor_socket(addr=f"inproc://node-{uuid4()}")
         self._problem = _NO_CONNECTION
         self._waiter.add(self._channel.socket)
         self._waiter.add(self._events)

@@ -14,6 +14,7 @@ from quire.version import install_command
 
 PLACE_S = 20.0
 """Time limit for Ray to find the resources of a placement group."""
+FOREVER_S = "2000000000"
 
 
 class RayEngine:
@@ -37,6 +38,8 @@ class RayCluster:
         Raises:
             ConfigError: Ray is not installed, or there is no cluster at ``RAY_ADDRESS``.
         """
+        # Ray would end this process when the head of its cluster is dead for a minute, and with it all engines.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", FOREVER_S)
         try:
             import ray
         except ImportError:

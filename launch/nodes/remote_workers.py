@@ -216,9 +216,9 @@ class NodeWorkers:
             if self._processes.pop(process.number, None) is None:
                 return
             process.has_ended("killed")
-            before = len(self._unsent)
+            unsent = [order for _, each, order in self._unsent if each is process]
             self._unsent = [each for each in self._unsent if each[1] is not process]
-            if self._thread is not None and len(self._unsent) == before:
+            if self._thread is not None and not any(isinstance(order, StartWorker) for order in unsent):
                 self._thread.send(self._places[process.rank].node, KillWorker(process.number))
 
     def _send_all(self) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from typing import Any
+from uuid import uuid4
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -30,7 +31,8 @@ class ConnectionLimit:
     def __init__(self, bound: "zmq.Socket[Any]", endpoint: str) -> None:
         """``bound``: the socket, which is bound to ``endpoint`` after this."""
         bound.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        address = f"inproc://connections-{id(bound)}"
+        # Not `id(bound)`: a socket that was closed just before may have had it, and libzmq frees an address late.
+        address = f"inproc://connections-{uuid4()}"
         bound.monitor(address, _EVENTS)
         events = bound.context.socket(zmq.PAIR)
         events.setsockopt(zmq.RCVHWM, 0)  # otherwise libzmq would wait for the thread with a lock held

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from socket import gethostname
 
 from quire.protocol.errors import EngineError
 from quire.protocol.process.child import Child, Command, Report
@@ -10,6 +11,8 @@ from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello
 from quire.protocol.wire.worker_messages import Configure
 
 HEARTBEAT_S = 1.0
+ANSWER_S = 60.0
+"""Time limit for the answer of a scheduler on another machine. It may still be starting."""
 
 
 class WorkerCommands:
@@ -66,16 +69,27 @@ def wait_for_message(
     return received
 
 
-def request_configuration(channel: Channel, rank: int, pid: int, commands: WorkerCommands) -> Configure:
+def request_configuration(
+    channel: Channel, rank: int, pid: int, commands: WorkerCommands, remote: str = ""
+) -> Configure:
     """Send a Hello and wait for the configuration.
 
+    Args:
+        remote: address of a scheduler on another machine, which may be out of reach.
+
     Raises:
-        EngineError: the scheduler rejected this worker.
+        EngineError: the scheduler rejected this worker, or a remote one does not answer.
         Superseded: a newer command arrived.
     """
     channel.send(Hello(PROTOCOL_VERSION, "worker", rank, pid))
+    asked_at = time.monotonic()
     while True:
         received = wait_for_message(channel, commands)
+        if received is None and remote and time.monotonic() >= asked_at + ANSWER_S:
+            raise EngineError(
+                f"{gethostname()} gets no answer of the scheduler at {remote}: nodes must be able to connect to every "
+                f"port of the head machine"
+            )
         match received.message if received else None:
             case Welcome() | Heartbeat() | None:
                 continue

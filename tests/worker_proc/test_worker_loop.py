@@ -10,7 +10,9 @@ from memory_channel import memory_pair
 from runner_steps import CONFIG, MODEL, PROMPT, adding, alone
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
+from quire.protocol.errors import EngineError
 from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.wire import worker_handshake
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.link_messages import Hello
 from quire.protocol.wire.worker_messages import (
@@ -62,6 +64,23 @@ def run(*steps: Any) -> list[Any]:
         WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: SingleRank())
     assert isinstance(script.seen[0], Hello) and isinstance(script.seen[2], Ready)
     return script.seen[3:]
+
+
+class Silent(Script):
+    """A scheduler that does not answer."""
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        return None
+
+
+def test_a_scheduler_on_another_machine_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_handshake, "ANSWER_S", 0.0)
+    script = Silent([])
+    with (
+        no_calls() as calls,
+        pytest.raises(EngineError, match=r"no answer of the scheduler at tcp://10\.0\.0\.1:4321: nodes"),
+    ):
+        WorkerLoop(calls, 1, progress=False).serve(script, 0, lambda config: SingleRank(), "tcp://10.0.0.1:4321")
 
 
 def only(*tokens: int) -> np.ndarray[Any, Any]:

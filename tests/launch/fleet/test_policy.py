@@ -5,7 +5,7 @@ import random
 import pytest
 from fake_fleet import DRAIN_S, FakeFleet, FakeProcess
 
-from quire.launch.fleet.engines import BACKOFF_S, DRAIN_GRACE_S, FIRST_STARTS, STABLE_S, STOP_S
+from quire.launch.fleet.engines import BACKOFF_S, DRAIN_GRACE_S, FIRST_STARTS, PLACE_S, STABLE_S, STOP_S
 from quire.launch.fleet.orders import ALL
 from quire.launch.supervision.policy import MAX_DEATHS, SILENT_S, START_S
 from quire.protocol.config import RankPlace
@@ -21,6 +21,20 @@ def fleet() -> FakeFleet:
     fleet.become_ready()
     fleet.pass_time(STABLE_S + 1)
     return fleet
+
+
+class SlowPlaces:
+    """Places that must be prepared."""
+
+    def __init__(self, *, are_ready: bool) -> None:
+        self.are_ready = are_ready
+        self.given_back: list[int] = []
+
+    def take(self, engine: int) -> list[RankPlace] | None:
+        return [RankPlace()] if self.are_ready else None
+
+    def give_back(self, engine: int) -> None:
+        self.given_back.append(engine)
 
 
 class TestStart:
@@ -77,6 +91,28 @@ class TestStart:
         fleet.become_ready()
         assert fleet.policy.is_ready and fleet.states == {0: "serving", 1: "failed"}
         assert fleet.policy.engines.places()[1].detail == "1 device, and 2 are needed"
+
+    def test_a_place_that_is_being_prepared_is_no_failure(self) -> None:
+        places = SlowPlaces(are_ready=False)
+        fleet = FakeFleet(num_engines=1, places=places)
+        assert fleet.policy.engines.places()[0].detail == "its place is being prepared"
+        fleet.pass_time(100)
+        assert fleet.states == {0: "failed"} and fleet.policy.fatal_error is None and fleet.starts[0] == 0
+        places.are_ready = True
+        fleet.pass_time(PLACE_S)
+        fleet.become_ready()
+        assert fleet.policy.is_ready and fleet.states == {0: "serving"}
+        fleet.order("add")
+        assert fleet.states == {0: "serving", 1: "starting"}
+
+    def test_an_engine_without_a_place_gives_it_back_when_it_is_removed(self) -> None:
+        places = SlowPlaces(are_ready=True)
+        fleet = FakeFleet(num_engines=1, places=places)
+        fleet.become_ready()
+        places.are_ready = False
+        fleet.order("add")
+        fleet.order("remove", 1)
+        assert fleet.states == {0: "serving"} and places.given_back == [1]
 
     def test_processes_that_cannot_be_started_now_are_started_later(self, fleet: FakeFleet) -> None:
         fleet.refuses = "engine"
@@ -238,6 +274,21 @@ class TestOrders:
             assert sum(state == "serving" for state in fleet.states.values()) == 2
             fleet.become_ready()
         assert fleet.starts == {0: 2, 1: 2, 2: 2} and set(fleet.states.values()) == {"serving"}
+
+    def test_a_rolling_restart_waits_for_a_place(self) -> None:
+        places = SlowPlaces(are_ready=True)
+        fleet = FakeFleet(num_engines=3, places=places)
+        fleet.become_ready()
+        fleet.order("restart", ALL)
+        places.are_ready = False
+        fleet.obey()
+        fleet.pass_time(60)
+        assert fleet.states == {0: "failed", 1: "serving", 2: "serving"}
+        places.are_ready = True
+        fleet.pass_time(PLACE_S)
+        assert fleet.states == {0: "starting", 1: "serving", 2: "serving"}
+        fleet.become_ready()
+        assert fleet.states == {0: "serving", 1: "draining", 2: "serving"}
 
     def test_a_rolling_restart_waits_for_an_engine_that_fails(self, fleet: FakeFleet) -> None:
         fleet.order("restart", ALL)

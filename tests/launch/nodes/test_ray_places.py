@@ -39,8 +39,12 @@ class FakeCluster(RayCluster):
         self.running: list[RayEngine] = []
         self.problem = ""
         self.num_started = 0
+        self.is_alive = threading.Event()
+        """Calls wait for it."""
+        self.is_alive.set()
 
     def resources(self) -> list[int]:
+        assert self.is_alive.wait(60)
         return self.cpus
 
     def start_engine(self, bundles: Sequence[int], head_key: str) -> RayEngine:
@@ -53,10 +57,18 @@ class FakeCluster(RayCluster):
         return self.running[-1]
 
     def stop_engine(self, engine: RayEngine) -> None:
+        assert self.is_alive.wait(60)
         self.running.remove(engine)
 
     def close(self) -> None:
-        assert not self.running
+        assert not self.running or not self.is_alive.is_set()
+
+
+def take(places: RayPlaces, engine: int) -> list[RankPlace] | str:
+    """Ask until there is an answer."""
+    while (answer := places.take(engine)) is None:
+        pass
+    return answer
 
 
 @given(st.integers(1, 16), st.lists(st.integers(0, 8), max_size=6))
@@ -76,10 +88,10 @@ def test_an_engine_gets_agents_and_gives_them_back() -> None:
     cluster = FakeCluster(1, 1, 2)
     places = RayPlaces(cluster, 2, 1)
     assert load_head_keys(Path(places.head_key_file)).secret
-    assert places.take(0) == [RankPlace("tcp://10.0.1.0:7100", device, "key 0", 2) for device in (0, 1)]
+    assert take(places, 0) == [RankPlace("tcp://10.0.1.0:7100", device, "key 0", 2) for device in (0, 1)]
     places.give_back(0)
     cluster.cpus = [1, 1]
-    again = places.take(0)
+    again = take(places, 0)
     assert again == [RankPlace(f"tcp://10.0.2.{node}:7100", 0, f"key {node}", 1) for node in (0, 1)]
     places.close()
     assert not Path(places.head_key_file).exists()
@@ -92,17 +104,44 @@ def test_a_cluster_that_is_too_small_is_one_line() -> None:
         RayPlaces(FakeCluster(), 1, 1)
 
 
-def test_a_place_that_is_lost_is_a_reason_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_places, "WAIT_S", 20.0)
+def test_a_place_that_is_lost_is_a_reason_and_asked_for_again() -> None:
     cluster = FakeCluster(1, 1)
     places = RayPlaces(cluster, 1, 1)
-    assert isinstance(places.take(0), list)
+    assert isinstance(take(places, 0), list)
     cluster.problem = "Ray has no place for an engine"
-    assert places.take(1) == "Ray has no place for an engine"
+    assert take(places, 1) == "Ray has no place for an engine"
     cluster.cpus = []
-    assert "no living nodes" in str(places.take(1))
+    assert "no living nodes" in str(take(places, 1))
     cluster.problem, cluster.cpus = "", [1, 1]
-    assert isinstance(places.take(1), list)
+    assert isinstance(take(places, 1), list)
+    places.close()
+
+
+def test_a_cluster_whose_head_is_dead_keeps_neither_the_fleet_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_places, "CLOSE_S", 0.0)
+    cluster = FakeCluster(1, 1)
+    places = RayPlaces(cluster, 1, 1)
+    assert isinstance(take(places, 0), list)
+    cluster.is_alive.clear()
+    places.give_back(0)
+    assert places.take(0) is None
+    monkeypatch.setattr(ray_places, "LATE_S", 0.0)
+    assert places.take(0) == "Ray has not started the agents of engine 0 in 0 s"
+    places.close()
+    assert cluster.running and not Path(places.head_key_file).exists()
+    cluster.is_alive.set()
+
+
+def test_an_error_of_ray_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(1, 1)
+    places = RayPlaces(cluster, 1, 1)
+    assert isinstance(take(places, 0), list)
+
+    def fail(*_: Any) -> RayEngine:
+        raise ConnectionError("the cluster\nis gone")
+
+    monkeypatch.setattr(cluster, "start_engine", fail)
+    assert take(places, 1) == "the cluster is gone"
     places.close()
 
 
