@@ -74,6 +74,8 @@ class Follower:
         self._incarnation: int | None = None
         self._next = 0
         self._is_replaying = False
+        self._asked = -1
+        """The batch that was requested last. Late answers to repeated requests do not request it once more."""
         self._num_futile = 0
         """Requests for a missing batch, and answers that ended early, since the last batch that was applied."""
         self._has_ended_early = False
@@ -171,7 +173,7 @@ class Follower:
                 self._next = sequence
                 self._consume(CacheForgotten(self._engine))
         elif kind == MORE:
-            if sequence == self._next:
+            if sequence == self._next != self._asked:
                 self._ask(now)
         else:
             self._ended(sequence, now)
@@ -241,6 +243,7 @@ class Follower:
     def _ask(self, now: float) -> None:
         self._is_replaying, self._has_ended_early = True, False
         self._due = now + ANSWER_TIMEOUT_S
+        self._asked = self._next
         self._request(self._next)
 
     # ---- batches

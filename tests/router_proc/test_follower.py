@@ -240,6 +240,23 @@ def test_a_batch_that_is_published_and_never_replayed_is_damage() -> None:
     assert case.contents == {name(1)}
 
 
+def test_answers_to_repeated_requests_are_continued_once() -> None:
+    case = Case()
+    for value in range(KEPT - 1):
+        case.act("store", value)
+    case.engine.published.clear()
+    for _ in range(10):
+        case.follower.tick(case.now)
+        case.now += ANSWER_TIMEOUT_S
+    answered = []
+    while case.engine.requests or case.engine.answers:
+        answered += list(case.engine.requests)[:1]
+        case.act("answer", 0)
+        case.act("deliver an answer", 0)
+    assert answered == [0] * 10 + [ANSWER_BATCHES]
+    assert case.contents == case.engine.contents
+
+
 def test_answers_that_always_end_too_early_are_damage() -> None:
     case = followed()
     case.follower.published([TOPIC, number(4), batch()], case.now)  # a gap
