@@ -56,6 +56,8 @@ def _replay(args: argparse.Namespace) -> Result:
     if _is_exact(args):
         return _exact(args)
     if _is_as_recorded(args, "router"):
+        if args.html or args.perfetto:
+            raise UsageError("--html and --perfetto cannot show a router's trace: it has choices, and no steps")
         return replay_router(args.trace)
     if args.sweep:
         return _sweep(args)
