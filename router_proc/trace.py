@@ -61,7 +61,7 @@ class RouterTrace:
             raise ConfigError(f"cannot write the router's trace {path}: {error.strerror}") from None
         self._encoder = msgspec.json.Encoder()
         self._has_failed = False
-        self.write(RouterHeader(config, incarnation))
+        self.write(RouterHeader(msgspec.structs.replace(config, trace=""), incarnation))
 
     def consumed(self, event: RouterEvent, client: int) -> None:
         if isinstance(event, CacheChanged):
