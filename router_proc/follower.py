@@ -74,8 +74,12 @@ class Follower:
         self._incarnation: int | None = None
         self._next = 0
         self._is_replaying = False
+        self._asked = -1
+        """The batch that was requested last. Late answers to repeated requests do not request it once more."""
         self._num_futile = 0
-        """Requests for a missing batch since the last one that was applied."""
+        """Requests for a missing batch, and answers that ended early, since the last batch that was applied."""
+        self._has_ended_early = False
+        """Whether an answer since the last request ended before the requested batch."""
         self._due = 0.0
         """When to request once more, while replaying; when to start over, after damage."""
         self._live: deque[Frames] = deque()
@@ -169,16 +173,18 @@ class Follower:
                 self._next = sequence
                 self._consume(CacheForgotten(self._engine))
         elif kind == MORE:
-            if sequence == self._next:
+            if sequence == self._next != self._asked:
                 self._ask(now)
         else:
             self._ended(sequence, now)
 
     def _ended(self, sequence: int, now: float) -> None:
         """Process the end of an answer, which has all batches before ``sequence``."""
-        if sequence < self._next:
-            return  # of an answer that was requested earlier
-        if sequence == self._next:
+        if sequence < self._next:  # of an answer that was requested earlier, or the engine denies its own batches
+            if not self._has_ended_early:
+                self._has_ended_early = True
+                self._count_futile()
+        elif sequence == self._next:
             self._catch_up(now)
         else:
             self._ask_for_missing(now)  # some of its messages were lost
@@ -226,14 +232,18 @@ class Follower:
 
     def _ask_for_missing(self, now: float) -> None:
         """Request the next batch, which exists, because a later one does."""
+        self._count_futile()
+        self._ask(now)
+
+    def _count_futile(self) -> None:
         self._num_futile += 1
         if self._num_futile > MAX_FUTILE:
             raise Damaged(f"batch {self._next} is missing in {MAX_FUTILE} answers, although later ones exist")
-        self._ask(now)
 
     def _ask(self, now: float) -> None:
-        self._is_replaying = True
+        self._is_replaying, self._has_ended_early = True, False
         self._due = now + ANSWER_TIMEOUT_S
+        self._asked = self._next
         self._request(self._next)
 
     # ---- batches

@@ -1,5 +1,6 @@
 """The router's trace: JSON lines with each consumed event and each choice, which ``quire replay`` compares."""
 
+import os
 from pathlib import Path
 from typing import TypeAlias
 
@@ -43,7 +44,8 @@ RouterLine: TypeAlias = RouterHeader | Consumed | Chosen
 
 
 class RouterTrace:
-    """Writes a trace, with as much of a block's hash as the Router uses.
+    """Writes a trace, with as much of a block's hash as the Router uses. Only the owner can read it: it names jobs, and
+    its keys tell whether a prompt was sent.
 
     A disk that fails ends the trace with one log line; routing continues.
     """
@@ -51,12 +53,15 @@ class RouterTrace:
     def __init__(self, path: Path, config: RoutingConfig, incarnation: int) -> None:
         """Raises ConfigError if the file cannot be written."""
         try:
-            self._file = path.open("wb" if incarnation == 1 else "ab")
+            how = os.O_TRUNC if incarnation == 1 else os.O_APPEND
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600)
+            os.fchmod(descriptor, 0o600)  # an existing file would keep its mode
+            self._file = os.fdopen(descriptor, "wb")
         except OSError as error:
             raise ConfigError(f"cannot write the router's trace {path}: {error.strerror}") from None
         self._encoder = msgspec.json.Encoder()
         self._has_failed = False
-        self.write(RouterHeader(config, incarnation))
+        self.write(RouterHeader(msgspec.structs.replace(config, trace=""), incarnation))
 
     def consumed(self, event: RouterEvent, client: int) -> None:
         if isinstance(event, CacheChanged):

@@ -56,6 +56,8 @@ def _replay(args: argparse.Namespace) -> Result:
     if _is_exact(args):
         return _exact(args)
     if _is_as_recorded(args, "router"):
+        if args.html or args.perfetto:
+            raise UsageError("--html and --perfetto cannot show a router's trace: it has choices, and no steps")
         return replay_router(args.trace)
     if args.sweep:
         return _sweep(args)
@@ -96,8 +98,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--html and --perfetto cannot show a sweep: run the setting of interest by itself")
     if args.compare and args.perfetto:
         raise UsageError("--perfetto shows one run: it cannot be combined with --compare")
-    if args.perfetto and dict(args.set).get("data_parallel_size", "1") != "1":
-        raise UsageError("--perfetto shows the steps of one engine: it cannot be combined with data_parallel_size")
     check_repeats(args)
     check_outputs(args)
 
@@ -210,6 +210,10 @@ def _run(args: argparse.Namespace, workload: Workload, settings: dict[str, str])
     from quire.launch.replay.simulate.whatif import prepare, run_workload
 
     setup, cost = prepare(workload, settings, args.cost)
+    if args.perfetto and setup.num_engines > 1:
+        raise UsageError(
+            f"--perfetto shows the steps of one engine: it needs data_parallel_size=1 (got {setup.num_engines})"
+        )
     with progress_bar(len(workload.calls)) as progress:
         record = run_workload(workload, setup, cost, **run_options(args), progress=progress)
     if settings:

@@ -12,7 +12,8 @@ class TenantBook:
         self._due: dict[int, Counter[int]] = {}
 
     def report(self, engine: int, service: Mapping[int, int]) -> None:
-        """Note the service by an engine, in tokens by tenant since its start.
+        """Note the service by an engine, in tokens by tenant since its start. It decreases when tokens were loaded from
+        host memory or disk that count as computed since the admission.
 
         The first report of an engine is only remembered: an earlier router may have passed it on.
         """
@@ -21,15 +22,15 @@ class TenantBook:
         self._due.setdefault(engine, Counter())
         if before is None:
             return
-        added = Counter({tenant: tokens - before.get(tenant, 0) for tenant, tokens in service.items()})
+        added = {tenant: tokens - before.get(tenant, 0) for tenant, tokens in service.items()}
         for other in self._due:
             if other != engine:
-                self._due[other].update(+added)
+                self._due[other].update(added)
 
     def take(self, engine: int) -> list[tuple[int, int]]:
         """Return the service by other engines since the last call, as (tenant, tokens), for one that has reported."""
         due, self._due[engine] = self._due[engine], Counter()
-        return sorted(due.items())
+        return sorted((tenant, tokens) for tenant, tokens in due.items() if tokens)
 
     def forget(self, engine: int) -> None:
         """Forget an engine that has ended; its replacement counts from 0."""

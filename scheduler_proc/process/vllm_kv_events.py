@@ -14,9 +14,8 @@ import zmq
 
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from quire.protocol.wire.zmq_channel import ReplayRouter
 from quire.scheduler_proc.kv.events import DescribingRecorder, Origin
-from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES, KVEventPublisher
+from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES, ANSWER_BYTES, KVEventPublisher
 
 END_SEQUENCE = b"\xff" * 8
 """Sequence number -1 of the last message of a replay."""
@@ -157,7 +156,7 @@ def _number(name: bytes) -> int:
 
 
 class VllmPublisher(KVEventPublisher):
-    """Answers a request with all batches that are kept, a part of them in each call, and then an end marker."""
+    """Answers a request with all batches that are kept, a part of them in a call, and then an end marker."""
 
     envelope = (b"",)
 
@@ -174,21 +173,23 @@ class VllmPublisher(KVEventPublisher):
         return bool(self._answers)
 
     def answer(self) -> None:
-        """Continue all answers, and begin one if there is a request. Peers that do not read lose the rest."""
+        """Take a request, if any, and continue one answer; peers take turns. One that does not read loses the rest."""
         if self._replay is None:
             return
         if (request := self._replay.receive()) is not None and len(self._answers) < MAX_ANSWERS:
             self._answers[request[0]] = request[1]
-        answers, self._answers = self._answers, {}
-        for peer, start in answers.items():
-            sequence = max(start, self.oldest_sequence)
-            end = min(sequence + ANSWER_BATCHES, self.next_sequence)
-            if all(self._resend(self._replay, peer, number) for number in range(sequence, end)):
-                if end < self.next_sequence:
-                    self._answers[peer] = end
-                else:
-                    self._replay.send(peer, [b"", END_SEQUENCE, b""])
-
-    def _resend(self, replay: ReplayRouter, peer: bytes, sequence: int) -> bool:
-        payload = self._kept[sequence - self.oldest_sequence]
-        return replay.send(peer, [self._topic, sequence.to_bytes(8, "big"), payload])
+        if not self._answers:
+            return
+        peer = next(iter(self._answers))
+        sequence, room = max(self._answers.pop(peer), self.oldest_sequence), ANSWER_BYTES
+        end = min(sequence + ANSWER_BATCHES, self.next_sequence)
+        while sequence < end and room > 0:
+            payload = self._kept[sequence - self.oldest_sequence]
+            if not self._replay.send(peer, [self._topic, sequence.to_bytes(8, "big"), payload]):
+                return
+            room -= len(payload)
+            sequence += 1
+        if sequence < self.next_sequence:
+            self._answers[peer] = sequence  # after all others
+        else:
+            self._replay.send(peer, [b"", END_SEQUENCE, b""])

@@ -98,6 +98,7 @@ def public_config(config: EngineConfig) -> EngineConfig:
         learned_costs_dir="",
         ssd_cache_dir="",
         ranks=[],
+        head_key_file="",
     )
 
 

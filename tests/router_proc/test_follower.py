@@ -22,7 +22,7 @@ from quire.protocol.wire.kv_events import (
 )
 from quire.router_proc import follower
 from quire.router_proc.core.events import CacheChanged, CacheForgotten
-from quire.router_proc.follower import ANSWER_TIMEOUT_S, BACKOFF_S, FORGIVEN_S, Follower, Frames
+from quire.router_proc.follower import ANSWER_TIMEOUT_S, BACKOFF_S, FORGIVEN_S, MAX_FUTILE, Follower, Frames
 
 LAYOUT = KVLayout([KVGroup("sliding_window", 16, [0]), KVGroup("full_attention", 16, [1])], 1, 8, "float32")
 GROUP = 1
@@ -238,6 +238,57 @@ def test_a_batch_that_is_published_and_never_replayed_is_damage() -> None:
     case.settle()
     assert case.follower.num_damaged == 1 and case.num_forgotten == 3
     assert case.contents == {name(1)}
+
+
+def test_answers_to_repeated_requests_are_continued_once() -> None:
+    case = Case()
+    for value in range(KEPT - 1):
+        case.act("store", value)
+    case.engine.published.clear()
+    for _ in range(10):
+        case.follower.tick(case.now)
+        case.now += ANSWER_TIMEOUT_S
+    answered = []
+    while case.engine.requests or case.engine.answers:
+        answered += list(case.engine.requests)[:1]
+        case.act("answer", 0)
+        case.act("deliver an answer", 0)
+    assert answered == [0] * 10 + [ANSWER_BATCHES]
+    assert case.contents == case.engine.contents
+
+
+def test_answers_that_always_end_too_early_are_damage() -> None:
+    case = followed()
+    case.follower.published([TOPIC, number(4), batch()], case.now)  # a gap
+    for _ in range(MAX_FUTILE - 1):
+        case.follower.answered([END, number(1), number(1)], case.now)
+        case.now += ANSWER_TIMEOUT_S
+        case.follower.tick(case.now)
+    assert case.contents == {name(1)} and case.follower.num_damaged == 0
+    case.follower.answered([END, number(1), number(1)], case.now)
+    assert case.contents == set() and "batch 2 is missing" in case.follower.not_indexed
+
+
+def test_late_answers_to_many_requests_are_no_damage() -> None:
+    case = Case()
+    for _ in range(10):  # while the engine loads
+        case.follower.tick(case.now)
+        case.now += ANSWER_TIMEOUT_S
+    late = [[TOPIC, number(0), case.engine.batches[0]], [END, number(1), number(1)]]
+    for frames in late:
+        case.follower.answered(frames, case.now)
+    case.engine.published.clear()
+    case.act("store", 7)
+    case.act("deliver", 0)
+    case.act("store", 8)
+    case.engine.published.clear()  # lost
+    case.act("store", 9)
+    case.act("deliver", 0)
+    assert case.follower.num_gaps == 1
+    for frames in late * 9:
+        case.follower.answered(frames, case.now)
+    case.settle()
+    assert case.contents == {name(7), name(8), name(9)} and case.follower.num_damaged == 0
 
 
 def test_repeated_damage_ends_the_indexing_and_damage_long_ago_is_forgiven() -> None:

@@ -74,6 +74,14 @@ def test_measured_figures_are_shown_beside_the_replayed_ones(
     assert "measured  replayed" not in capsys.readouterr().out, "the measured figures are of other requests"
 
 
+def test_steps_of_several_engines_are_not_one_track(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(measured), "--perfetto", str(measured / "steps.json")])
+    assert ended.value.code == 2 and "it needs data_parallel_size=1 (got 2)" in capsys.readouterr().err
+    one = ["--set", "data_parallel_size=1", "--set", "enable_expert_parallel=false"]
+    main(["replay", str(measured), "--perfetto", str(measured / "steps.json"), *one])
+
+
 def test_a_run_without_its_profile_is_refused(measured: Path) -> None:
     for path in measured.glob("profile_*"):
         path.unlink()

@@ -93,6 +93,13 @@ def test_a_trace_has_of_hashes_what_the_router_uses(trace: Path) -> None:
     assert '"AAAAAAAAAAA="' in line  # 8 bytes
 
 
+def test_only_the_owner_can_read_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "router.jsonl"
+    path.touch(mode=0o644)
+    record(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_trace_that_is_cut_short_ends_there(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace.write_bytes(trace.read_bytes()[:-20])
     status, out, _ = replay(capsys, trace)
@@ -105,6 +112,8 @@ def test_a_trace_that_is_cut_short_ends_there(trace: Path, capsys: pytest.Captur
         (('"consumed"', '"eaten"'), [], ":2: the line is damaged"),
         (('"version":1}', '"version":9}'), [], ":1: version 9 of the format"),
         (("", ""), ["--rate", "2"], "a router's trace can only be replayed as recorded"),
+        (("", ""), ["--html", "PAGE"], "cannot show a router's trace"),
+        (("", ""), ["--perfetto", "FILE"], "cannot show a router's trace"),
     ],
 )
 def test_bad_input_has_one_line(

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from quire.router_proc.core.tenants import TenantBook
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["serve", "report", "take", "forget"])), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["serve", "give back", "report", "take", "forget"])), max_size=40
+    )
+)
 def test_each_engine_gets_the_service_of_the_others_once(actions: list[tuple[int, str]]) -> None:
     book = TenantBook()
     served = [Counter({1: 0}) for _ in range(3)]
@@ -18,12 +22,15 @@ def test_each_engine_gets_the_service_of_the_others_once(actions: list[tuple[int
         match action:
             case "serve":
                 served[engine][1 + number % 2] += number
+            case "give back":
+                served[engine][1 + number % 2] -= number // 2
             case "report":
                 book.report(engine, dict(served[engine]))
                 if (before := reported[engine]) is not None:
                     for other in range(3):
                         if other != engine and reported[other] is not None:
-                            expected[other].update(served[engine] - before)
+                            expected[other].update(served[engine])
+                            expected[other].subtract(before)
                 reported[engine] = served[engine].copy()
             case "take" if reported[engine] is not None:
                 assert Counter(dict(book.take(engine))) == expected[engine]

@@ -20,7 +20,7 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.scheduler_proc.kv.events import DescribingRecorder, Span
 from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
-from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES
+from quire.scheduler_proc.process.kv_event_publisher import ANSWER_BATCHES, ANSWER_BYTES
 from quire.scheduler_proc.process.vllm_kv_events import VllmEncoder, VllmPublisher
 
 END = [b"", b"", b"\xff" * 8, b""]
@@ -272,6 +272,25 @@ def test_a_replay_begins_with_the_oldest_batch_that_is_kept(published: Published
     published.publish(40)
     batches = published.answers_to(published.client(zmq.DEALER), 0)[:-1]
     assert [int.from_bytes(frames[2], "big") for frames in batches] == list(range(30, 40))
+
+
+@pytest.mark.parametrize(("size", "count", "turns"), [(10, 3 * ANSWER_BATCHES, 3), (ANSWER_BYTES // 2, 8, 4)])
+def test_a_turn_sends_a_few_batches_to_one_client(published: Published, size: int, count: int, turns: int) -> None:
+    for _ in range(count):
+        published.publisher.publish(bytes(size))
+    waiting = [published.client(zmq.DEALER) for _ in range(3)]
+    for dealer in waiting:
+        dealer.send_multipart([b"", bytes(8)])
+    assert published.feeds.replay_sockets[0].poll(WAIT_MS)
+    num_turns = 0
+    while waiting:
+        published.feeds.answer()
+        num_turns += 1
+        for dealer in list(waiting):
+            while dealer.poll(5):
+                if dealer.recv_multipart() == END:
+                    waiting.remove(dealer)
+    assert num_turns >= 3 * turns and published.feeds.remaining() is None
 
 
 def test_malformed_replay_requests_and_clients_that_leave_are_ignored(published: Published) -> None:

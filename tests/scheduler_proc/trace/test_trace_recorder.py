@@ -93,7 +93,11 @@ def test_traces_have_no_messages_of_grammar_compilers() -> None:
 
 def test_the_header_has_no_paths_or_addresses() -> None:
     driver = Driver(
-        model_path="/home/x/model", kv_events_endpoint="ipc:///home/x/e", trace="/home/x/t", crash_dump_dir="/home/x/c"
+        model_path="/home/x/model",
+        kv_events_endpoint="ipc:///home/x/e",
+        trace="/home/x/t",
+        crash_dump_dir="/home/x/c",
+        head_key_file="/home/x/keys/head.key_secret",
     )
     header = driver.lines()[0]
     assert isinstance(header, Header) and b"/home" not in encode_line(header)
