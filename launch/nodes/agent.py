@@ -28,6 +28,9 @@ from quire.protocol.wire.node_messages import HeadToNode, NodeInfo, StartWorker
 from quire.protocol.wire.zmq_channel import Waiter, ZmqHub
 from quire.version import __version__
 
+MAX_MESSAGE_BYTES = 65_536
+"""Longest message of a head. A peer without a key can make the agent keep as much per connection."""
+
 
 class Agent:
     """Sockets, processes and folders of a node; ``heads.py`` decides. Implements ``heads.Runner``.
@@ -39,7 +42,7 @@ class Agent:
         """Raises ConfigError if the address cannot be used."""
         self._curve = CurveContext(keys)
         try:
-            self._hub = ZmqHub(self._curve.context, listen, HeadToNode)
+            self._hub = ZmqHub(self._curve.context, listen, HeadToNode, MAX_MESSAGE_BYTES)
         except zmq.ZMQError as error:
             self._curve.close()
             raise ConfigError(f"--listen {listen}: {zmq.strerror(error.errno or 0)}") from None

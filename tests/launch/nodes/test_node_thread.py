@@ -12,9 +12,10 @@ import zmq
 from node_agents import agent_in_thread
 
 from quire.launch.nodes import node_link, node_thread
-from quire.launch.nodes.addresses import ReservedPort
+from quire.launch.nodes.addresses import ReservedPort, parse_address
 from quire.launch.nodes.keys import HEAD_SECRET, HeadKeys, load_head_keys, load_node_key, make_keys
 from quire.launch.nodes.node_thread import NodeThread
+from quire.protocol.wire import connection_limit
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.curve_keys import CurveEnd
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Refused
@@ -146,7 +147,7 @@ def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     numbers = Link(NodeToHead)
     (good,) = numbers.outgoing(JoinNode(PROTOCOL_VERSION, __version__, "head", 1))
-    damaged = [b"", b"x" * 4, b"x" * 100, bytes(good)[:-1], bytes(good)[:-1] + b"?", bytes(1 << 20)]
+    damaged = [b"", b"x" * 4, b"x" * 100, bytes(good)[:-1], bytes(good)[:-1] + b"?", bytes(1 << 15)]
     for frame in damaged:
         with context.socket(zmq.DEALER) as peer:
             CurveEnd(keys.public, keys.secret, node_key).connect_with(peer)
@@ -159,3 +160,15 @@ def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path
     context.term()
     with connected(address, keys, node_key) as (_, events):
         assert events.next()[0] == "ready"
+
+
+def test_a_long_message_without_a_key_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "HANDSHAKE_MS", 600_000)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    size = (1 << 20).to_bytes(8, "big")
+    with agent_in_thread(tmp_path) as (address, _):
+        host, port = parse_address(address, "")
+        with socket.create_connection((host, port), WAIT_S) as peer, contextlib.suppress(ConnectionResetError):
+            peer.sendall(greeting + b"\x06" + size)
+            while peer.recv(100):
+                pass
