@@ -147,7 +147,11 @@ class _Node:
         if self._channel is None:
             if now < self._retry_at:
                 return
-            self._connect(now)
+            try:
+                self._connect(now)
+            except (EngineError, zmq.ZMQError) as error:  # such as a lack of descriptors
+                self._end(f"the node {self._address} cannot be connected: {error}", now, is_final=False)
+                return
         has_closed = self._follow_connection()
         self._receive(now)  # after it, so that messages which arrived before the end are read
         if has_closed and self._link.info is not None and not self._link.lost:
@@ -155,9 +159,7 @@ class _Node:
         for message in self._link.due(now, self._problem):
             self.send(message)
         if self._link.lost:
-            self._disconnect()
-            self._retry_at = now + RETRY_S
-            self._handler.lost(self._address, self._link.lost, is_final=self._link.is_final)
+            self._end(self._link.lost, now, is_final=self._link.is_final)
 
     def send(self, message: Any) -> None:
         if self._channel is not None and (self._link.info is not None or isinstance(message, JoinNode)):
@@ -181,12 +183,18 @@ class _Node:
         self._waiter.add(self._channel.socket)
         self._waiter.add(self._events)
 
+    def _end(self, reason: str, now: float, *, is_final: bool) -> None:
+        self._disconnect()
+        self._retry_at = now + RETRY_S
+        self._handler.lost(self._address, reason, is_final=is_final)
+
     def _disconnect(self) -> None:
         if self._channel is not None and self._events is not None:
             self._waiter.remove(self._channel.socket)
             self._waiter.remove(self._events)
             self._channel.socket.disable_monitor()
             self._events.close(0)
+        if self._channel is not None:
             self._channel.close()
         self._channel = self._events = None
 

@@ -109,6 +109,19 @@ def test_a_closed_port(tmp_path: Path) -> None:
     port.close()
 
 
+def test_an_address_that_cannot_be_used_leaves_the_other_links(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+    with connected("tcp://-a:7100", keys, node_key) as (thread, events):
+        assert events.next() == (
+            "lost",
+            "the node tcp://-a:7100 cannot be connected: cannot use the address tcp://-a:7100: Invalid argument",
+        )
+        thread.add(address, node_key)
+        while events.next()[0] != "ready":
+            pass
+
+
 def test_a_node_with_another_version(tmp_path: Path) -> None:
     info = NodeInfo(PROTOCOL_VERSION, "0.0.9", "node-b", 1, 0)
     with (
