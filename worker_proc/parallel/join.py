@@ -36,8 +36,11 @@ def join_group(config: EngineConfig, rank: int, path: Path, link: WorkerLink | N
     if config.device == "cpu" and platform.machine() in ("x86_64", "AMD64"):
         from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
-        group = SharedMemoryGroup(path.with_suffix(".memory"), rank, size)
+        file = path.with_suffix(".memory")
+        group = SharedMemoryGroup(file, rank, size)
         group.barrier()
+        if rank == 0:
+            file.unlink(missing_ok=True)  # all ranks have opened it
         return group
     from quire.worker_proc.parallel.distributed import DistributedGroup, file_store
 
