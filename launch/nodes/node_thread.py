@@ -47,7 +47,8 @@ class Handler(Protocol):
 
 
 class NodeThread:
-    """Connects to nodes, and connects again when a link is lost. Methods may be called from any thread."""
+    """Connects to nodes, and connects again when a link is lost. Methods may be called from any thread, and have no
+    effect once it is closed."""
 
     def __init__(self, keys: HeadKeys, handler: Handler) -> None:
         self._keys = keys
@@ -56,6 +57,8 @@ class NodeThread:
         self._nodes: dict[str, _Node] = {}
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        """Of ``_wake``, which is -1 once it is closed."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
@@ -77,13 +80,17 @@ class NodeThread:
         if self._thread.is_alive():
             self._call(self._close)
             self._thread.join()
-            os.close(self._wake)
+            with self._wake_lock:
+                os.close(self._wake)
+                self._wake = -1
 
     # ---- the thread
 
     def _call(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:
+                self._calls.put(call)
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         self._waiter = Waiter()

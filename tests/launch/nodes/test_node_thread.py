@@ -143,6 +143,20 @@ def test_the_end_of_an_agent_is_noticed(tmp_path: Path) -> None:
     thread.close()
 
 
+def test_a_call_after_the_end_has_no_effect(agent: tuple[str, Path], tmp_path: Path) -> None:
+    """The lookup of a name may end later than the links."""
+    address, head = agent
+    keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+    thread = NodeThread(keys, Events())
+    thread.close()
+    with contextlib.ExitStack() as files:  # one of them gets the number of the thread's descriptor
+        opened = [files.enter_context((tmp_path / f"file-{n}").open("wb")) for n in range(50)]
+        thread.add(address, node_key)
+        thread.remove(address)
+        thread.close()
+        assert opened and not any(file.stat().st_size for file in tmp_path.glob("file-*"))
+
+
 def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
     info = NodeInfo(PROTOCOL_VERSION, __version__, "node-c", 0, 0)
     with (
