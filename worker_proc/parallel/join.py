@@ -51,7 +51,7 @@ def join_group(config: EngineConfig, rank: int, path: Path, link: WorkerLink | N
 
 
 def _join_over_network(config: EngineConfig, rank: int, name: str, link: WorkerLink) -> TensorParallel:
-    """Connect to ranks on other machines. ``name``: one that no earlier group of these machines had."""
+    """Connect to ranks on other machines. ``name``: one that no earlier group of this engine had."""
     from quire.worker_proc.parallel.distributed import DistributedGroup, network_store
 
     interface = _interface_of(link.own_address)
