@@ -16,7 +16,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is no such address.
     """
-    found = re.fullmatch(r"tcp://([A-Za-z0-9.-]+):(\d{1,5})", text)
+    found = re.fullmatch(r"tcp://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?\.?):(\d{1,5})", text)
     if found is None or not 0 < int(found[2]) < 65536:
         raise ConfigError(f"{flag} must be tcp://ADDRESS:PORT with a port between 1 and 65535 (got {text[:100]!r})")
     return found[1], int(found[2])

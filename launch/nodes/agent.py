@@ -28,6 +28,12 @@ from quire.protocol.wire.node_messages import HeadToNode, NodeInfo, StartWorker
 from quire.protocol.wire.zmq_channel import Waiter, ZmqHub
 from quire.version import __version__
 
+MAX_MESSAGE_BYTES = 65_536
+"""Longest message of a head. A peer without a key can make the agent keep as much per connection."""
+
+MAX_MESSAGES = 1000
+"""Messages per turn, so that a head which sends without end does not keep the others from their heartbeats."""
+
 
 class Agent:
     """Sockets, processes and folders of a node; ``heads.py`` decides. Implements ``heads.Runner``.
@@ -39,7 +45,7 @@ class Agent:
         """Raises ConfigError if the address cannot be used."""
         self._curve = CurveContext(keys)
         try:
-            self._hub = ZmqHub(self._curve.context, listen, HeadToNode)
+            self._hub = ZmqHub(self._curve.context, listen, HeadToNode, MAX_MESSAGE_BYTES)
         except zmq.ZMQError as error:
             self._curve.close()
             raise ConfigError(f"--listen {listen}: {zmq.strerror(error.errno or 0)}") from None
@@ -70,7 +76,9 @@ class Agent:
     def turn(self, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds, and process what has happened."""
         self._waiter.wait(int(timeout * 1000))
-        while (received := self._hub.receive()) is not None:
+        for _ in range(MAX_MESSAGES):
+            if (received := self._hub.receive()) is None:
+                break
             self.heads.received(received.peer, received.message, time.monotonic())
         for process in list(self.heads.processes()):
             self._read(process)

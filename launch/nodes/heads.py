@@ -179,9 +179,14 @@ class Heads:
         log.info("head connected", head=message.host, pid=message.pid)
 
     def _start(self, peer: bytes, head: _Head, order: StartWorker, now: float) -> None:
-        if order.worker in head.workers or len(head.workers) >= self._info.num_devices:
-            text = f"the node {self._info.host} runs at most {self._info.num_devices} workers of an engine"
-            self._send(peer, WorkerEnded(order.worker, text), now)
+        host, num_devices = self._info.host, self._info.num_devices
+        reason = ""
+        if order.worker in head.workers or len(head.workers) >= num_devices:
+            reason = f"the node {host} runs at most {num_devices} workers of an engine"
+        elif not 0 <= order.device < num_devices:
+            reason = f"the node {host} has no device {order.device}: its --devices is {num_devices}"
+        if reason:
+            self._send(peer, WorkerEnded(order.worker, reason), now)
             return
         head.workers[order.worker] = _Worker(order, now)
         self._start_waiting(now)

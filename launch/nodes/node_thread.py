@@ -47,7 +47,8 @@ class Handler(Protocol):
 
 
 class NodeThread:
-    """Connects to nodes, and connects again when a link is lost. Methods may be called from any thread."""
+    """Connects to nodes, and connects again when a link is lost. Methods may be called from any thread, and have no
+    effect once it is closed."""
 
     def __init__(self, keys: HeadKeys, handler: Handler) -> None:
         self._keys = keys
@@ -56,6 +57,8 @@ class NodeThread:
         self._nodes: dict[str, _Node] = {}
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        """Of ``_wake``, which is -1 once it is closed."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
@@ -77,13 +80,17 @@ class NodeThread:
         if self._thread.is_alive():
             self._call(self._close)
             self._thread.join()
-            os.close(self._wake)
+            with self._wake_lock:
+                os.close(self._wake)
+                self._wake = -1
 
     # ---- the thread
 
     def _call(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:
+                self._calls.put(call)
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         self._waiter = Waiter()
@@ -147,7 +154,11 @@ class _Node:
         if self._channel is None:
             if now < self._retry_at:
                 return
-            self._connect(now)
+            try:
+                self._connect(now)
+            except (EngineError, zmq.ZMQError) as error:  # such as a lack of descriptors
+                self._end(f"the node {self._address} cannot be connected: {error}", now, is_final=False)
+                return
         has_closed = self._follow_connection()
         self._receive(now)  # after it, so that messages which arrived before the end are read
         if has_closed and self._link.info is not None and not self._link.lost:
@@ -155,9 +166,7 @@ class _Node:
         for message in self._link.due(now, self._problem):
             self.send(message)
         if self._link.lost:
-            self._disconnect()
-            self._retry_at = now + RETRY_S
-            self._handler.lost(self._address, self._link.lost, is_final=self._link.is_final)
+            self._end(self._link.lost, now, is_final=self._link.is_final)
 
     def send(self, message: Any) -> None:
         if self._channel is not None and (self._link.info is not None or isinstance(message, JoinNode)):
@@ -181,12 +190,18 @@ class _Node:
         self._waiter.add(self._channel.socket)
         self._waiter.add(self._events)
 
+    def _end(self, reason: str, now: float, *, is_final: bool) -> None:
+        self._disconnect()
+        self._retry_at = now + RETRY_S
+        self._handler.lost(self._address, reason, is_final=is_final)
+
     def _disconnect(self) -> None:
         if self._channel is not None and self._events is not None:
             self._waiter.remove(self._channel.socket)
             self._waiter.remove(self._events)
             self._channel.socket.disable_monitor()
             self._events.close(0)
+        if self._channel is not None:
             self._channel.close()
         self._channel = self._events = None
 

@@ -18,13 +18,13 @@ class FreeNode(NamedTuple):
 def place_ranks(nodes: Sequence[FreeNode], num_ranks: int) -> list[RankPlace] | None:
     """Return a place per rank, or None with too few free devices.
 
-    The node with the most free devices is taken, so that engines spread; an engine that no node can hold takes the
-    devices of as few nodes as possible. Ranks on one node are consecutive.
+    The node with the most free devices is taken, and the first of several, so that engines spread; an engine that no
+    node can hold takes the devices of as few nodes as possible. Ranks on one node are consecutive.
     """
     if sum(len(node.devices) for node in nodes) < num_ranks:
         return None
     places: list[RankPlace] = []
-    for node in sorted(nodes, key=lambda each: (-len(each.devices), each.address)):
+    for node in sorted(nodes, key=lambda each: -len(each.devices)):
         devices = sorted(node.devices)[: num_ranks - len(places)]
         places += [RankPlace(node.address, device, node.node_key, node.num_devices) for device in devices]
     return places

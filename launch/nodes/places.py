@@ -1,5 +1,6 @@
 """The devices of nodes, given to engines: what the fleet asks before it starts one."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -48,6 +49,9 @@ class NodePlaces:
         self._addresses: list[str] = []
         self._taken: dict[int, list[RankPlace]] = {}
         """By engine."""
+        self._ends = itertools.count(1)
+        self._last_end: dict[str, int] = {}
+        """By address: the number of the last end of an engine on it."""
         self._resolver = Resolver(sources)
         self._thread = NodeThread(load_head_keys(keys / HEAD_SECRET), self)
         self._is_closed = threading.Event()
@@ -73,7 +77,9 @@ class NodePlaces:
 
     def give_back(self, engine: int) -> None:
         with self._changed:
-            self._taken.pop(engine, None)
+            end = next(self._ends)
+            for place in self._taken.pop(engine, []):
+                self._last_end[place.node] = end
 
     def close(self) -> None:
         """Disconnect from all nodes."""
@@ -81,10 +87,11 @@ class NodePlaces:
         self._thread.close()
 
     def _free(self) -> list[FreeNode]:
-        """Return the nodes that answer, with their free devices."""
+        """Return the nodes that answer, with their free devices. The node on which an engine has ended last comes last:
+        the engine may not be able to run there."""
         used = {(place.node, place.device) for places in self._taken.values() for place in places}
         nodes = []
-        for address in self._addresses:
+        for address in sorted(self._addresses, key=lambda each: (self._last_end.get(each, 0), each)):
             if isinstance(info := self._known.get(address), NodeInfo):
                 free = [device for device in range(info.num_devices) if (address, device) not in used]
                 nodes.append(FreeNode(address, self._node_key, info.num_devices, free))
@@ -125,5 +132,6 @@ class NodePlaces:
 
     def _now_is(self, address: str, state: NodeInfo | str) -> None:
         with self._changed:
-            self._known[address] = state
-            self._changed.notify_all()
+            if address in self._addresses:  # not a link that is being removed
+                self._known[address] = state
+                self._changed.notify_all()

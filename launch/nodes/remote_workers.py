@@ -30,6 +30,9 @@ from quire.protocol.wire.node_messages import (
     WorkerReport,
 )
 
+MAX_TEXT = 600
+"""Longest text of a report."""
+
 
 class RemoteProcess:
     """A worker on a node. Implements ``supervision.members.WatchedProcess``.
@@ -78,8 +81,11 @@ class RemoteProcess:
     # ---- for NodeWorkers, with its lock
 
     def report(self, report: Report) -> None:
-        with contextlib.suppress(OSError):  # full, or closed: the process was killed
-            os.write(self._writes, msgspec.json.encode(report) + b"\n")
+        """Pass on a report, whole or not at all: the supervisor could not read a part."""
+        line = msgspec.json.encode(msgspec.structs.replace(report, text=report.text[:MAX_TEXT])) + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            with contextlib.suppress(OSError):  # full, or closed: the process was killed
+                os.write(self._writes, line)
 
     def has_ended(self, how: str) -> None:
         if self._writes >= 0:

@@ -1,5 +1,6 @@
 """Where the addresses of nodes come from: ``--nodes``."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ log = event_logger("node")
 RAY = "ray"
 RESOLVE_S = 5.0
 """Interval at which names are looked up again."""
-_DNS = "dns:"
 
 
 def check_nodes(config: EngineConfig, options: ServeOptions, *, simulated: bool) -> None:
@@ -57,10 +57,16 @@ def parse_sources(nodes: Sequence[str]) -> NodeSources:
         raise ConfigError(f"--nodes must name each node once (got {' '.join(nodes)[:200]})")
     found = NodeSources([], [])
     for node in nodes:
-        if node.startswith(_DNS):
-            found.names.append(parse_address(f"tcp://{node.removeprefix(_DNS)}", "--nodes dns:NAME:PORT"))
+        try:
+            parsed = parse_address(re.sub("^dns:", "tcp://", node), "--nodes")
+        except ConfigError:
+            raise ConfigError(
+                "--nodes must be tcp://ADDRESS:PORT or dns:NAME:PORT with a port between 1 and 65535, or ray "
+                f"(got {node[:100]!r})"
+            ) from None
+        if node.startswith("dns:"):
+            found.names.append(parsed)
         else:
-            parse_address(node, "--nodes")
             found.addresses.append(node)
     return found
 

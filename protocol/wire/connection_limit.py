@@ -18,7 +18,6 @@ from quire.protocol.process.log import event_logger
 log = event_logger("wire")
 
 MAX_CONNECTIONS = 128
-"""Open connections per socket, with and without a key. Further ones are closed when they are accepted."""
 HANDSHAKE_MS = 5000
 """Time for a handshake, after which libzmq closes the connection."""
 LOG_INTERVAL_S = 60.0
@@ -28,8 +27,12 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPE
 class ConnectionLimit:
     """Closes excess connections to a socket, in a thread of its own."""
 
-    def __init__(self, bound: "zmq.Socket[Any]", endpoint: str) -> None:
-        """``bound``: the socket, which is bound to ``endpoint`` after this."""
+    def __init__(self, bound: "zmq.Socket[Any]", endpoint: str, limit: int = MAX_CONNECTIONS) -> None:
+        """
+        Args:
+            bound: the socket, which is bound to ``endpoint`` after this.
+            limit: open connections, with and without a key. Further ones are closed when they are accepted.
+        """
         bound.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         # Not `id(bound)`: a socket that was closed just before may have had it, and libzmq frees an address late.
         address = f"inproc://connections-{uuid4()}"
@@ -39,7 +42,9 @@ class ConnectionLimit:
         events.connect(address)
         port = int(endpoint.rpartition(":")[2])
         self._bound = bound
-        self._thread = threading.Thread(target=_close_excess, args=(events, port), name="connections", daemon=True)
+        self._thread = threading.Thread(
+            target=_close_excess, args=(events, port, limit), name="connections", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -48,7 +53,7 @@ class ConnectionLimit:
         self._thread.join()
 
 
-def _close_excess(events: "zmq.Socket[Any]", port: int) -> None:
+def _close_excess(events: "zmq.Socket[Any]", port: int, limit: int) -> None:
     accepted: set[int] = set()
     logged = -LOG_INTERVAL_S
     with events:
@@ -59,13 +64,13 @@ def _close_excess(events: "zmq.Socket[Any]", port: int) -> None:
                 return
             if message["event"] == zmq.EVENT_DISCONNECTED:
                 accepted.discard(descriptor)
-            elif len(accepted) < MAX_CONNECTIONS:
+            elif len(accepted) < limit:
                 accepted.add(descriptor)
             else:
                 close_connection(descriptor, port)
                 if time.monotonic() >= logged + LOG_INTERVAL_S:
                     logged = time.monotonic()
-                    log.warning("too many connections; further ones are closed", port=port, limit=MAX_CONNECTIONS)
+                    log.warning("too many connections; further ones are closed", port=port, limit=limit)
 
 
 def close_connection(descriptor: int, port: int) -> None:

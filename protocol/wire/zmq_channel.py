@@ -27,6 +27,8 @@ LINGER_MS = 500
 SLOW_PEER_LINGER_MS = 100
 """Linger time of sockets whose peers may not read. Not 0: libzmq 4.3 aborts the process if such a socket is closed when
 a peer disconnects that has received a part of a message (libzmq issue 3442)."""
+PAIR_CONNECTIONS = 8
+"""Connections to a bound socket with one peer: each may use MAX_FRAME_BYTES of memory before it has shown a key."""
 RECONNECT_MS = 10
 """Interval at which a socket retries to reach an address that is not bound yet."""
 
@@ -96,7 +98,7 @@ class ZmqChannel:
         _configure(self.socket)
         if secure is not None:
             secure(self.socket)
-            self._limit = ConnectionLimit(self.socket, address) if bind else None
+            self._limit = ConnectionLimit(self.socket, address, PAIR_CONNECTIONS) if bind else None
         try:
             (self.socket.bind if bind else self.socket.connect)(address)
         except zmq.ZMQError as error:
@@ -161,10 +163,14 @@ class PeerMessage(NamedTuple):
 class ZmqHub:
     """A bound ROUTER: many peers, each with its own numbering."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: str, receives: Any) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, receives: Any, max_message_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        """``max_message_bytes``: longest message, also of a peer that has not shown its key yet."""
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._limit = ConnectionLimit(self.socket, address) if address.startswith("tcp://") else None
         try:
             self.socket.bind(address)

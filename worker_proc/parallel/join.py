@@ -36,8 +36,11 @@ def join_group(config: EngineConfig, rank: int, path: Path, link: WorkerLink | N
     if config.device == "cpu" and platform.machine() in ("x86_64", "AMD64"):
         from quire.worker_proc.parallel.shared_memory import SharedMemoryGroup
 
-        group = SharedMemoryGroup(path.with_suffix(".memory"), rank, size)
+        file = path.with_suffix(".memory")
+        group = SharedMemoryGroup(file, rank, size)
         group.barrier()
+        if rank == 0:
+            file.unlink(missing_ok=True)  # all ranks have opened it
         return group
     from quire.worker_proc.parallel.distributed import DistributedGroup, file_store
 
@@ -48,7 +51,7 @@ def join_group(config: EngineConfig, rank: int, path: Path, link: WorkerLink | N
 
 
 def _join_over_network(config: EngineConfig, rank: int, name: str, link: WorkerLink) -> TensorParallel:
-    """Connect to ranks on other machines. ``name``: one that no earlier group of these machines had."""
+    """Connect to ranks on other machines. ``name``: one that no earlier group of this engine had."""
     from quire.worker_proc.parallel.distributed import DistributedGroup, network_store
 
     interface = _interface_of(link.own_address)

@@ -81,7 +81,7 @@ class SharedMemoryGroup:
         self._exchange(torch.zeros(1))
 
     def close(self) -> None:
-        pass  # the file is in the engine's folder, which is removed with the engine
+        pass  # the memory is freed with the processes that have mapped it
 
     def _exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's ``part`` (1-D, equal lengths); valid until the second exchange after this one."""

@@ -103,6 +103,13 @@ def test_orders_reach_the_worker_and_its_reports_the_head(agent: FakeAgent) -> N
     assert not list(agent.heads.processes())
 
 
+@pytest.mark.parametrize("device", [-5, 2, 10**9])
+def test_a_device_that_the_node_does_not_have_is_refused(agent: FakeAgent, device: int) -> None:
+    agent.heads.received(HEAD, StartWorker(1, device, True), 0.0)
+    assert agent.take() == [WorkerEnded(1, f"the node node-a has no device {device}: its --devices is 2")]
+    assert not agent.started
+
+
 @pytest.mark.parametrize("field", ["protocol_version", "version"])
 def test_another_version_is_refused_with_both_named(field: str) -> None:
     agent = FakeAgent()

@@ -12,9 +12,10 @@ import zmq
 from node_agents import agent_in_thread
 
 from quire.launch.nodes import node_link, node_thread
-from quire.launch.nodes.addresses import ReservedPort
+from quire.launch.nodes.addresses import ReservedPort, parse_address
 from quire.launch.nodes.keys import HEAD_SECRET, HeadKeys, load_head_keys, load_node_key, make_keys
 from quire.launch.nodes.node_thread import NodeThread
+from quire.protocol.wire import connection_limit
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.curve_keys import CurveEnd
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Refused
@@ -108,6 +109,19 @@ def test_a_closed_port(tmp_path: Path) -> None:
     port.close()
 
 
+def test_an_address_that_cannot_be_used_leaves_the_other_links(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+    with connected("tcp://-a:7100", keys, node_key) as (thread, events):
+        assert events.next() == (
+            "lost",
+            "the node tcp://-a:7100 cannot be connected: cannot use the address tcp://-a:7100: Invalid argument",
+        )
+        thread.add(address, node_key)
+        while events.next()[0] != "ready":
+            pass
+
+
 def test_a_node_with_another_version(tmp_path: Path) -> None:
     info = NodeInfo(PROTOCOL_VERSION, "0.0.9", "node-b", 1, 0)
     with (
@@ -129,6 +143,20 @@ def test_the_end_of_an_agent_is_noticed(tmp_path: Path) -> None:
     thread.close()
 
 
+def test_a_call_after_the_end_has_no_effect(agent: tuple[str, Path], tmp_path: Path) -> None:
+    """The lookup of a name may end later than the links."""
+    address, head = agent
+    keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
+    thread = NodeThread(keys, Events())
+    thread.close()
+    with contextlib.ExitStack() as files:  # one of them gets the number of the thread's descriptor
+        opened = [files.enter_context((tmp_path / f"file-{n}").open("wb")) for n in range(50)]
+        thread.add(address, node_key)
+        thread.remove(address)
+        thread.close()
+        assert opened and not any(file.stat().st_size for file in tmp_path.glob("file-*"))
+
+
 def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
     info = NodeInfo(PROTOCOL_VERSION, __version__, "node-c", 0, 0)
     with (
@@ -146,7 +174,7 @@ def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     numbers = Link(NodeToHead)
     (good,) = numbers.outgoing(JoinNode(PROTOCOL_VERSION, __version__, "head", 1))
-    damaged = [b"", b"x" * 4, b"x" * 100, bytes(good)[:-1], bytes(good)[:-1] + b"?", bytes(1 << 20)]
+    damaged = [b"", b"x" * 4, b"x" * 100, bytes(good)[:-1], bytes(good)[:-1] + b"?", bytes(1 << 15)]
     for frame in damaged:
         with context.socket(zmq.DEALER) as peer:
             CurveEnd(keys.public, keys.secret, node_key).connect_with(peer)
@@ -159,3 +187,15 @@ def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path
     context.term()
     with connected(address, keys, node_key) as (_, events):
         assert events.next()[0] == "ready"
+
+
+def test_a_long_message_without_a_key_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "HANDSHAKE_MS", 600_000)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    size = (1 << 20).to_bytes(8, "big")
+    with agent_in_thread(tmp_path) as (address, _):
+        host, port = parse_address(address, "")
+        with socket.create_connection((host, port), WAIT_S) as peer, contextlib.suppress(ConnectionResetError):
+            peer.sendall(greeting + b"\x06" + size)
+            while peer.recv(100):
+                pass

@@ -17,10 +17,10 @@ from quire.launch.nodes.keys import HEAD_SECRET, load_node_key, make_keys
 from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError
-from quire.protocol.process.child import Command
+from quire.protocol.process.child import Command, Report
 from quire.protocol.process.log import LogOptions
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION
-from quire.protocol.wire.node_messages import KillWorker, NodeInfo, StartWorker
+from quire.protocol.wire.node_messages import KillWorker, NodeInfo, StartWorker, WorkerReport
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 20, [16, 17]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -82,6 +82,21 @@ def test_a_worker_that_runs_is_killed_while_its_order_waits_for_a_node(linked: t
     ]
     for process in (first, second, later):
         process.close()
+
+
+def test_a_report_is_whole_or_not_at_all(linked: tuple[NodeWorkers, FakeThread]) -> None:
+    workers, _ = linked
+    process = workers.start(0, is_quiet=True)
+    for text in ("x" * 100_000, "\0" * 1000, "😀" * 1000):
+        workers.received(NODES[0], WorkerReport(process.number, Report("failed", text)))
+    workers.received(NODES[0], WorkerReport(process.number, Report("ready", detail={"x" * 10_000: 1.0})))
+    for _ in range(10_000):
+        workers.received(NODES[0], WorkerReport(process.number, Report("alive")))
+    reports, has_ended = process.read_reports()
+    assert [report.text[0] for report in reports[:3]] == ["x", "\0", "😀"] and not has_ended
+    assert len(reports) > 100 and {report.event for report in reports[3:]} == {"alive"}
+    process.kill()
+    process.close()
 
 
 def _tokens(llm: LLM) -> list[list[int]]:

@@ -9,17 +9,18 @@ from quire.protocol.errors import ConfigError
 
 
 def test_addresses_and_names_are_distinguished() -> None:
-    found = parse_sources(["tcp://10.0.0.5:7100", "dns:nodes.quire.svc:7101"])
-    assert found == NodeSources(["tcp://10.0.0.5:7100"], [("nodes.quire.svc", 7101)])
+    found = parse_sources(["tcp://10.0.0.5:7100", "dns:nodes.quire.svc:7101", "dns:n.:1"])
+    assert found == NodeSources(["tcp://10.0.0.5:7100"], [("nodes.quire.svc", 7101), ("n.", 1)])
 
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        (["10.0.0.5:7100"], r"--nodes must be tcp://ADDRESS:PORT .*got '10\.0\.0\.5:7100'"),
+        (["10.0.0.5:7100"], r"--nodes must be tcp://ADDRESS:PORT or dns:NAME:PORT .*, or ray \(got '10\.0\.0\.5:7100'"),
+        (["tcp://-a:7100"], r"--nodes must be tcp://ADDRESS:PORT .*got 'tcp://-a:7100'"),
         (["tcp://10.0.0.5:0"], "port between 1 and 65535"),
         (["tcp://10.0.0.5:70000"], "port between 1 and 65535"),
-        (["dns:nodes"], "--nodes dns:NAME:PORT must be"),
+        (["dns:nodes"], r"--nodes must be .*got 'dns:nodes'"),
         (["ipc:///tmp/x"], "--nodes must be"),
         (["tcp://a:1", "tcp://a:1"], "each node once"),
         (["ray", "tcp://a:1"], "ray cannot be used with other nodes"),

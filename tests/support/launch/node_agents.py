@@ -57,7 +57,9 @@ class NodeAgents:
     def places(self, *indices: int) -> list[RankPlace]:
         """Return a place per rank, on these agents."""
         key = load_node_key(self.head_keys)
-        return [RankPlace(self.addresses[index], device, key) for device, index in enumerate(indices)]
+        return [
+            RankPlace(self.addresses[index], indices[:rank].count(index), key) for rank, index in enumerate(indices)
+        ]
 
     def close(self) -> None:
         for index in range(len(self.processes)):

@@ -1,6 +1,8 @@
 """What a worker on a node checks before it joins its group."""
 
 import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import gethostname
 
@@ -51,6 +53,14 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     digest = checkpoint_digest(_checkpoint(tmp_path / "first"))
     with pytest.raises(ConfigError, match=r"cannot read the model .*: No such file or directory: it must be at"):
         _join(tmp_path / "second", digest, tmp_path)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other machines have no shared memory group")
+def test_a_joined_group_leaves_no_file(tmp_path: Path) -> None:
+    config = make_config(tensor_parallel_size=2)
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: join_group(config, rank, tmp_path / "ranks-1"), range(2)))
+    assert [group.rank for group in groups] == [0, 1] and not list(tmp_path.iterdir())
 
 
 def test_an_address_that_no_interface_has_is_one_line(tmp_path: Path) -> None:
