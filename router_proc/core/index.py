@@ -71,8 +71,11 @@ class BlockIndex:
     A key is the first ``KEY_BYTES`` bytes of a block's hash, which covers the whole prefix. Two of 2**22 blocks share a
     key with probability 5e-7; a request is then routed as if it was cached.
 
-    Changes are queued and applied before the next lookup, or when there are many. An engine that has more blocks than
-    its pool can hold reports false events: its blocks are dropped, and it is listed in ``overfull`` until ``forget``.
+    Changes are queued and applied before the next lookup, or earlier: look-ups do not depend on when.
+
+    Attributes:
+        overfull: engines that have had more blocks than their pools can hold, so that their events are false. The
+            caller has to ``forget`` them.
     """
 
     def __init__(self) -> None:
@@ -116,7 +119,7 @@ class BlockIndex:
         self._limits[engine] = max_blocks
 
     def _enqueue(self, engine: int, hashes: Sequence[bytes], medium: str, is_stored: bool) -> None:
-        if engine in self.overfull or not hashes:
+        if not hashes:
             return
         queue = self._queues.get(engine)
         if queue is None:
@@ -148,7 +151,6 @@ class BlockIndex:
             if of_medium.any():
                 counts[medium] += self._table.set_bits(medium, engine, keys[of_medium], stored[of_medium])
         if sum(counts) > self._limits.get(engine, DEFAULT_MAX_BLOCKS):
-            self.forget(engine)
             self.overfull.add(engine)
 
     def _make_room(self, engine: int, num_media: int) -> None:
@@ -246,7 +248,6 @@ class BlockIndex:
         assert self._num_queued == 0 and not self._queues
         self._table.check()
         for engine, counts in self._counts.items():
-            assert engine not in self.overfull
             for medium, count in enumerate(counts):
                 assert count == self._table.count(medium, engine), f"engine {engine}, {MEDIA[medium]}"
 

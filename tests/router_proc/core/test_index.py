@@ -90,19 +90,22 @@ def test_tells_the_media_of_a_prefix() -> None:
     assert index.hits(keys(hashes)) == {}
 
 
-def test_drops_an_engine_that_has_more_blocks_than_its_pool() -> None:
+def test_notes_an_engine_that_has_more_blocks_than_its_pool() -> None:
     hashes = [number.to_bytes(8, "little") for number in range(1, 102)]
     index = BlockIndex()
     index.limit(0, 100)
     index.stored(0, hashes[:100], "device")
     index.stored(1, hashes, "device")
     assert index.hits(keys(hashes)) == {0: Hit(100), 1: Hit(101)}
+    assert not index.overfull
     index.stored(0, hashes[100:], "device")
-    assert index.hits(keys(hashes)) == {1: Hit(101)}
-    assert index.overfull == {0} and index.num_blocks(0) == 0
-    index.stored(0, hashes[:1], "device")
-    assert index.num_blocks(0) == 0
+    index.apply()
+    assert index.overfull == {0}
+    index.removed(0, hashes[3:], "device")
+    assert index.hits(keys(hashes)) == {0: Hit(3), 1: Hit(101)}, "the same as if it had been applied at once"
+    assert index.overfull == {0}
     index.forget(0)
+    assert index.hits(keys(hashes)) == {1: Hit(101)}
     index.stored(0, hashes[:1], "device")
     assert index.num_blocks(0) == 1 and not index.overfull
     index.check()
