@@ -1,5 +1,6 @@
 """The loop of the router process: receive messages, choose, answer."""
 
+import contextlib
 import logging
 import os
 import time
@@ -123,7 +124,8 @@ class RouterLoop:
     def _tick(self, now: float) -> None:
         self._tick_at = now + TICK_S
         self._engines.tick(now, self.router.index.overfull)
-        write_router_figures(self._directory, self.figures())
+        with contextlib.suppress(OSError):  # on a full disk, requests are routed without figures
+            write_router_figures(self._directory, self.figures())
         if self._trace is not None:
             self._trace.flush()
 
