@@ -168,7 +168,8 @@ class BlockIndex:
 
         A cache has all blocks before one that it has, because it evicts the last ones of a sequence first. So
         NUM_SAMPLES blocks, spread evenly, are looked up, and then those at which a prefix may end, by bisection. The
-        time hardly depends on the length. A block that is missing in spite of that may stay unnoticed.
+        time hardly depends on the length. A block that is missing in spite of that (a hole) may stay unnoticed: the
+        prefix then ends there or at a later missing block.
 
         Args:
             keys: the prompt's block keys, from the first.
