@@ -12,7 +12,7 @@ import msgspec
 from quire.protocol.process.child import Child, Command
 from quire.protocol.process.log import event_logger
 from quire.protocol.process.router_figures import RouterFigures, write_router_figures
-from quire.protocol.routing import RoutingConfig
+from quire.protocol.routing import KEY_BYTES, RoutingConfig
 from quire.protocol.wire.clients import Clients
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Welcome
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
@@ -99,7 +99,9 @@ class RouterLoop:
         """Consume all messages of front ends, and send the answers."""
         while (received := self._clients.receive()) is not None:
             client, message = received[0], received[1].message
-            if isinstance(message, Route | Progress | Placed):
+            if isinstance(message, Route) and len(message.keys) % KEY_BYTES:
+                self._clients.refuse(client, f"keys of {len(message.keys)} bytes: must be a multiple of {KEY_BYTES}")
+            elif isinstance(message, Route | Progress | Placed):
                 self._consume(message, client)
             else:
                 self._clients.refuse(client, f"unexpected {type(message).__name__}")

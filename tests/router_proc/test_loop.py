@@ -205,6 +205,7 @@ def test_routes_while_its_figures_cannot_be_written(case: Case, monkeypatch: pyt
     case.until(lambda: case.figures().num_unplaced == 1)
 
 
-def test_a_message_that_a_router_does_not_take_ends_the_connection(case: Case) -> None:
-    case.front_end.send(Welcome(PROTOCOL_VERSION, ""))
+@pytest.mark.parametrize("message", [Welcome(PROTOCOL_VERSION, ""), Route(1, 16, KEYS[:9])])
+def test_a_message_that_a_router_does_not_take_ends_the_connection(case: Case, message: Any) -> None:
+    case.front_end.send(message)
     assert isinstance(case.receive(), Refused)
