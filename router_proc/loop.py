@@ -1,5 +1,6 @@
 """The loop of the router process: receive messages, choose, answer."""
 
+import contextlib
 import logging
 import os
 import time
@@ -11,7 +12,7 @@ import msgspec
 from quire.protocol.process.child import Child, Command
 from quire.protocol.process.log import event_logger
 from quire.protocol.process.router_figures import RouterFigures, write_router_figures
-from quire.protocol.routing import RoutingConfig
+from quire.protocol.routing import KEY_BYTES, RoutingConfig
 from quire.protocol.wire.clients import Clients
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Welcome
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
@@ -98,7 +99,9 @@ class RouterLoop:
         """Consume all messages of front ends, and send the answers."""
         while (received := self._clients.receive()) is not None:
             client, message = received[0], received[1].message
-            if isinstance(message, Route | Progress | Placed):
+            if isinstance(message, Route) and len(message.keys) % KEY_BYTES:
+                self._clients.refuse(client, f"keys of {len(message.keys)} bytes: must be a multiple of {KEY_BYTES}")
+            elif isinstance(message, Route | Progress | Placed):
                 self._consume(message, client)
             else:
                 self._clients.refuse(client, f"unexpected {type(message).__name__}")
@@ -123,7 +126,8 @@ class RouterLoop:
     def _tick(self, now: float) -> None:
         self._tick_at = now + TICK_S
         self._engines.tick(now, self.router.index.overfull)
-        write_router_figures(self._directory, self.figures())
+        with contextlib.suppress(OSError):  # on a full disk, requests are routed without figures
+            write_router_figures(self._directory, self.figures())
         if self._trace is not None:
             self._trace.flush()
 

@@ -40,7 +40,7 @@ def engine_config(
 def router_config(config: EngineConfig, options: ServeOptions) -> RoutingConfig:
     return RoutingConfig(
         policy=options.routing,
-        trace=_numbered(config.trace, "router"),
+        trace=_numbered(config.trace, "router").removesuffix(".zst"),  # the router's trace is not compressed
         num_tenants=config.num_tenants,
         max_loras=config.max_loras if config.enable_lora else 0,
         version=config.version,

@@ -128,6 +128,8 @@ def _targets(text: str) -> dict[str, float]:
         name, value = _pair(part)
         if name not in TARGETS:
             raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(TARGETS)}")
+        if name in targets:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
         targets[name] = _positive(value)
     return targets
 

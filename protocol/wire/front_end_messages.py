@@ -83,9 +83,8 @@ class CallsTool(Message, frozen=True, tag=25):
 
 
 class TenantService(Message, frozen=True, tag=26):
-    """Service that tenants got from other engines since the last one of these: (tenant, tokens), in the units in which
-    the waiting queue counts service; less than 0 if more was given back. Sent by the router, so that tenants are served
-    fairly over all engines."""
+    """Service that tenants got from other engines since the last one of these, for fairness over all engines: (tenant,
+    tokens) in the units in which the waiting queue counts service, below 0 if more was given back. Of the router."""
 
     served: list[tuple[int, int]]
 

@@ -71,8 +71,11 @@ class BlockIndex:
     A key is the first ``KEY_BYTES`` bytes of a block's hash, which covers the whole prefix. Two of 2**22 blocks share a
     key with probability 5e-7; a request is then routed as if it was cached.
 
-    Changes are queued and applied before the next lookup, or when there are many. An engine that has more blocks than
-    its pool can hold reports false events: its blocks are dropped, and it is listed in ``overfull`` until ``forget``.
+    Changes are queued and applied before the next lookup, or earlier: look-ups do not depend on when.
+
+    Attributes:
+        overfull: engines that have had more blocks than their pools can hold, so that their events are false. The
+            caller has to ``forget`` them.
     """
 
     def __init__(self) -> None:
@@ -116,7 +119,7 @@ class BlockIndex:
         self._limits[engine] = max_blocks
 
     def _enqueue(self, engine: int, hashes: Sequence[bytes], medium: str, is_stored: bool) -> None:
-        if engine in self.overfull or not hashes:
+        if not hashes:
             return
         queue = self._queues.get(engine)
         if queue is None:
@@ -148,7 +151,6 @@ class BlockIndex:
             if of_medium.any():
                 counts[medium] += self._table.set_bits(medium, engine, keys[of_medium], stored[of_medium])
         if sum(counts) > self._limits.get(engine, DEFAULT_MAX_BLOCKS):
-            self.forget(engine)
             self.overfull.add(engine)
 
     def _make_room(self, engine: int, num_media: int) -> None:
@@ -166,7 +168,8 @@ class BlockIndex:
 
         A cache has all blocks before one that it has, because it evicts the last ones of a sequence first. So
         NUM_SAMPLES blocks, spread evenly, are looked up, and then those at which a prefix may end, by bisection. The
-        time hardly depends on the length. A block that is missing in spite of that may stay unnoticed.
+        time hardly depends on the length. A block that is missing in spite of that (a hole) may stay unnoticed: the
+        prefix then ends there or at a later missing block.
 
         Args:
             keys: the prompt's block keys, from the first.
@@ -246,7 +249,6 @@ class BlockIndex:
         assert self._num_queued == 0 and not self._queues
         self._table.check()
         for engine, counts in self._counts.items():
-            assert engine not in self.overfull
             for medium, count in enumerate(counts):
                 assert count == self._table.count(medium, engine), f"engine {engine}, {MEDIA[medium]}"
 

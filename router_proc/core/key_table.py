@@ -24,7 +24,7 @@ MIN_CAPACITY = 1024
 FEW = 256
 """Changes that are made one by one: an operation on arrays takes as long as some hundred of them."""
 MAX_KICKS = 200
-"""Rounds of moving keys after which the table grows instead. At loads below 0.9 a few are enough."""
+"""Rounds of moving keys after which the hash functions change instead. At loads below 0.9 a few are enough."""
 _EMPTY = np.uint64(0)
 _WORD = np.uint64(0xFFFFFFFF)
 _SHIFTS = (np.uint64(32), np.uint64(0), np.uint64(16))
@@ -46,6 +46,7 @@ class KeyTable:
     def __init__(self, dtype: Any, num_columns: int) -> None:
         """``dtype``: that of the masks, an unsigned integer."""
         self.num_keys = 0
+        self._salt, self._salt_64 = 0, np.uint64(0)
         self._allocate(MIN_CAPACITY, np.dtype(dtype), num_columns)
 
     def _allocate(self, capacity: int, dtype: "np.dtype[Any]", num_columns: int) -> None:
@@ -67,7 +68,7 @@ class KeyTable:
 
     def _place(self, keys: Keys, which: int) -> Places:
         """Return the place of each key under the hash function ``which``."""
-        mixed = keys * _FACTOR_64
+        mixed = (keys ^ self._salt_64) * _FACTOR_64
         mixed ^= mixed >> _HALF
         word = (mixed >> _SHIFTS[which]) & _WORD
         return ((word * self._capacity) >> _HALF).view(np.int64)
@@ -90,7 +91,7 @@ class KeyTable:
         """Return the bits of a key in any column; 0 for an unknown key."""
         key = key or 1
         size, keys = self._size, self._key_view
-        mixed = key * _FACTOR & _ALL  # as in _find_place, because a call takes as long as a quarter of this
+        mixed = (key ^ self._salt) * _FACTOR & _ALL  # as in _find_place: a call takes as long as a quarter of this
         high = mixed >> 32
         place = high * size >> 32
         if keys[place] != key:
@@ -114,7 +115,7 @@ class KeyTable:
 
     def _places_of(self, key: int) -> tuple[int, int, int]:
         """Return all places of a key, as ``_place`` does."""
-        mixed = key * _FACTOR & _ALL
+        mixed = (key ^ self._salt) * _FACTOR & _ALL
         mixed ^= mixed >> 32
         size = self._size
         return (
@@ -210,7 +211,8 @@ class KeyTable:
         rows: Columns = [np.zeros(len(keys), self.dtype) for _ in self._masks]
         left = self._place_all(keys, rows)
         while left is not None:
-            self._rebuild(self._size * 5 // 4, self.dtype, self.num_columns)
+            self._change_hashes()
+            self._rebuild(self._size, self.dtype, self.num_columns)
             left = self._place_all(*left)
 
     def _insert_one(self, key: int) -> None:
@@ -219,7 +221,8 @@ class KeyTable:
         self.num_keys += 1
         left = self._place_one(key, [0] * self.num_columns)
         while left is not None:
-            self._rebuild(self._size * 5 // 4, self.dtype, self.num_columns)
+            self._change_hashes()
+            self._rebuild(self._size, self.dtype, self.num_columns)
             left = self._place_one(*left)
 
     def _place_all(self, keys: Keys, rows: Columns) -> tuple[Keys, Columns] | None:
@@ -299,7 +302,15 @@ class KeyTable:
         while left is not None:
             self._allocate(capacity, dtype, num_columns)
             left = self._place_all(keys, rows)
-            capacity = capacity * 5 // 4
+            if left is not None:
+                self._change_hashes()
+
+    def _change_hashes(self) -> None:
+        """Give all keys other places, at the next ``_rebuild``. A larger table would not help keys that were made to
+        have equal places, as an engine could report.
+        """
+        self._salt = (self._salt + _FACTOR) & _ALL
+        self._salt_64 = np.uint64(self._salt)
 
     def check(self) -> None:
         """Assert the invariants. O(size)."""

@@ -62,17 +62,16 @@ class KVEventFeeds:
     def publish(self, now: float) -> None:
         """Publish the events since the last call, if any, as one batch."""
         events = [] if self._recorder is None else self._recorder.take()
-        if not events:
-            return
-        if self._plain:
+        if events and self._plain:
             payload = self._encoder.encode(KVEventBatch(now, events, self._incarnation))
             for publisher in self._plain:
                 publisher.publish(payload)
         if isinstance(self._recorder, DescribingRecorder):
-            payload = self._vllm_encoder.encode(self._wall(), events, self._recorder)
+            if events:
+                payload = self._vllm_encoder.encode(self._wall(), events, self._recorder)
+                for publisher in self._vllm:
+                    publisher.publish(payload)
             self._recorder.forget()
-            for publisher in self._vllm:
-                publisher.publish(payload)
 
     def answer(self) -> None:
         """Answer one replay request at each endpoint, if any."""

@@ -269,7 +269,7 @@ def test_answers_that_always_end_too_early_are_damage() -> None:
     assert case.contents == set() and "batch 2 is missing" in case.follower.not_indexed
 
 
-def test_late_answers_to_many_requests_are_no_damage() -> None:
+def test_late_answers_to_many_requests_do_not_count_as_damage() -> None:
     case = Case()
     for _ in range(10):  # while the engine loads
         case.follower.tick(case.now)

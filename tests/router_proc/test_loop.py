@@ -1,5 +1,6 @@
 """The router process over real sockets: a front end, and engines that publish events and answer for statistics."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
 from quire.protocol.wire.router_messages import Route, Routed, RouterToFrontEnd
 from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address, kv_events_address, router_address
+from quire.router_proc import loop
 from quire.router_proc.loop import RouterLoop
 from quire.router_proc.sockets import Sockets
 from quire.scheduler_proc.kv.events import KVEventRecorder
@@ -192,6 +194,18 @@ def test_an_engine_without_a_readable_configuration_is_routed_by_its_load(case: 
     assert case.ask(1) == Routed(1, 0, "only")
 
 
-def test_a_message_that_a_router_does_not_take_ends_the_connection(case: Case) -> None:
-    case.front_end.send(Welcome(PROTOCOL_VERSION, ""))
+def test_routes_while_its_figures_cannot_be_written(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop, "write_router_figures", fail)
+    case.now += 2 * loop.TICK_S
+    assert case.ask(1) == Routed(1, -1, "")
+    monkeypatch.undo()
+    case.until(lambda: case.figures().num_unplaced == 1)
+
+
+@pytest.mark.parametrize("message", [Welcome(PROTOCOL_VERSION, ""), Route(1, 16, KEYS[:9])])
+def test_a_message_that_a_router_does_not_take_ends_the_connection(case: Case, message: Any) -> None:
+    case.front_end.send(message)
     assert isinstance(case.receive(), Refused)

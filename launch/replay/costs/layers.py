@@ -153,14 +153,14 @@ def find_table(folder: Path, name: str, ranks: int) -> Path:
     path = find_file(folder, name.replace(".csv", f"_tp{ranks}.csv"))
     if path is None and ranks == 1:
         path = find_file(folder, name)
-    if path is None and ranks == 1:
-        raise ConfigError(f"{folder}: {name} not found")
-    if path is None:
-        known = ", ".join(map(str, _degrees(folder)))
-        missing = name.replace(".csv", f"_tp{ranks}.csv")
-        text = f"{folder}: {missing} not found: tensor_parallel_size must be a degree of the profile"
-        raise ConfigError(f"{text} ({known}; got {ranks})")
-    return path
+    if path is not None:
+        return path
+    degrees = _degrees(folder)
+    text = f"{folder}: {name if ranks == 1 else name.replace('.csv', f'_tp{ranks}.csv')} not found"
+    if degrees and ranks not in degrees:
+        known = ", ".join(map(str, degrees))
+        text += f": tensor_parallel_size must be a degree of the profile ({known}; got {ranks})"
+    raise ConfigError(text)
 
 
 def _degrees(folder: Path) -> list[int]:

@@ -27,7 +27,7 @@ def test_engines_share_no_file_and_no_endpoint() -> None:
     assert second.kv_events_replay_endpoint == "ipc:///run/quire/replay.1"
     assert (second.data_parallel_rank, second.data_parallel_size, second.ranks[0].device) == (1, 2, 1)
     assert engine_config(config, 1, 3, 2, []).trace == "/t/run.engine-1.3.jsonl.zst"
-    assert router_config(config, ServeOptions(routing="session")).trace == "/t/run.router.jsonl.zst"
+    assert router_config(config, ServeOptions(routing="session")).trace == "/t/run.router.jsonl"
 
 
 @pytest.mark.parametrize(

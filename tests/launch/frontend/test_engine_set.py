@@ -451,7 +451,7 @@ class TestLongMachine(Machine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate])
 
 
-def test_new_requests_are_no_progress_of_engines_that_hang() -> None:
+def test_new_requests_do_not_count_as_progress_of_engines_that_hang() -> None:
     world = serving(2)
     for at in range(60):
         world.now += 1.0

@@ -95,6 +95,9 @@ class TestSettings:
         with pytest.raises(ConfigError, match=r"profile_moe_tp2.csv not found"):
             parse_cost(f"table:{folder}", tensor_parallel_size=2)
         assert parse_cost(f"table:{folder}", tensor_parallel_size=2, expert_parallel=1).seconds(decodes(8)) > 0
+        (folder / "profile_dense_tp1.csv").unlink()
+        with pytest.raises(ConfigError, match=r"profile_dense.csv not found: .* a degree .*\(2; got 1"):
+            parse_cost(f"table:{folder}")
 
     def test_a_model_without_experts_is_refused(self, folder: Path) -> None:
         with pytest.raises(ConfigError, match="needs a model with experts"):

@@ -71,6 +71,7 @@ def test_answer_is_the_least_number_of_engines(trace: Path, capsys: pytest.Captu
         (["--slo", "ttft"], "must be KEY=VALUE"),
         (["--slo", "speed=1"], "'speed' must be one of ttft, tpot, e2e"),
         (["--slo", "ttft=0"], "must be a number above 0 (got 0)"),
+        (["--slo", "ttft=1,tpot=1,ttft=2"], "ttft is given twice"),
         (["--slo", "ttft=1", "--engines", "0-4"], "must be a whole number of at least 1 (got 0)"),
         (["--slo", "ttft=1", "--engines", "5-4"], "must be FIRST-LAST with 1 <= FIRST <= LAST <= 64 (got 5-4)"),
         (["--slo", "ttft=1", "--engines", "65"], "(got 65)"),

@@ -79,6 +79,25 @@ def test_finds_prefixes_of_long_prompts(length: int, ends: list[int]) -> None:
     assert index.hits(keys(hashes)) == expected
 
 
+@settings(max_examples=40)
+@given(st.integers(1, 300), st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), max_size=6))
+def test_a_hole_ends_a_prefix_or_stays_unnoticed(length: int, holes: list[tuple[int, int]]) -> None:
+    """Eviction by value leaves holes. The result is at least the true prefix, and ends before a missing block."""
+    hashes = [number.to_bytes(8, "little") for number in range(1, length + 1)]
+    index, present = BlockIndex(), {engine: set(range(length)) for engine in ENGINES}
+    index.stored(ENGINES[0], hashes, "device")
+    for number, engine in enumerate(ENGINES[1:]):
+        for start, size in holes[number::3]:
+            present[engine] -= set(range(start, start + size))
+        index.stored(engine, [hashes[at] for at in sorted(present[engine])], "device")
+    found = index.hits(keys(hashes))
+    assert found[ENGINES[0]] == Hit(length)
+    for engine in ENGINES:
+        end = found.get(engine, Hit(0)).num_blocks
+        assert end not in present[engine] and end >= min(set(range(length + 1)) - present[engine])
+        assert not end or end - 1 in present[engine]
+
+
 def test_tells_the_media_of_a_prefix() -> None:
     hashes = [number.to_bytes(8, "little") for number in range(1, 41)]
     index = BlockIndex()
@@ -90,19 +109,22 @@ def test_tells_the_media_of_a_prefix() -> None:
     assert index.hits(keys(hashes)) == {}
 
 
-def test_drops_an_engine_that_has_more_blocks_than_its_pool() -> None:
+def test_notes_an_engine_that_has_more_blocks_than_its_pool() -> None:
     hashes = [number.to_bytes(8, "little") for number in range(1, 102)]
     index = BlockIndex()
     index.limit(0, 100)
     index.stored(0, hashes[:100], "device")
     index.stored(1, hashes, "device")
     assert index.hits(keys(hashes)) == {0: Hit(100), 1: Hit(101)}
+    assert not index.overfull
     index.stored(0, hashes[100:], "device")
-    assert index.hits(keys(hashes)) == {1: Hit(101)}
-    assert index.overfull == {0} and index.num_blocks(0) == 0
-    index.stored(0, hashes[:1], "device")
-    assert index.num_blocks(0) == 0
+    index.apply()
+    assert index.overfull == {0}
+    index.removed(0, hashes[3:], "device")
+    assert index.hits(keys(hashes)) == {0: Hit(3), 1: Hit(101)}, "the same as if it had been applied at once"
+    assert index.overfull == {0}
     index.forget(0)
+    assert index.hits(keys(hashes)) == {1: Hit(101)}
     index.stored(0, hashes[:1], "device")
     assert index.num_blocks(0) == 1 and not index.overfull
     index.check()

@@ -79,6 +79,15 @@ def test_numbers_in_a_row_need_no_more_memory_than_hashes() -> None:
     table.check()
 
 
+@pytest.mark.parametrize("number", [5, 300])
+def test_keys_that_were_made_to_have_equal_places_need_no_more_memory(number: int) -> None:
+    table = KeyTable(np.uint8, 1)
+    keys = np.arange(1, number + 1, dtype=np.uint64) * np.uint64(pow(key_table._FACTOR, -1, 2**64))
+    assert table.set_bits(0, 3, keys, np.ones(number, np.bool_)) == number
+    table.check()
+    assert (table.find(keys)[0] == 8).all() and table.mask(int(keys[-1])) == 8
+
+
 def test_keeps_its_masks_when_it_becomes_wider() -> None:
     table = KeyTable(np.uint8, 1)
     keys = np.arange(1, 2000, dtype=np.uint64)

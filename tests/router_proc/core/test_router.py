@@ -200,12 +200,14 @@ def test_a_slower_engine_counts_more_per_token() -> None:
     assert ask(router, 1, "abcdefgh").engine == 1
 
 
-def test_an_engine_that_reports_more_than_its_pool_holds_is_not_indexed() -> None:
+def test_an_engine_that_reports_more_than_its_pool_holds_is_noted_until_it_is_forgotten() -> None:
     router = make(2)
     router.consume(EngineMeasured(0, max_blocks=10))
     store(router, 0, "abcdefghijklmno", 15)
-    assert ask(router, 1, "abcdefgh").num_cached_tokens == 0
+    ask(router, 1, "z")
     assert router.index.overfull == {0}
+    router.consume(CacheForgotten(0))
+    assert not router.index.overfull and ask(router, 2, "abcdefgh").num_cached_tokens == 0
 
 
 def test_a_front_end_that_disconnects_takes_its_requests_along() -> None:

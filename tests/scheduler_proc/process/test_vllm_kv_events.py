@@ -274,6 +274,15 @@ def test_a_replay_begins_with_the_oldest_batch_that_is_kept(published: Published
     assert [int.from_bytes(frames[2], "big") for frames in batches] == list(range(30, 40))
 
 
+def test_tokens_of_blocks_that_were_cached_before_are_not_kept(published: Published) -> None:
+    recorder = published.recorder
+    assert isinstance(recorder, DescribingRecorder)
+    published.feeds.publish(0.0)
+    recorder.describe(Filled(3, Span(list(range(12)))), 0, 0, 3)
+    published.feeds.publish(1.0)  # a step without events
+    assert published.publisher.next_sequence == 1 and not recorder.origins
+
+
 @pytest.mark.parametrize(("size", "count", "turns"), [(10, 3 * ANSWER_BATCHES, 3), (ANSWER_BYTES // 2, 8, 4)])
 def test_a_turn_sends_a_few_batches_to_one_client(published: Published, size: int, count: int, turns: int) -> None:
     for _ in range(count):
