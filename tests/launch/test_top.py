@@ -336,7 +336,9 @@ def test_several_engines_are_sums_and_a_line_each() -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [((9000, 9000), (9200, 0)), ((9000, 9000), (9200,)), ((9000,), (9200, 7))]
 )
-def test_an_engine_that_restarts_or_does_not_answer_is_no_jump(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_an_engine_that_restarts_or_does_not_answer_does_not_change_rates(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
     def scrape(counts: tuple[int, ...], time: float) -> Scrape:
         rows = [f'quire:generation_tokens_total{{engine="{at}"}} {count}' for at, count in enumerate(counts)]
         return Scrape.parse("\n".join(["# TYPE quire:generation_tokens counter", *rows]) + "\n", time)
