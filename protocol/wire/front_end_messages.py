@@ -84,7 +84,7 @@ class CallsTool(Message, frozen=True, tag=25):
 
 class TenantService(Message, frozen=True, tag=26):
     """Service that tenants got from other engines since the last one of these, for fairness over all engines: (tenant,
-    tokens) in the units in which the waiting queue counts service, below 0 if more was given back. The router sends it."""
+    tokens) in units of the waiting queue, below 0 if more was given back. The router sends it."""
 
     served: list[tuple[int, int]]
 
