@@ -225,6 +225,7 @@ def _serve(args: argparse.Namespace) -> None:
     from quire.launch.config.adapter_options import with_adapters
     from quire.launch.config.engine_config import make_engine_config
     from quire.launch.config.model_folder import find_model
+    from quire.launch.nodes.sources import warn_of_device
     from quire.launch.serve import model_display_name, serve
 
     engine, front_end = with_adapters(*read_options(args))
@@ -237,7 +238,9 @@ def _serve(args: argparse.Namespace) -> None:
         config, worker = simulated_engine(engine, front_end.simulate, folder)
         serve(config, front_end, name, worker)
         return
-    serve(make_engine_config(engine, folder=folder), front_end, name)
+    config = make_engine_config(engine, folder=folder)
+    warn_of_device(engine.device, config, front_end)
+    serve(config, front_end, name)
 
 
 def _complete(args: argparse.Namespace) -> None:

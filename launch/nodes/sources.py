@@ -38,6 +38,12 @@ def check_nodes(config: EngineConfig, options: ServeOptions, *, simulated: bool)
         raise ConfigError("--node-keys is not used with --nodes ray, which makes keys at its start")
 
 
+def warn_of_device(wanted: str, config: EngineConfig, options: ServeOptions) -> None:
+    """Log that the head machine has decided for all nodes. ``wanted``: the flag ``--device``."""
+    if options.nodes and wanted == "auto" and config.device == "cpu":
+        log.warning("workers on nodes use the CPU because this machine has no GPU; for GPUs, set --device cuda")
+
+
 class NodeSources(NamedTuple):
     """Addresses that do not change, and names whose addresses may change, each with its port."""
 

@@ -92,7 +92,7 @@ class TestStart:
         assert fleet.policy.is_ready and fleet.states == {0: "serving", 1: "failed"}
         assert fleet.policy.engines.places()[1].detail == "1 device, and 2 are needed"
 
-    def test_a_place_that_is_being_prepared_does_not_count_as_a_failure(self) -> None:
+    def test_a_place_that_is_being_prepared_is_waited_for(self) -> None:
         places = SlowPlaces(are_ready=False)
         fleet = FakeFleet(num_engines=1, places=places)
         assert fleet.policy.engines.places()[0].detail == "its place is being prepared"

@@ -4,7 +4,7 @@ import pytest
 from scheduler_driver import make_config
 
 from quire.launch.config.serve_options import ServeOptions
-from quire.launch.nodes.sources import NodeSources, Resolver, check_nodes, parse_sources
+from quire.launch.nodes.sources import NodeSources, Resolver, check_nodes, parse_sources, warn_of_device
 from quire.protocol.errors import ConfigError
 
 
@@ -61,3 +61,11 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         check_nodes(make_config(**settings), ServeOptions(**options), simulated=simulated)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wanted", "nodes", "count"), [("auto", ["ray"], 1), ("cpu", ["ray"], 0), ("auto", [], 0)])
+def test_a_device_that_the_head_decides_is_a_line(
+    caplog: pytest.LogCaptureFixture, wanted: str, nodes: list[str], count: int
+) -> None:
+    warn_of_device(wanted, make_config(), ServeOptions(nodes=nodes))
+    assert caplog.text.count("because this machine has no GPU") == count
