@@ -212,7 +212,7 @@ class KeyTable:
         left = self._place_all(keys, rows)
         while left is not None:
             self._change_hashes()
-            self._rebuild(self._size, self.dtype, self.num_columns)
+            self._rebuild(self._roomy(self._size), self.dtype, self.num_columns)
             left = self._place_all(*left)
 
     def _insert_one(self, key: int) -> None:
@@ -222,7 +222,7 @@ class KeyTable:
         left = self._place_one(key, [0] * self.num_columns)
         while left is not None:
             self._change_hashes()
-            self._rebuild(self._size, self.dtype, self.num_columns)
+            self._rebuild(self._roomy(self._size), self.dtype, self.num_columns)
             left = self._place_one(*left)
 
     def _place_all(self, keys: Keys, rows: Columns) -> tuple[Keys, Columns] | None:
@@ -286,6 +286,10 @@ class KeyTable:
         """Return the capacity for a load a little above the least, because a table usually grows."""
         return max(MIN_CAPACITY, int(num_keys / (self.least_load * 1.1)))
 
+    def _roomy(self, capacity: int) -> int:
+        """Return the capacity, or a larger one at which keys find places easily."""
+        return max(capacity, self._capacity_for(self.num_keys))
+
     def _fit(self) -> None:
         """Shrink the table when too few of its places are used."""
         size = len(self._keys)
@@ -304,6 +308,7 @@ class KeyTable:
             left = self._place_all(keys, rows)
             if left is not None:
                 self._change_hashes()
+                capacity = self._roomy(capacity)
 
     def _change_hashes(self) -> None:
         """Give all keys other places, at the next ``_rebuild``. A larger table would not help keys that were made to

@@ -88,6 +88,15 @@ def test_keys_that_were_made_to_have_equal_places_need_no_more_memory(number: in
     assert (table.find(keys)[0] == 8).all() and table.mask(int(keys[-1])) == 8
 
 
+def test_a_wide_table_is_filled_in_small_parts() -> None:
+    """It is fuller than others, so that some keys find no place."""
+    table = KeyTable(np.uint64, 3)
+    for part in np.array_split(np.random.default_rng(1).integers(1, 2**63, 10_000).astype(np.uint64), 50):
+        table.set_bits(0, 3, part, np.ones(len(part), np.bool_))
+    table.check()
+    assert table.num_keys == 10_000
+
+
 def test_keeps_its_masks_when_it_becomes_wider() -> None:
     table = KeyTable(np.uint8, 1)
     keys = np.arange(1, 2000, dtype=np.uint64)
