@@ -303,7 +303,7 @@ MUTATIONS = (
     Mutation(
         "requests of a dead front end continue",
         "F12, I13",
-        lambda: mock.patch.multiple(front_ends.FrontEnds, on_process_exit=_nothing, _disconnect=_nothing),
+        lambda: mock.patch.multiple(front_ends.FrontEnds, on_process_exit=_nothing, _disconnected=_nothing),
         seed=51,
     ),
     Mutation(

@@ -51,8 +51,6 @@ def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
             check_order(order, engine, [_as_usable(link, place, engine) for place in link.places()])
         except OrderRefused as error:
             raise ApiError(409, str(error), None, "order_refused") from None
-        except InvalidRequest as error:
-            raise ApiError(404, error.message, error.param, error.code) from None
         link.order(order, engine)
         return _json(entries, 202)
 

@@ -30,6 +30,7 @@ STATUS_OF_CODE = {
     "parent_not_found": 404,
     "adapter_not_found": 404,
     "session_not_found": 404,
+    "engine_not_found": 404,
     "duplicate_request_id": 409,
     "request_ended": 409,
     "adapter_exists": 409,
