@@ -21,7 +21,7 @@ from quire.launch.fleet.policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.slots import EngineSlot, directory_name
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.children import Children
-from quire.launch.supervision.directory import make_directory
+from quire.launch.supervision.directory import make_directory, remove_directory
 from quire.launch.supervision.members import Process, WatchedProcess
 from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
 from quire.protocol.config import EngineConfig, RankPlace
@@ -234,10 +234,8 @@ class Fleet:
             for member in members:
                 _child(member.process).end(deadline)
         self._children.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        remove_directory(self.directory, self._lock)
         self._lock = -1
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_all(self) -> None:
         """Kill all children now. The processes of engines that are killed end with them."""

@@ -372,7 +372,7 @@ class EngineSet:
         self._router.give_up_late(self._clock())
         self._relieve()
         self._place_waiting()
-        self.engines.report_drained({each.engine for each in self._streams.values() if not each.stream.over})
+        self.engines.report_drained(self._streams.values())
         self._router.flush()
 
     def _forget(self, routed: RoutedStream) -> None:

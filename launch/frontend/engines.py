@@ -1,11 +1,12 @@
 """The engines of a server with several: their links, states and pause. No I/O."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 
+from quire.launch.frontend.routed_stream import RoutedStream
 from quire.launch.frontend.session import Session
 from quire.protocol.routing import EnginePlace
 
@@ -171,9 +172,15 @@ class Engines:
         else:
             self.pause = session.pause
 
-    def report_drained(self, occupied: set[int]) -> None:
-        """Report each draining engine once, when it is not among those that still have streams."""
-        for number, engine in self._by_number.items():
-            if engine.drain_until is not None and not engine.has_reported_drained and number not in occupied:
-                engine.has_reported_drained = True
-                self._transport.report_drained(number)
+    def report_drained(self, streams: Iterable[RoutedStream]) -> None:
+        """Report each draining engine once, when none of the streams in flight is on it."""
+        draining = {
+            number: engine
+            for number, engine in self._by_number.items()
+            if engine.drain_until is not None and not engine.has_reported_drained
+        }
+        if not draining:
+            return
+        for number in sorted(draining.keys() - {each.engine for each in streams if not each.stream.over}):
+            draining[number].has_reported_drained = True
+            self._transport.report_drained(number)

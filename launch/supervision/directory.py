@@ -1,5 +1,6 @@
 """Socket directories: private, locked while their owner lives, and removed after it."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -21,6 +22,14 @@ def make_directory() -> tuple[Path, int]:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fresh.rename(directory / LOCK)  # locked before another process can find it
     return directory, lock
+
+
+def remove_directory(directory: Path, lock: int) -> None:
+    """Remove a directory and release its lock; ``lock``: -1 if another process has it. May be called twice."""
+    if lock >= 0:
+        with contextlib.suppress(OSError):
+            os.close(lock)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_if_abandoned(directory: Path) -> None:

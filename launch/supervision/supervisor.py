@@ -8,7 +8,6 @@ import contextlib
 import copy
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.supervision.children import Children
-from quire.launch.supervision.directory import make_directory
+from quire.launch.supervision.directory import make_directory, remove_directory
 from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
 from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
@@ -240,10 +239,8 @@ class Supervisor:
         if self._remote is not None:
             self._remote.close()
         self._children.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        remove_directory(self.directory, self._lock)
         self._lock = -1
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_all(self) -> None:
         """Kill all children now."""
