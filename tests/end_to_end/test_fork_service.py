@@ -47,17 +47,35 @@ class Parent:
 
     def __init__(self, served: Served, path: str) -> None:
         self.served, self.path = served, path
-        self.text = ""
 
     async def __aenter__(self) -> "Parent":
-        body = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True, **BODIES[self.path]}
         self._client = client(self.served, "one")
+        await self._begin()
+        while not await self._is_running():  # the machine is busy: it ended before the pause
+            await self._end()
+            await self._begin()
+        return self
+
+    async def _begin(self) -> None:
+        """Start the stream, and pause the engine after some tokens."""
+        body = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True, **BODIES[self.path]}
+        self.text = ""
         self._context = self._client.stream("POST", f"/v1/{self.path}", json=body)
         self._events = self._read((await self._context.__aenter__()).aiter_lines())
         for _ in range(8):
             self.id = (await anext(self._events))["id"]
         assert (await post(self.served, "admin", "/admin/pause?mode=keep")).status_code == 200
-        return self
+
+    async def _end(self) -> None:
+        """Resume the engine, and read the rest of the stream."""
+        await self.resume()
+        async for _ in self._events:
+            pass
+        await self._context.__aexit__(None, None, None)
+
+    async def _is_running(self) -> bool:
+        async with client(self.served, "admin") as admin:
+            return bool((await admin.get("/admin/state")).json()["running"])
 
     async def _read(self, lines: Any) -> Any:
         async for line in lines:
@@ -67,10 +85,7 @@ class Parent:
                 yield event
 
     async def __aexit__(self, *error: object) -> None:
-        await self.resume()
-        async for _ in self._events:
-            pass
-        await self._context.__aexit__(None, None, None)
+        await self._end()
         await self._client.aclose()
 
     async def fork(self, key: str, **body: Any) -> httpx.Response:
