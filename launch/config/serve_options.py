@@ -9,7 +9,7 @@ from quire.protocol.settings import ADAPTERS, Setting
 
 SERVER = "Server"
 LOGS = "Logs and metrics"
-SCALE = "Several engines"
+SCALE = "Engines and nodes"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):

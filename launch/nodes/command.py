@@ -20,7 +20,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=Path, metavar="DIR", help="folder of mode 0700 with server.key_secret and allowed/NAME.key"
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs; without one 1)")
+    parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs, or 1)")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     parser.add_argument(
         "--make-keys", type=Path, metavar="DIR", help="write new keys to DIR/node (--keys) and DIR/head (--node-keys)"
