@@ -23,6 +23,7 @@ from quire.launch.listener import Listener
 from quire.launch.nodes.sources import RAY, check_nodes, parse_sources
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import counted
 from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
@@ -137,8 +138,7 @@ def _run(
         if isinstance(processes, Fleet):
             for slot in processes.slots:
                 write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
-            number = len(processes.slots)
-            engines = f", {number} engine{'s' if number > 1 else ''}"
+            engines = f", {counted(len(processes.slots), 'engine')}"
         else:
             write_line(_kv_cache_line(config, processes.policy.ready_detail))
         write_line(f"{about} (ready in {seconds:.1f} s{engines})")

@@ -11,7 +11,7 @@ from quire.launch.replay.output import Result, check_outputs, progress_bar, publ
 from quire.launch.replay.plan.search import Search
 from quire.launch.replay.report.summary import percent
 from quire.launch.replay.simulate.sweep import SweepRow, SweepTask, points_of, run_points
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, counted
 
 NUMBER = "data_parallel_size"
 COLUMNS = (
@@ -118,13 +118,9 @@ def _answer(args: argparse.Namespace, best: Try | None, tries: Sequence[Try]) ->
             f"{args.percentile:g} %"
         )
     size = f" of {_name(best.size)}" if best.size else ""
-    engines = f"{_count(best.engines, 'engine')}{size} ({_count(best.devices, 'device')})"
+    engines = f"{counted(best.engines, 'engine')}{size} ({counted(best.devices, 'device')})"
     attained = percent(best.figures["attained"])
     return f"{engines}: {args.percentile:g} % of the requests have {targets} (attained: {attained})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _name(size: Mapping[str, str]) -> str:
