@@ -23,6 +23,7 @@ from quire.launch.listener import Listener
 from quire.launch.nodes.sources import RAY, check_nodes, parse_sources
 from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import counted
 from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
@@ -60,6 +61,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     check_network(options)
     check_metrics_prefix(options.metrics_prefix)
     check_tracing(options.otlp_traces_endpoint)
+    check_nodes(config, options, simulated=worker is not REAL_WORKER)
     keys = read_api_keys(options)
     config = with_api_keys(config, keys)
     options = msgspec.structs.replace(
@@ -73,7 +75,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
-            with contextlib.closing(_open_places(config, options, worker)) as places:
+            with contextlib.closing(_open_places(config, options)) as places:
                 config = msgspec.structs.replace(config, head_key_file=places.head_key_file)
                 with _make_fleet(config, options, places, worker, front_end) as fleet:
                     _run(fleet, config, options, about, started)
@@ -88,9 +90,8 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             _run(supervisor, config, options, about, started)
 
 
-def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> OwnedPlaces:
+def _open_places(config: EngineConfig, options: ServeOptions) -> OwnedPlaces:
     """Connect to the nodes, if there are any."""
-    check_nodes(config, options, simulated=worker is not REAL_WORKER)
     size = config.tensor_parallel_size
     if not options.nodes:
         return LocalPlaces(size)
@@ -137,7 +138,7 @@ def _run(
         if isinstance(processes, Fleet):
             for slot in processes.slots:
                 write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
-            engines = f", {len(processes.slots)} engines"
+            engines = f", {counted(len(processes.slots), 'engine')}"
         else:
             write_line(_kv_cache_line(config, processes.policy.ready_detail))
         write_line(f"{about} (ready in {seconds:.1f} s{engines})")

@@ -84,6 +84,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(value: object) -> str:
     """Format a value of a client or an untrusted file for a one-line error: short, and without control characters."""
     if isinstance(value, dict):

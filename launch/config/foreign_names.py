@@ -11,6 +11,11 @@ FOREIGN_NAMES = {
     "tp_size": "--tensor-parallel-size",
     "dp": "--data-parallel-size",
     "dp_size": "--data-parallel-size",
+    "data_parallel_backend": "--nodes",
+    "distributed_executor_backend": "--nodes",
+    "nnodes": "--nodes",
+    "load_balance_method": "--routing",
+    "routing_policy": "--routing",
     "model": "MODEL (the first argument)",
     "model_path": "MODEL (the first argument)",
     "max_running_requests": "--max-num-seqs",
@@ -78,6 +83,7 @@ FOREIGN_NAMES = {
 _TEXT_ONLY = "only text is supported: images, audio and video are not"
 _TASKS = "not needed: the routes of all tasks of the model are served; --pooling lets one that generates text embed"
 _PIPELINES = "not supported: use --tensor-parallel-size, or --data-parallel-size for several engines"
+_RANKS = "not needed: one server starts all engines (--data-parallel-size), on other machines too (--nodes)"
 _DEVICE = "a model is on one kind of device as a whole: choose it with --device"
 _TOOLS = "tools need no flag: docs/sampling.md"
 _ALWAYS = "not needed: it is always on"
@@ -100,6 +106,16 @@ NO_EQUIVALENT = {
     "is_embedding": _TASKS,
     "reranking": _TASKS,
     "data_parallel_size": "several engines are a setting of quire serve: start it with --data-parallel-size",
+    "data_parallel_size_local": _RANKS,
+    "data_parallel_address": _RANKS,
+    "data_parallel_rpc_port": _RANKS,
+    "data_parallel_rank": _RANKS,
+    "data_parallel_start_rank": _RANKS,
+    "headless": _RANKS,
+    "node_rank": _RANKS,
+    "dist_init_addr": _RANKS,
+    "enable_expert_parallel": _PIPELINES,
+    "ep_size": _PIPELINES,
     "pipeline_parallel_size": _PIPELINES,
     "ngl": _DEVICE,
     "gpu_layers": _DEVICE,

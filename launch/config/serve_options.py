@@ -9,7 +9,7 @@ from quire.protocol.settings import ADAPTERS, Setting
 
 SERVER = "Server"
 LOGS = "Logs and metrics"
-SCALE = "Several engines"
+SCALE = "Engines and nodes"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +220,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             SCALE,
-            "seconds that requests have to end on an engine that is drained, after which they are moved to others",
+            "seconds that requests have to finish on an engine that is drained, after which they are moved to others",
             range=(0, 86400),
             metavar="SECONDS",
         ),

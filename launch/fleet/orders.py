@@ -42,7 +42,8 @@ def check_order(order: str, engine: int, places: Sequence[EnginePlace]) -> None:
         num_usable = sum(each.state in ("serving", "starting") for each in places)
         if num_usable < 2:
             raise OrderRefused(
-                f"a rolling restart needs at least 2 engines that serve or start (got {num_usable}): add one first"
+                f"a rolling restart needs at least 2 engines that serve or start (got {num_usable}): add or resume one "
+                "first"
             )
         return
     place = next((each for each in places if each.engine == engine), None)
@@ -59,7 +60,9 @@ def check_order(order: str, engine: int, places: Sequence[EnginePlace]) -> None:
     if order == "restart" and place.state in ("starting", "stopped"):
         raise OrderRefused(f"engine {engine} is {place.state}: it starts anyway")
     if order != "resume" and place.state in ("serving", "starting") and not is_another_serving(places, engine):
-        raise OrderRefused(f"no other engine is serving: to {order} engine {engine} would leave none (add one first)")
+        raise OrderRefused(
+            f"no other engine is serving: to {order} engine {engine} would leave none (add or resume one first)"
+        )
 
 
 def is_another_serving(places: Sequence[EnginePlace], engine: int) -> bool:

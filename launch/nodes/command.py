@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from quire.launch.nodes.addresses import parse_address
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, counted
 from quire.protocol.process.log import start_logging, write_line
 from quire.version import __version__
 
@@ -20,7 +20,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=Path, metavar="DIR", help="folder of mode 0700 with server.key_secret and allowed/NAME.key"
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs; without one 1)")
+    parser.add_argument("--devices", type=int, metavar="N", help="workers at once (the number of GPUs, or 1)")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     parser.add_argument(
         "--make-keys", type=Path, metavar="DIR", help="write new keys to DIR/node (--keys) and DIR/head (--node-keys)"
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     if devices not in DEVICES:
         raise ConfigError(f"--devices must be between {DEVICES[0]} and {DEVICES[-1]} (got {devices})")
     agent = Agent(args.listen, load_curve_keys(args.keys, KEYS_FLAG), devices)
-    write_line(f"Quire {__version__} runs up to {devices} workers for heads that connect to {args.listen}")
+    write_line(f"Quire {__version__} runs up to {counted(devices, 'worker')} for heads that connect to {args.listen}")
     try:
         agent.run(stdin=sys.stdin.fileno() if args.stop_with_stdin else None)
     finally:

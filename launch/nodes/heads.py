@@ -140,7 +140,8 @@ class Heads:
     def close(self, now: float) -> None:
         """Kill all workers, and refuse all heads, because the agent stops."""
         for peer in list(self._heads):
-            self._refuse(peer, f"the node {self._info.host} stops", now)
+            self._runner.send(peer, Refused(f"the node {self._info.host} stops"))
+            self._leave(peer, now)
 
     # ---- state
 

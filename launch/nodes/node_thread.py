@@ -27,7 +27,9 @@ from quire.version import __version__
 
 RETRY_S = 1.0
 """Pause between two connections to a node."""
-_REFUSED = "it does not allow this key: copy head.key to the folder allowed of its --keys, and start it again"
+_REFUSED = (
+    "it does not allow this key: copy the public key of the head to its --keys as allowed/NAME.key, and start it again"
+)
 _NO_KEY = "the keys do not fit: node.key must be the public key of that node"
 _NO_CONNECTION = "no connection: is `quire node` running there, and is the port open?"
 

@@ -1,9 +1,10 @@
 """On which devices the ranks of an engine run: within one node if they fit, engines spread over nodes. No I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from quire.protocol.config import RankPlace
+from quire.protocol.errors import counted
 
 
 class FreeNode(NamedTuple):
@@ -30,15 +31,18 @@ def place_ranks(nodes: Sequence[FreeNode], num_ranks: int) -> list[RankPlace] | 
     return places
 
 
-def too_few(nodes: Sequence[FreeNode], num_ranks: int, silent: Sequence[str]) -> str:
+def too_few(nodes: Sequence[FreeNode], num_ranks: int, silent: Mapping[str, str]) -> str:
     """Return in one line why ``place_ranks`` has returned None.
 
     Args:
-        silent: addresses that do not answer.
+        silent: addresses that do not answer, and why.
     """
+    if not nodes:
+        others = f" (and {counted(len(silent) - 1, 'other node')})" if len(silent) > 1 else ""
+        return next(iter(silent.values()), "no name of --nodes has an address") + others
     free, total = sum(len(node.devices) for node in nodes), sum(node.num_devices for node in nodes)
     others = f"; no answer from {', '.join(silent)}" if silent else ""
     return (
-        f"an engine needs {num_ranks} devices, {free} of {total} on {len(nodes)} nodes are free{others}: add "
-        f"nodes, or lower --data-parallel-size or --tensor-parallel-size"
+        f"an engine needs {counted(num_ranks, 'device')}, {free} of {total} on {counted(len(nodes), 'node')} are free"
+        f"{others}: add nodes, or lower --data-parallel-size or --tensor-parallel-size"
     )

@@ -70,7 +70,8 @@ class NodePlaces:
             nodes = self._free()
             places = place_ranks(nodes, self._num_ranks)
             if places is None:
-                silent = [each for each in self._addresses if not isinstance(self._known.get(each), NodeInfo)]
+                known = {each: self._known.get(each, f"the node {each} does not answer") for each in self._addresses}
+                silent = {each: reason for each, reason in known.items() if isinstance(reason, str)}
                 return too_few(nodes, self._num_ranks, silent)
             self._taken[engine] = places
             return places

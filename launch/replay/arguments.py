@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,12 +126,12 @@ def _values(text: str) -> tuple[str, list[str]]:
 def _targets(text: str) -> dict[str, float]:
     targets = {}
     for part in text.split(","):
-        name, value = _pair(part)
-        if name not in TARGETS:
-            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(TARGETS)}")
+        name, equals, value = part.partition("=")
+        if name not in TARGETS or not equals:
+            raise argparse.ArgumentTypeError(f"must be NAME=SECONDS with a name of {', '.join(TARGETS)} (got {part!r})")
         if name in targets:
             raise argparse.ArgumentTypeError(f"{name} is given twice")
-        targets[name] = _positive(value)
+        targets[name] = _number(value, "a number of seconds above 0", lambda seconds: seconds > 0, f"{name} ")
     return targets
 
 
@@ -139,20 +140,20 @@ def _percentage(text: str) -> float:
 
 
 def _span(text: str) -> tuple[int, int]:
-    first, dash, last = text.partition("-")
-    span = _count(first), _count(last) if dash else _count(first)
-    if not span[0] <= span[1] <= MAX_ENGINES:
+    found = re.fullmatch(r"(\d{1,3})(?:-(\d{1,3}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+    if not 1 <= first <= last <= MAX_ENGINES:
         raise argparse.ArgumentTypeError(f"must be FIRST-LAST with 1 <= FIRST <= LAST <= {MAX_ENGINES} (got {text})")
-    return span
+    return first, last
 
 
-def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:
+def _number(text: str, what: str, fits: Callable[[float], bool], name: str = "") -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or not fits(value):
-        raise argparse.ArgumentTypeError(f"must be {what} (got {text})")
+        raise argparse.ArgumentTypeError(f"{name}must be {what} (got {text})")
     return value
 
 

@@ -110,7 +110,8 @@ def check_endpoints(endpoint: str, replay_endpoint: str, curve_dir: str = "", *,
             )
         elif given and not curve_dir and not is_open:
             raise ConfigError(
-                f"{flag} {given}: TCP needs CURVE keys, or any process could read it: set {KV_EVENTS_FLAG}"
+                f"{flag} {given}: TCP needs CURVE keys, or any process could read it: set {KV_EVENTS_FLAG}, or in a "
+                "network that is closed to others --kv-events-without-keys"
             )
     if is_open and (curve_dir or not is_tcp(endpoint)):
         raise ConfigError("--kv-events-without-keys needs a tcp:// endpoint and no --kv-events-curve-dir")

@@ -1,4 +1,4 @@
-"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py adapters|cost|faults|hostile|soak|streams``.
+"""Command of the acceptance harnesses: ``python -P tests/acceptance/run.py HARNESS``.
 
 See README.md here.
 """

@@ -11,10 +11,12 @@ from quire.launch.replay.output import Result, check_outputs, progress_bar, publ
 from quire.launch.replay.plan.search import Search
 from quire.launch.replay.report.summary import percent
 from quire.launch.replay.simulate.sweep import SweepRow, SweepTask, points_of, run_points
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, counted
 
 NUMBER = "data_parallel_size"
-COLUMNS = ("engines", "devices", "attained", "ttft p99", "tpot p99", "e2e p99", "hit rate", "busiest over mean")
+COLUMNS = (
+    *("engines", "devices", "attained", "ttft p99, ms", "tpot p99, ms", "e2e p99, ms", "hit rate", "busiest over mean"),
+)
 
 
 class Try(NamedTuple):
@@ -91,7 +93,7 @@ def _result(args: argparse.Namespace, tries: Sequence[Try], searches: Sequence[S
     best = min(answers, key=lambda found: (found.devices, found.engines), default=None)
     ordered = sorted(tries, key=lambda found: (sizes.index(found.size), found.engines))
     rows = [(_name(found.size) or "one size", _cells(found)) for found in ordered]
-    answer = _answer(args, best, searches)
+    answer = _answer(args, best, tries)
     figures = {
         "answer": answer,
         "engines": None if best is None else best.engines,
@@ -106,16 +108,19 @@ def _result(args: argparse.Namespace, tries: Sequence[Try], searches: Sequence[S
     return Result(rounded(figures), [], head, [Table("size", COLUMNS, rows)], list(first["notes"]))
 
 
-def _answer(args: argparse.Namespace, best: Try | None, searches: Sequence[Search]) -> str:
+def _answer(args: argparse.Namespace, best: Try | None, tries: Sequence[Try]) -> str:
     targets = " and ".join(f"{name} within {seconds:g} s" for name, seconds in args.slo.items())
-    wanted = f"{args.percentile:g} % of the requests have {targets}"
     if best is None:
+        first, last = args.engines
+        most = percent(max(found.figures["attained"] for found in tries))
         return (
-            f"not with {args.engines[1]} engines{' of any size' if len(searches) > 1 else ''}: no run in which {wanted}"
+            f"--engines {first}-{last} is too few: at most {most} of the requests have {targets}, not "
+            f"{args.percentile:g} %"
         )
     size = f" of {_name(best.size)}" if best.size else ""
-    engines = f"{best.engines} engine{'s' if best.engines > 1 else ''}{size} ({best.devices} devices)"
-    return f"{engines}: {wanted} (attained: {percent(best.figures['attained'])})"
+    engines = f"{counted(best.engines, 'engine')}{size} ({counted(best.devices, 'device')})"
+    attained = percent(best.figures["attained"])
+    return f"{engines}: {args.percentile:g} % of the requests have {targets} (attained: {attained})"
 
 
 def _name(size: Mapping[str, str]) -> str:

@@ -82,6 +82,7 @@ def test_suggestions_name_flags_that_exist() -> None:
         (["--ctx-size=8192"], "unknown flag --ctx-size; did you mean --max-model-len?"),
         (["--load-in-4bit"], "unknown flag --load-in-4bit; did you mean --quantization int4?"),
         (["--enable-auto-tool-choice"], "unknown flag --enable-auto-tool-choice; tools need no flag"),
+        (["--data-parallel-rank", "0"], "unknown flag --data-parallel-rank; not needed: one server starts all engines"),
         (["-ngl", "99"], "unknown flag -ngl; a model is on one kind of device"),
     ],
 )

@@ -45,8 +45,14 @@ def test_engines_spread_over_nodes() -> None:
 
 
 def test_too_few_devices_are_counted() -> None:
-    text = too_few(_nodes([{0, 1}, set()]), 4, ["tcp://10.0.0.9:7100"])
+    text = too_few(_nodes([{0, 1}, set()]), 4, {"tcp://10.0.0.9:7100": "no connection"})
     assert text == (
         "an engine needs 4 devices, 2 of 16 on 2 nodes are free; no answer from tcp://10.0.0.9:7100: add nodes, or "
         "lower --data-parallel-size or --tensor-parallel-size"
     )
+
+
+def test_without_any_node_the_reason_of_the_first_is_shown() -> None:
+    silent = {"tcp://a:1": "the node tcp://a:1 does not answer: no connection", "tcp://b:1": "the keys do not fit"}
+    assert too_few([], 1, silent) == "the node tcp://a:1 does not answer: no connection (and 1 other node)"
+    assert too_few([], 1, {}) == "no name of --nodes has an address"

@@ -61,7 +61,7 @@ def test_engines_get_devices_of_nodes_that_answer(tmp_path: Path, monkeypatch: p
         assert isinstance(first, list) and [(each.node, each.device) for each in first] == [(address, 0), (address, 1)]
         assert first[0].num_devices == 3
         second = given.take(1)
-        assert isinstance(second, str) and second.startswith("an engine needs 2 devices, 1 of 3 on 1 nodes are free")
+        assert isinstance(second, str) and second.startswith("an engine needs 2 devices, 1 of 3 on 1 node are free")
         assert f"no answer from {missing}" in second
         given.give_back(0)
         assert isinstance(given.take(1), list)

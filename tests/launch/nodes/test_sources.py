@@ -5,6 +5,7 @@ from scheduler_driver import make_config
 
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.nodes.sources import NodeSources, Resolver, check_nodes, parse_sources, warn_of_device
+from quire.launch.serve import serve
 from quire.protocol.errors import ConfigError
 
 
@@ -61,6 +62,12 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         check_nodes(make_config(**settings), ServeOptions(**options), simulated=simulated)  # type: ignore[arg-type]
+
+
+def test_a_server_of_one_engine_checks_them_too() -> None:
+    options = ServeOptions(node_keys="keys", uds="/nonexistent/socket")  # without the check, this is the error
+    with pytest.raises(ConfigError, match="--node-keys is of use only with --nodes"):
+        serve(make_config(), options, "model")
 
 
 @pytest.mark.parametrize(("wanted", "nodes", "count"), [("auto", ["ray"], 1), ("cpu", ["ray"], 0), ("auto", [], 0)])

@@ -61,20 +61,21 @@ def test_answer_is_the_least_number_of_engines(trace: Path, capsys: pytest.Captu
     tried = {each["engines"]: each["attained"] for each in found["tried"]}  # type: ignore[attr-defined]
     assert tried[3] < 0.99 <= tried[4] == 1.0
     out, found = plan(capsys, trace, "--slo", "ttft=0.01", "--engines", "1-2", "--set", "block_size=512")
-    assert "not with 2 engines: no run in which 99 % of the requests have ttft within 0.01 s" in out
+    assert "--engines 1-2 is too few: at most 0.00% of the requests have ttft within 0.01 s, not 99 %" in out
     assert found["engines"] is None
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--slo", "ttft"], "must be KEY=VALUE"),
-        (["--slo", "speed=1"], "'speed' must be one of ttft, tpot, e2e"),
-        (["--slo", "ttft=0"], "must be a number above 0 (got 0)"),
+        (["--slo", "ttft"], "must be NAME=SECONDS with a name of ttft, tpot, e2e (got 'ttft')"),
+        (["--slo", "speed=1"], "must be NAME=SECONDS with a name of ttft, tpot, e2e (got 'speed=1')"),
+        (["--slo", "ttft=0"], "ttft must be a number of seconds above 0 (got 0)"),
         (["--slo", "ttft=1,tpot=1,ttft=2"], "ttft is given twice"),
-        (["--slo", "ttft=1", "--engines", "0-4"], "must be a whole number of at least 1 (got 0)"),
+        (["--slo", "ttft=1", "--engines", "0-4"], "must be FIRST-LAST with 1 <= FIRST <= LAST <= 64 (got 0-4)"),
         (["--slo", "ttft=1", "--engines", "5-4"], "must be FIRST-LAST with 1 <= FIRST <= LAST <= 64 (got 5-4)"),
         (["--slo", "ttft=1", "--engines", "65"], "(got 65)"),
+        (["--slo", "ttft=1", "--engines", "a-2"], "(got a-2)"),
         (["--slo", "ttft=1", "--percentile", "101"], "must be above 0 and at most 100 (got 101)"),
         (["--slo", "ttft=1", "--set", "data_parallel_size=2"], "use --engines"),
         (["--slo", "ttft=1", "--set", "routing=magic"], "--set routing must be one of cache, least-load"),
