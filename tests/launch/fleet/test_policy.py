@@ -122,6 +122,15 @@ class TestStart:
         fleet.pass_time(BACKOFF_S[2])
         assert fleet.states[1] == "starting"
 
+    def test_a_front_end_that_cannot_be_started_now_is_started_later(self, fleet: FakeFleet) -> None:
+        fleet.refuses = "frontend"
+        fleet.die(fleet.alive("frontend")[0])
+        assert fleet.policy.fatal_error is None and not fleet.alive("frontend")
+        fleet.refuses = None
+        fleet.pass_time(BACKOFF_S[2])
+        fleet.check()
+        assert len(fleet.alive("frontend")) == 1
+
 
 class TestDeaths:
     def test_an_engine_is_restarted_in_a_new_directory(self, fleet: FakeFleet) -> None:
