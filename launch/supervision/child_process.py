@@ -73,6 +73,10 @@ class ChildProcess:
                 pass_fds=(child_status, child_lifeline, *pass_fds),
                 env={**os.environ, **(environment or {}), **python_path(import_paths)},
             )
+        except BaseException:  # such as too many processes: the caller tries again later
+            os.close(status)
+            os.close(self._lifeline)
+            raise
         finally:
             os.close(child_status)
             os.close(child_lifeline)

@@ -93,6 +93,14 @@ class TestEnd:
         child.close()
 
 
+def test_a_child_that_cannot_be_started_leaves_no_descriptors() -> None:
+    folder = Path("/proc/self/fd")
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match="null"):
+        ChildProcess("pipe_holder", ["\0"])
+    assert sorted(folder.iterdir()) == before
+
+
 @pytest.mark.full
 def test_a_dead_worker_is_replaced() -> None:
     with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
