@@ -74,15 +74,10 @@ class FleetSimulator:
         shared = isinstance(cost, ExpertParallelCost)
         self.engines = [
             (LockstepSimulator if shared else Simulator)(
-                setup.config,
-                setup.layout,
-                setup.num_usable_blocks,
+                setup,
                 cost,
                 inbox,
                 each,
-                policies=setup.policies,
-                tiers=setup.tiers,
-                adapter_load_s=setup.adapter_load_s,
                 reuse_answers=reuse_answers,
                 fast_forward=fast_forward,
                 kv_events=recorder,

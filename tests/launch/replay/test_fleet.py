@@ -28,7 +28,7 @@ def run(
     calls: list[Call], config: EngineConfig, num_blocks: int, engines: int, pace: str = "open", **options: Any
 ) -> RunRecord:
     routing, cost = options.pop("routing", "cache"), options.pop("cost", AffineCost())
-    setup = Setup(config, make_layout(config), num_blocks, {}, [], num_engines=engines, routing=routing)
+    setup = Setup(config, make_layout(config), num_blocks, num_engines=engines, routing=routing)
     record = RunRecord(block_size=config.block_size)
     return FleetSimulator(setup, cost, SOURCES[pace](calls), record, **options).run()
 
@@ -42,7 +42,8 @@ def ends(record: RunRecord) -> list[list[Any]]:
 def test_one_engine_is_the_simulator(seed: int, pace: str, routing: str) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 12)), random_config(rng)
-    alone = Simulator(config, make_layout(config), 40, AffineCost(), SOURCES[pace](calls), RunRecord()).run()
+    setup = Setup(config, make_layout(config), 40)
+    alone = Simulator(setup, AffineCost(), SOURCES[pace](calls), RunRecord()).run()
     fleet = run(calls, config, 40, 1, pace, routing=routing)
     assert ends(fleet) == ends(alone)
     assert (fleet.virtual_s, fleet.itl, len(fleet.steps)) == (alone.virtual_s, alone.itl, len(alone.steps))
@@ -97,9 +98,8 @@ def test_engines_that_share_experts_step_together(like: str) -> None:
 
     calls = [Call(0, "0", 0.0, 10, 5), Call(1, "1", 2.5, 4, 3), Call(2, "2", 30.0, 4, 1)]
     config, cost = random_config(random.Random(3), max_num_seqs=8, max_num_batched_tokens=64), _Joint()
-    setup = Setup(
-        config, make_layout(config), 100, {}, [], find_preset(like).policies, num_engines=2, routing="round-robin"
-    )
+    policies = find_preset(like).policies
+    setup = Setup(config, make_layout(config), 100, policies=policies, num_engines=2, routing="round-robin")
     record = FleetSimulator(setup, cost, OpenLoop(calls), RunRecord()).run()
     steps = sorted(zip(record.steps.begin, record.steps.end, strict=True))
     joint = dict.fromkeys(steps)
