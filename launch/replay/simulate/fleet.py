@@ -112,7 +112,7 @@ class FleetSimulator:
             return due
         if due > self._now and together.begin(self._now):
             self._times = [engine.next_time() for engine in self.engines]
-            due = min(*self._times, due if due == self._source.next_time() else NEVER)
+            due = min(*self._times, self._source.next_time())
         return min(due, together.end) if together.end > self._now else due
 
     def _advance(self) -> None:
