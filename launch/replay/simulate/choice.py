@@ -52,14 +52,14 @@ class RouterChoice:
     def __init__(
         self,
         policy: RoutingPolicy,
-        recorders: Sequence[KVEventRecorder],
+        recorders: Sequence[KVEventRecorder | None],
         layout: KVLayout,
         seconds_per_token: float,
         max_loras: int = 0,
     ) -> None:
         """
         Args:
-            recorders: of each engine's prefix cache.
+            recorders: of each engine's prefix cache, for the policy ``cache``.
             layout: of the engines' KV blocks.
             seconds_per_token: seconds of prefill.
             max_loras: adapters that an engine can compute with at once; 0 without adapters.
@@ -95,8 +95,8 @@ class RouterChoice:
         self._ended.append(call.number)
 
     def advanced(self, engine: int, now: float) -> None:
-        events = self._recorders[engine].take()
-        if events and self._needs_keys:
+        recorder = self._recorders[engine]
+        if recorder is not None and (events := recorder.take()):
             counted = [each for each in events if isinstance(each, AllBlocksCleared) or each.group == self._group]
             self._router.consume(CacheChanged(engine, counted))
 

@@ -69,7 +69,9 @@ class FleetSimulator:
         self._now = 0.0
         self._num_ended = 0
         self._inboxes = [Inbox(self._ended) for _ in range(setup.num_engines)]
-        recorders = [KVEventRecorder(setup.layout, SHORT_HASH_BYTES) for _ in self._inboxes]
+        recorders = [
+            KVEventRecorder(setup.layout, SHORT_HASH_BYTES) if setup.routing == "cache" else None for _ in self._inboxes
+        ]
         records = [RunRecord(block_size=record.block_size) for _ in self._inboxes]
         shared = isinstance(cost, ExpertParallelCost)
         self.engines = [
@@ -151,7 +153,7 @@ class FleetSimulator:
 
 
 def _choice(
-    setup: Setup, cost: CostModel, engines: Sequence[Simulator], recorders: Sequence[KVEventRecorder]
+    setup: Setup, cost: CostModel, engines: Sequence[Simulator], recorders: Sequence[KVEventRecorder | None]
 ) -> Choice:
     if setup.routing == "vllm":
         return VllmChoice([engine.scheduler for engine in engines])

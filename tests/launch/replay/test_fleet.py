@@ -19,6 +19,7 @@ from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop
 from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.kv.events import KVEventRecorder
 
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 5)}
 ROUTING = ("cache", "least-load", "round-robin", "session", "vllm")
@@ -76,6 +77,15 @@ def test_turns_of_a_conversation_go_where_their_prefix_is() -> None:
     found = summary(record)
     assert found["engines"]["busiest_over_mean"] == 1.0
     assert sum(each.num_cached_tokens for each in run(calls, config, 200, 4, routing="round-robin").requests) == 384
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+def test_contents_are_recorded_only_for_a_choice_by_contents(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    monkeypatch.setattr(KVEventRecorder, "stored", lambda self, keys, medium: recorded.append(medium))
+    config = random_config(random.Random(1), block_size=4, enable_prefix_caching=True, max_num_batched_tokens=64)
+    run([Call(0, "0", 0.0, 33, 2)], config, 40, 2, routing=routing)
+    assert bool(recorded) == (routing == "cache"), "nothing takes them otherwise"
 
 
 class _Joint(ExpertParallelCost):
