@@ -55,7 +55,7 @@ class Feed:
 
 
 class Engine:
-    """One engine, from its start to its end: a replacement is another object. Without prefix caching it has no feed."""
+    """One engine, from its start to its end: a replacement is another object. Without events it has no feed."""
 
     def __init__(self, place: EnginePlace, transport: Transport, consume: Consume, pid: int) -> None:
         """Raises EngineError if its configuration cannot be read."""
@@ -168,7 +168,10 @@ class Engines:
     @property
     def not_indexed(self) -> dict[int, str]:
         """Why engines are not indexed now, by number."""
-        found = {number: follower.not_indexed for number, follower in self._followers()}
+        found = {
+            number: "it sends no events" if engine.feed is None else engine.feed.follower.not_indexed
+            for number, engine in self._engines.items()
+        }
         return self._unreadable | {number: reason for number, reason in found.items() if reason}
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ def engine_config(
         config,
         data_parallel_rank=engine,
         data_parallel_size=num_engines,
-        feeds_router=config.enable_prefix_caching,
         ranks=list(ranks),
         trace=_numbered(config.trace, name if num_starts == 1 else f"{name}.{num_starts}"),
         learned_costs_dir=config.learned_costs_dir and str(Path(config.learned_costs_dir) / name),
