@@ -79,7 +79,7 @@ class RouterChoice:
             self._router.consume(EngineMeasured(number, seconds_per_token))
 
     def choose(self, call: Call, now: float) -> int:
-        self._tell_progress()
+        self._send_progress()
         adapter = sha256(call.adapter.encode()).digest() if call.adapter and self._has_adapters else b""
         self._router.consume(
             Route(call.number, call.num_prompt_tokens, self._keys(call), call.conversation, 0, adapter)
@@ -100,7 +100,7 @@ class RouterChoice:
             counted = [each for each in events if isinstance(each, AllBlocksCleared) or each.group == self._group]
             self._router.consume(CacheChanged(engine, counted))
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         if self._started or self._ended:
             self._router.consume(Progress(self._started, self._ended))
             self._started, self._ended = [], []
