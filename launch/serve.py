@@ -60,6 +60,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     check_network(options)
     check_metrics_prefix(options.metrics_prefix)
     check_tracing(options.otlp_traces_endpoint)
+    check_nodes(config, options, simulated=worker is not REAL_WORKER)
     keys = read_api_keys(options)
     config = with_api_keys(config, keys)
     options = msgspec.structs.replace(
@@ -73,7 +74,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
-            with contextlib.closing(_open_places(config, options, worker)) as places:
+            with contextlib.closing(_open_places(config, options)) as places:
                 by_contents = config.enable_prefix_caching and options.routing == "cache"
                 config = msgspec.structs.replace(config, head_key_file=places.head_key_file, feeds_router=by_contents)
                 with _make_fleet(config, options, places, worker, front_end) as fleet:
@@ -89,9 +90,8 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             _run(supervisor, config, options, about, started)
 
 
-def _open_places(config: EngineConfig, options: ServeOptions, worker: WorkerProgram) -> OwnedPlaces:
+def _open_places(config: EngineConfig, options: ServeOptions) -> OwnedPlaces:
     """Connect to the nodes, if there are any."""
-    check_nodes(config, options, simulated=worker is not REAL_WORKER)
     size = config.tensor_parallel_size
     if not options.nodes:
         return LocalPlaces(size)
