@@ -52,7 +52,8 @@ class FleetPolicy:
         """
         self._counts = counts
         self._runner = runner
-        self.engines = Engines(root, places, runner, drain_timeout)
+        self.front_ends: list[Member] = []
+        self.engines = Engines(root, places, runner, self.front_ends, drain_timeout)
         self.router: Member | None = None
         self.router_incarnation = 0
         self.restarts = Restarts()
@@ -162,10 +163,6 @@ class FleetPolicy:
         has_router = (self.router is not None and self.router.ready) or self._router_failures >= FIRST_STARTS
         ready = [front_end for front_end in self.front_ends if front_end.ready]
         return self.engines.have_settled and has_router and len(ready) == self._counts.num_front_ends
-
-    @property
-    def front_ends(self) -> list[Member]:
-        return self.engines.front_ends
 
     def members(self) -> list[Member]:
         """Return all running processes that the fleet has started."""
