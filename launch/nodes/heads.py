@@ -46,7 +46,7 @@ class Runner(Protocol):
         ...
 
     def start(self, head: bytes, order: StartWorker) -> WatchedProcess:
-        """Start a worker. Raises OSError."""
+        """Start a worker. Raises OSError, or ValueError for an order that no head of Quire gives."""
         ...
 
     def kill(self, process: WatchedProcess) -> None:
@@ -220,8 +220,8 @@ class Heads:
         """Start a worker, and pass on the commands that have waited. Return why it cannot be started, or ""."""
         try:
             worker.process = self._runner.start(peer, worker.order)
-        except OSError as error:
-            return f"a worker cannot be started: {error.strerror}"
+        except (OSError, ValueError) as error:
+            return f"a worker cannot be started: {getattr(error, 'strerror', error)}"
         for command in worker.commands:
             worker.process.send(command)
         worker.commands.clear()
