@@ -114,7 +114,7 @@ def _answer(args: argparse.Namespace, best: Try | None, searches: Sequence[Searc
             f"not with {args.engines[1]} engines{' of any size' if len(searches) > 1 else ''}: no run in which {wanted}"
         )
     size = f" of {_name(best.size)}" if best.size else ""
-    engines = f"{best.engines} engine{'s' if best.engines > 1 else ''}{size} ({best.devices} devices)"
+    engines = f"{best.engines} engine{'s' * (best.engines > 1)}{size} ({best.devices} device{'s' * (best.devices > 1)})"
     return f"{engines}: {wanted} (attained: {percent(best.figures['attained'])})"
 
 
