@@ -62,15 +62,12 @@ def check_shared(config: EngineConfig, num_engines: int, *, uses_nodes: bool = F
     Raises:
         ConfigError: their endpoints would collide, or their host memory does not suffice.
     """
-    flags = (
-        ("--kv-events-endpoint", config.kv_events_endpoint),
-        (
-            "--kv-events-replay-endpoint",
-            config.kv_events_replay_endpoint,
-        ),
-    )
+    endpoints = {
+        "--kv-events-endpoint": config.kv_events_endpoint,
+        "--kv-events-replay-endpoint": config.kv_events_replay_endpoint,
+    }
     taken: dict[str, str] = {}
-    for flag, endpoint in flags:
+    for flag, endpoint in endpoints.items():
         for engine in range(num_engines if endpoint else 0):
             address = kv_endpoint(endpoint, engine)
             port = address.rpartition(":")[2]
