@@ -190,12 +190,12 @@ class FleetPolicy:
     # ---- router and front ends
 
     def _start_router(self, now: float) -> None:
-        self.router_incarnation += 1
         try:
-            process = self._runner.start_router(self.router_incarnation)
+            process = self._runner.start_router(self.router_incarnation + 1)
         except EngineError as error:
             self._router_ended(str(error), now)
             return
+        self.router_incarnation += 1
         self.router = Member("router", process, now)
         self._router_since = None
         self._runner.send(process, Command("engines", engines=self._announced))

@@ -347,7 +347,7 @@ def test_next_event_is_never_late(fleet: FakeFleet) -> None:
 def _step(fleet: FakeFleet, chance: random.Random) -> None:
     """Let something happen: a death, a report, an order, or the passing of time."""
     alive = [process for process in fleet.started if process.alive]
-    match chance.randrange(8):
+    match chance.randrange(9):
         case 0 | 1:
             process = chance.choice(alive or fleet.started)
             if process.alive and (process.role != "frontend" or chance.random() < 0.2):
@@ -360,6 +360,8 @@ def _step(fleet: FakeFleet, chance: random.Random) -> None:
             fleet.obey()
         case 5 | 6:
             fleet.become_ready()
+        case 7:
+            fleet.refuses = chance.choice((None, None, "engine", "router", "frontend"))
         case _:
             silent: tuple[FakeProcess, ...] = tuple(p for p in alive if chance.random() < 0.05)
             fleet.pass_time(chance.choice((0.1, 1.0, 12.0)), silent=silent)
@@ -379,6 +381,7 @@ def test_random_deaths_and_orders(seed: int) -> None:
         fleet.check()
         if sum(process.count("stop") for process in fleet.started) > orders and had_serving:
             assert fleet.alive("engine")
+    fleet.refuses = None
     for _ in range(12):  # without more faults, all that is not drained serves again, and no order is left
         fleet.pass_time(31)
         fleet.become_ready()
