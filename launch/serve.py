@@ -76,7 +76,8 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
             with contextlib.closing(_open_places(config, options)) as places:
-                config = msgspec.structs.replace(config, head_key_file=places.head_key_file)
+                by_contents = config.enable_prefix_caching and options.routing == "cache"
+                config = msgspec.structs.replace(config, head_key_file=places.head_key_file, feeds_router=by_contents)
                 with _make_fleet(config, options, places, worker, front_end) as fleet:
                     _run(fleet, config, options, about, started)
             return

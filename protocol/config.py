@@ -85,7 +85,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         version: version of the engine, for readers of a trace.
         data_parallel_rank: number of this engine among those of the server, from 0.
         data_parallel_size: number of engines when this one was started.
-        feeds_router: it publishes its KV cache events to the server's router.
+        feeds_router: it publishes its KV cache events to the server's router, which chooses engines by contents.
         ranks: where each rank runs; empty: all on this machine, rank r on device r. Either all ranks are on nodes, or
             none is.
         head_key_file: file with this machine's key pair for the links to nodes; empty without nodes.

@@ -14,6 +14,10 @@ RoutingPolicy: TypeAlias = Literal["cache", "least-load", "round-robin", "sessio
 one with the least work; round-robin: to each in turn; session: to the engine of the job's last request, and
 without one to the engine with the least work."""
 
+PlaceState: TypeAlias = Literal["starting", "serving", "draining", "drained", "stopped", "failed"]
+"""draining: it gets no new requests, and those that it has end or are moved; stopped: its process is ending because of
+an order; failed: it restarts after a while."""
+
 
 class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
     """One engine of the server, as the fleet announces it to front ends and to the router.
@@ -22,8 +26,6 @@ class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
         engine: its number, from 0. A replacement of an engine has its number.
         directory: its socket directory, which no earlier engine had; empty while it is not running.
         incarnation: the incarnation of its scheduler.
-        state: starting, serving, draining (gets no new requests; those that it has end or are moved), drained,
-            stopped, or failed (it restarts after a while).
         block_size: tokens of its KV blocks; 0 until it has been ready.
         num_starts: number of times that it was started.
         detail: why it is not serving, in one line; may be empty.
@@ -32,7 +34,7 @@ class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
     engine: int
     directory: str = ""
     incarnation: int = 0
-    state: Literal["starting", "serving", "draining", "drained", "stopped", "failed"] = "starting"
+    state: PlaceState = "starting"
     block_size: int = 0
     num_starts: int = 0
     detail: str = ""

@@ -17,7 +17,7 @@ from quire.router_proc.core.pace import Pace
 from quire.router_proc.core.tenants import TenantBook
 from quire.router_proc.engine_link import EngineLink
 from quire.router_proc.follower import Follower
-from quire.router_proc.sockets import EventPeer, Transport
+from quire.router_proc.sockets import Sockets
 
 log = event_logger("router")
 
@@ -32,10 +32,10 @@ Consume = Callable[[CacheChanged | CacheForgotten | EngineMeasured], None]
 class Feed:
     """The events of one engine's KV cache: the subscription, and the state of following it."""
 
-    def __init__(self, place: EnginePlace, config: EngineConfig, transport: Transport, consume: Consume) -> None:
+    def __init__(self, place: EnginePlace, config: EngineConfig, sockets: Sockets, consume: Consume) -> None:
         layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype).with_block_size(place.block_size)
-        self._transport = transport
-        self._peer: EventPeer = transport.open_events(place)
+        self._sockets = sockets
+        self._peer = sockets.open_events(place)
         hash_bytes = HASH_BYTES[config.prefix_caching_hash_algo]
         self.follower = Follower(place.engine, layout, hash_bytes, consume, self._peer.request)
 
@@ -51,19 +51,19 @@ class Feed:
                 process(frames, now)
 
     def close(self) -> None:
-        self._transport.close_events(self._peer)
+        self._sockets.close_events(self._peer)
 
 
 class Engine:
-    """One engine, from its start to its end: a replacement is another object. Without prefix caching it has no feed."""
+    """One engine, from its start to its end: a replacement is another object. Without events it has no feed."""
 
-    def __init__(self, place: EnginePlace, transport: Transport, consume: Consume, pid: int) -> None:
+    def __init__(self, place: EnginePlace, sockets: Sockets, consume: Consume, pid: int) -> None:
         """Raises EngineError if its configuration cannot be read."""
         self.place = place
         self._consume = consume
         config = _read_config(place)
-        self.feed = Feed(place, config, transport, consume) if config.feeds_router else None
-        self.link = EngineLink(lambda: transport.open_link(place), pid)
+        self.feed = Feed(place, config, sockets, consume) if config.feeds_router else None
+        self.link = EngineLink(lambda: sockets.open_link(place), pid)
         self._pace = Pace()
         self._measured: EngineMeasured | None = None
         self._logged = ""
@@ -102,9 +102,9 @@ class Engine:
 class Engines:
     """Owns one Engine per place at which an engine runs."""
 
-    def __init__(self, config: RoutingConfig, transport: Transport, consume: Consume, pid: int) -> None:
+    def __init__(self, config: RoutingConfig, sockets: Sockets, consume: Consume, pid: int) -> None:
         self._config = config
-        self._transport = transport
+        self._sockets = sockets
         self._consume = consume
         self._pid = pid
         self._engines: dict[int, Engine] = {}
@@ -126,7 +126,7 @@ class Engines:
 
     def _follow(self, place: EnginePlace) -> None:
         try:
-            self._engines[place.engine] = Engine(place, self._transport, self._consume, self._pid)
+            self._engines[place.engine] = Engine(place, self._sockets, self._consume, self._pid)
         except EngineError as error:
             self._unreadable[place.engine] = str(error)
             log.warning("the cache of an engine is not indexed", engine=place.engine, reason=error)
@@ -168,7 +168,10 @@ class Engines:
     @property
     def not_indexed(self) -> dict[int, str]:
         """Why engines are not indexed now, by number."""
-        found = {number: follower.not_indexed for number, follower in self._followers()}
+        found = {
+            number: "it sends no events" if engine.feed is None else engine.feed.follower.not_indexed
+            for number, engine in self._engines.items()
+        }
         return self._unreadable | {number: reason for number, reason in found.items() if reason}
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
 from quire.router_proc.core.events import ClientDropped, EnginesKnown, RouterEvent
 from quire.router_proc.core.router import Router
 from quire.router_proc.engines import Engines
-from quire.router_proc.sockets import Transport
+from quire.router_proc.sockets import Sockets
 from quire.router_proc.trace import Chosen, RouterTrace
 
 log = event_logger("router")
@@ -33,7 +33,7 @@ class RouterLoop:
     def __init__(
         self,
         config: RoutingConfig,
-        transport: Transport,
+        sockets: Sockets,
         child: Child,
         directory: Path,
         incarnation: int,
@@ -41,16 +41,16 @@ class RouterLoop:
     ) -> None:
         """``directory``: receives the figures. Raises ConfigError if the trace cannot be written."""
         self.router = Router(config)
-        self._transport = transport
+        self._sockets = sockets
         self._child = child
         self._directory = directory
         self._clock = clock
         self._trace = RouterTrace(Path(config.trace), config, incarnation) if config.trace else None
-        self._clients = Clients(transport.hub, Welcome(PROTOCOL_VERSION, ""), self._connected, self._disconnected)
-        self._engines = Engines(config, transport, self._consume, os.getpid())
+        self._clients = Clients(sockets.hub, Welcome(PROTOCOL_VERSION, ""), self._connected, self._disconnected)
+        self._engines = Engines(config, sockets, self._consume, os.getpid())
         self._tick_at = clock()
         self._running = True
-        transport.add(child.fileno())
+        sockets.add(child.fileno())
 
     def run(self) -> None:
         """Run until the fleet sends ``stop``."""
@@ -80,9 +80,9 @@ class RouterLoop:
             self._tick(self._clock())
 
     def _wait(self) -> None:
-        if not self._transport.wait(0):
+        if not self._sockets.wait(0):
             self.router.index.apply()  # now, rather than when a question waits
-            self._transport.wait(max(0, int((self._tick_at - self._clock()) * 1000) + 1))
+            self._sockets.wait(max(0, int((self._tick_at - self._clock()) * 1000) + 1))
 
     def _on_command(self, command: Command) -> None:
         match command.kind:

@@ -27,7 +27,6 @@ def engine_config(
         config,
         data_parallel_rank=engine,
         data_parallel_size=num_engines,
-        feeds_router=config.enable_prefix_caching,
         ranks=list(ranks),
         trace=_numbered(config.trace, name if num_starts == 1 else f"{name}.{num_starts}"),
         learned_costs_dir=config.learned_costs_dir and str(Path(config.learned_costs_dir) / name),
@@ -63,15 +62,12 @@ def check_shared(config: EngineConfig, num_engines: int, *, uses_nodes: bool = F
     Raises:
         ConfigError: their endpoints would collide, or their host memory does not suffice.
     """
-    flags = (
-        ("--kv-events-endpoint", config.kv_events_endpoint),
-        (
-            "--kv-events-replay-endpoint",
-            config.kv_events_replay_endpoint,
-        ),
-    )
+    endpoints = {
+        "--kv-events-endpoint": config.kv_events_endpoint,
+        "--kv-events-replay-endpoint": config.kv_events_replay_endpoint,
+    }
     taken: dict[str, str] = {}
-    for flag, endpoint in flags:
+    for flag, endpoint in endpoints.items():
         for engine in range(num_engines if endpoint else 0):
             address = kv_endpoint(endpoint, engine)
             port = address.rpartition(":")[2]

@@ -1,6 +1,7 @@
 """The engines of a fleet: when each is started, drained, ended and restarted. No I/O."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from quire.launch.fleet.orders import OrderRefused, check_order, is_another_serving
@@ -61,14 +62,16 @@ class Engines:
     the same directory.
     """
 
-    def __init__(self, root: str, places: Places, runner: EngineRunner, drain_timeout: float) -> None:
+    def __init__(
+        self, root: str, places: Places, runner: EngineRunner, front_ends: Sequence[Member], drain_timeout: float
+    ) -> None:
+        """``front_ends``: the FleetPolicy's list of those that run, which must report that an engine is drained."""
         self._root = root
         self._places = places
         self._runner = runner
+        self._front_ends = front_ends
         self._drain_timeout = drain_timeout
         self.slots: dict[int, EngineSlot] = {}
-        self.front_ends: list[Member] = []
-        """The front ends that run, which must report that an engine is drained. Kept by the FleetPolicy."""
         self.fatal_error: QuireError | None = None
         self.num_restarts = 0
         self._starts: dict[int, int] = {}
@@ -257,7 +260,7 @@ class Engines:
                 self._start(slot, now)
 
     def _check_drained(self, slot: EngineSlot, now: float) -> None:
-        if not all(front_end in slot.drained for front_end in self.front_ends):
+        if not all(front_end in slot.drained for front_end in self._front_ends):
             return
         slot.state, slot.deadline = "drained", None
         log.info("engine is drained", engine=slot.number)
@@ -272,7 +275,7 @@ class Engines:
     def _pass_deadline(self, slot: EngineSlot, now: float) -> None:
         if slot.state == "draining":
             log.warning("front ends have not reported that an engine is drained", engine=slot.number)
-            slot.drained.update(self.front_ends)
+            slot.drained.update(self._front_ends)
             self._check_drained(slot, now)
         elif slot.member is not None:
             log.error("an engine did not end", engine=slot.number, seconds=STOP_S)

@@ -176,16 +176,12 @@ class Fleet:
         try:
             directory.mkdir(mode=0o700)
             write_config(directory, config)  # before the router reads it
-            return self._start("quire.launch.fleet", arguments, more={LOG_ENGINE_VARIABLE: str(engine)})
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
+        return self._start("quire.launch.fleet", arguments, more={LOG_ENGINE_VARIABLE: str(engine)})
 
     def start_router(self, incarnation: int) -> ChildProcess:
-        arguments = ["--directory", str(self.directory), "--incarnation", str(incarnation)]
-        try:
-            return self._start("quire.router_proc", arguments)
-        except OSError as error:
-            raise EngineError(shortage(error) or str(error)) from None
+        return self._start("quire.router_proc", ["--directory", str(self.directory), "--incarnation", str(incarnation)])
 
     def start_front_end(self, index: int) -> ChildProcess:
         program = self._front_end
@@ -197,7 +193,10 @@ class Fleet:
     ) -> ChildProcess:
         """``more``: variables besides those of the log."""
         environment = {**self._log.environment, **(more or {})}
-        return self._children.start(module, arguments, fds, environment, self._import_paths)
+        try:
+            return self._children.start(module, arguments, fds, environment, self._import_paths)
+        except OSError as error:
+            raise EngineError(shortage(error) or str(error)) from None
 
     def send(self, process: Process, command: Command) -> None:
         _child(process).send(command)

@@ -22,7 +22,7 @@ log = event_logger("fleet")
 
 
 class Runner(EngineRunner, Protocol):
-    """Executes decisions: starts, notifies and kills processes."""
+    """Executes decisions: starts, notifies and kills processes. A process that cannot be started now: EngineError."""
 
     def start_router(self, incarnation: int) -> Process: ...
 
@@ -52,7 +52,8 @@ class FleetPolicy:
         """
         self._counts = counts
         self._runner = runner
-        self.engines = Engines(root, places, runner, drain_timeout)
+        self.front_ends: list[Member] = []
+        self.engines = Engines(root, places, runner, self.front_ends, drain_timeout)
         self.router: Member | None = None
         self.router_incarnation = 0
         self.restarts = Restarts()
@@ -163,10 +164,6 @@ class FleetPolicy:
         ready = [front_end for front_end in self.front_ends if front_end.ready]
         return self.engines.have_settled and has_router and len(ready) == self._counts.num_front_ends
 
-    @property
-    def front_ends(self) -> list[Member]:
-        return self.engines.front_ends
-
     def members(self) -> list[Member]:
         """Return all running processes that the fleet has started."""
         engines = [slot.member for slot in self.engines.slots.values() if slot.member is not None]
@@ -193,12 +190,12 @@ class FleetPolicy:
     # ---- router and front ends
 
     def _start_router(self, now: float) -> None:
-        self.router_incarnation += 1
         try:
-            process = self._runner.start_router(self.router_incarnation)
+            process = self._runner.start_router(self.router_incarnation + 1)
         except EngineError as error:
             self._router_ended(str(error), now)
             return
+        self.router_incarnation += 1
         self.router = Member("router", process, now)
         self._router_since = None
         self._runner.send(process, Command("engines", engines=self._announced))
@@ -215,7 +212,11 @@ class FleetPolicy:
         self._due["router", 0] = now + delay
 
     def _start_front_end(self, index: int, now: float) -> None:
-        process = self._runner.start_front_end(index)
+        try:
+            process = self._runner.start_front_end(index)
+        except EngineError as error:
+            self._front_end_failed(index, None, str(error), now)
+            return
         self.front_ends.append(Member("frontend", process, now, index))
         self._runner.send(process, Command("engines", engines=self._announced))
         self._runner.send(process, Command("router", incarnation=self.router_incarnation))
@@ -224,10 +225,12 @@ class FleetPolicy:
         self.front_ends.remove(member)
         self._send(self.members(), Command("front_end_exited", pid=member.process.pid), ("engine", "router"))
         self.engines.front_end_ended(now)
-        if self._draining:
-            return
+        if not self._draining:
+            self._front_end_failed(member.index, member.failure, reason, now)
+
+    def _front_end_failed(self, index: int, failure: Report | None, reason: str, now: float) -> None:
+        """Restart a front end later. ``failure``: what it reported, if it has."""
         self._front_end_failures += 1
-        failure = member.failure
         if failure is not None and (failure.exit_status == EX_CONFIG or not self._front_end_was_ready):
             self._fatal_error = (ConfigError if failure.exit_status == EX_CONFIG else EngineError)(reason)
         elif self._front_end_failures == MAX_DEATHS:
@@ -235,7 +238,7 @@ class FleetPolicy:
         self.restarts.frontend += 1
         delay = backoff(self._front_end_failures)
         log.error("restarting a front end", seconds=delay, reason=reason)
-        self._due["frontend", member.index] = now + delay
+        self._due["frontend", index] = now + delay
 
     # ---- all processes
 

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.launch.supervision.members import Member
-from quire.protocol.routing import EnginePlace
+from quire.protocol.routing import EnginePlace, PlaceState
 
-State = Literal["starting", "serving", "draining", "drained", "stopped", "failed"]
-"""As of EnginePlace; stopped: its process is ending because of an order."""
 Goal = Literal["serve", "drain", "restart", "remove"]
 """What an engine is to do: serve, or once it is drained stay so, start again, or end."""
 
@@ -29,7 +27,7 @@ class EngineSlot:
     """
 
     number: int
-    state: State = "starting"
+    state: PlaceState = "starting"
     goal: Goal = "serve"
     member: Member | None = None
     due: float | None = None

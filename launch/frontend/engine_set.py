@@ -16,7 +16,7 @@ from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.process.log import event_logger
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import AddRequest, EngineState, Rejected
+from quire.protocol.wire.front_end_messages import AddRequest, EngineState, Rejected, StepOutputs
 from quire.protocol.wire.link_messages import Heartbeat, Message, Refused, Welcome
 from quire.protocol.wire.router_messages import Routed
 
@@ -70,12 +70,12 @@ class EngineSet:
 
     def has_requests_of(self, adapter: str) -> bool:
         """Return whether a stream in flight uses the adapter of this name; it may wait for an engine."""
-        used = (each.stream.request.adapter for each in self._streams.values() if not each.stream.over)
+        used = (each.stream.request.adapter for each in self._streams.values())
         return any(found is not None and found.name == adapter for found in used)
 
     @property
     def num_in_flight(self) -> int:
-        return sum(not each.stream.over for each in self._streams.values())
+        return len(self._streams)
 
     def drain(self) -> None:
         """Start to refuse new requests."""
@@ -107,13 +107,11 @@ class EngineSet:
             EngineError: the engines have failed.
         """
         self.require_alive()
-        if (before := self._streams.get(request.request_id)) is not None:
-            if not before.stream.over:
-                raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
-            self._forget(before)
+        if request.request_id in self._streams:
+            raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
         if not self._streams:
             self._progress_at = self._clock()  # no token was expected until now
-        stream = Stream(request, on_update, parent)
+        stream = Stream(request, on_update, parent, self._forget)
         self._waiting.adopt(stream)
         first = None if parent is None else self._streams.get(parent.request_id)
         self._next_ticket += 1
@@ -170,12 +168,21 @@ class EngineSet:
         if not is_intact:
             session.accepts = False
             self._note_change()
+        elif isinstance(message, StepOutputs):
+            self._note_started(number, message)
         elif isinstance(message, EngineState):
             if session.state == "recovering" and before != "recovering":
                 self._note_loss(number)
             self.engines.take_pause(session, is_new=session.was_ready and not was_ready)
             self._note_change()
         return is_intact
+
+    def _note_started(self, number: int, message: StepOutputs) -> None:
+        for introduced in message.introduced:
+            routed = self._streams.get(introduced.request_id)
+            if routed is not None and routed.engine == number:  # not the rest of a stream that has left it
+                routed.has_started = True
+                self._router.started(routed)
 
     def _give_up(self, engine: Engine, reason: str) -> bool:
         """Leave an engine whose scheduler will not serve any more; the fleet replaces it."""
@@ -232,7 +239,7 @@ class EngineSet:
 
     def _on(self, number: int) -> list[RoutedStream]:
         """Return the streams on an engine that are still read."""
-        return [each for each in self._streams.values() if each.engine == number and each.is_read]
+        return [each for each in self._streams.values() if each.engine == number and not each.stream.muted]
 
     def _take_back(self, routed: RoutedStream) -> None:
         """Let a stream wait for another engine."""
@@ -248,7 +255,7 @@ class EngineSet:
     def _try_elsewhere(self, number: int, session: Session, message: Rejected) -> bool:
         """Submit a request to another engine if the queue of this one is full; return False if there is no other."""
         routed = self._streams.get(message.request_id)
-        if message.code != "queue_full" or routed is None or routed.session is not session or not routed.is_read:
+        if message.code != "queue_full" or routed is None or routed.session is not session or routed.stream.muted:
             return False
         routed.refused_by.add(number)
         if not self._candidates(routed):
@@ -278,7 +285,7 @@ class EngineSet:
             routed.refused_by.clear()  # those that refused it may be all that are left
             return
         parent = None if routed.stream.parent is None else self._routed(routed.stream.parent)
-        if parent is not None and parent.is_read:
+        if parent is not None and not parent.stream.muted:
             if parent.engine == NOWHERE:
                 parent.followers[routed.ticket] = routed
                 return
@@ -302,7 +309,7 @@ class EngineSet:
         assert session is not None
         self._waiting.release(routed.stream)
         routed.engine, routed.session = number, session
-        routed.num_tokens, routed.has_started, routed.stays = len(routed.stream.tokens), False, False
+        routed.has_started = routed.stays = False
         session.adopt(routed.stream)
         earlier = routed.stream.engines
         routed.stream.engines = f"{earlier}, {number} {reason}" if earlier else f"{number} {reason}"
@@ -328,7 +335,7 @@ class EngineSet:
             case Welcome():
                 self._router.is_open = True
                 for routed in self._streams.values():
-                    if routed.engine != NOWHERE and not routed.stream.over:
+                    if routed.engine != NOWHERE:
                         self._router.place(routed)
             case Routed():
                 self._take_choice(message)
@@ -344,7 +351,7 @@ class EngineSet:
 
     def _take_choice(self, choice: Routed) -> None:
         routed = self._router.answered(choice)
-        if routed is None or routed.stream.over:
+        if routed is None:
             return
         if choice.engine in (candidates := self._candidates(routed)):
             self._put(routed, choice.engine, choice.reason, choice.num_cached_tokens)
@@ -362,22 +369,16 @@ class EngineSet:
         self._router.beat(self._clock())
 
     def tick(self) -> None:
-        """Do what time or the end of streams makes due; call every TICK_S."""
-        for routed in [*self._streams.values()]:
-            if routed.stream.over:
-                self._forget(routed)
-            elif not routed.has_started and routed.engine != NOWHERE and len(routed.stream.tokens) > routed.num_tokens:
-                routed.has_started = True
-                self._router.started(routed)
+        """Do what is due; call every TICK_S."""
         self._router.give_up_late(self._clock())
         self._relieve()
         self._place_waiting()
         self.engines.report_drained(self._streams.values())
         self._router.flush()
 
-    def _forget(self, routed: RoutedStream) -> None:
-        del self._streams[routed.stream.request_id]
-        self._router.ended(routed)
+    def _forget(self, stream: Stream) -> None:
+        """Forget a stream that is over."""
+        self._router.ended(self._streams.pop(stream.request_id))
 
     # ---- invariants
 
@@ -387,7 +388,7 @@ class EngineSet:
         tables[NOWHERE] = self._waiting.table
         for name, routed in self._streams.items():
             holders = [number for number, table in tables.items() if table.get(name) is routed.stream]
-            assert holders == ([] if routed.stream.over else [routed.engine]), f"{name}: on {holders}, {routed.engine}"
+            assert holders == [routed.engine], f"{name}: on {holders}, {routed.engine}"
         for number, table in tables.items():
             for stream in table.streams:
                 assert stream.muted or self._routed(stream) is not None, f"{stream.request_id} on {number} is unknown"

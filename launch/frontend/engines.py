@@ -181,6 +181,6 @@ class Engines:
         }
         if not draining:
             return
-        for number in sorted(draining.keys() - {each.engine for each in streams if not each.stream.over}):
+        for number in sorted(draining.keys() - {each.engine for each in streams}):
             draining[number].has_reported_drained = True
             self._transport.report_drained(number)

@@ -16,8 +16,7 @@ class RoutedStream:
         keys: as of Route.
         engine: the engine that has it, or NOWHERE.
         session: that engine's session, or the one of waiting streams.
-        num_tokens: output tokens that it had when it was submitted to this engine.
-        has_started: it has got a token there.
+        has_started: it has got a result there.
         refused_by: engines whose queue was full.
         followers: waiting streams that begin with the same tokens, and go to the engine where this one goes, by ticket.
         num_tokens_at_loss: output tokens when an engine with it lost its workers last, or -1.
@@ -25,7 +24,7 @@ class RoutedStream:
     """
 
     __slots__ = (
-        "engine", "followers", "has_started", "keys", "num_tokens", "num_tokens_at_loss", "refused_by", "session",
+        "engine", "followers", "has_started", "keys", "num_tokens_at_loss", "refused_by", "session",
         "stays", "stream", "ticket",
     )  # fmt: skip
 
@@ -35,15 +34,10 @@ class RoutedStream:
         self.keys = keys
         self.engine = NOWHERE
         self.session = session
-        self.num_tokens = 0
         self.num_tokens_at_loss = -1
         self.has_started = self.stays = False
         self.followers: dict[int, RoutedStream] = {}
         self.refused_by: set[int] = set()
-
-    @property
-    def is_read(self) -> bool:
-        return not (self.stream.over or self.stream.muted)
 
     def route(self, excluded: list[int]) -> Route:
         """Return the question for an engine."""

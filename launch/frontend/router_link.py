@@ -25,8 +25,7 @@ class RouterLink:
         """``post``: sends a message over the current link, in order and without blocking."""
         self._post = post
         self._pid, self._index = pid, index
-        self.is_open = self.is_silent = False
-        self._has_link = False
+        self.is_open = self.is_silent = self._has_link = False
         self._asked: dict[int, tuple[float, RoutedStream]] = {}
         """Time and stream of each question, by ticket, in the order of asking."""
         self._started: list[int] = []
@@ -44,7 +43,7 @@ class RouterLink:
 
     def close(self) -> None:
         """Forget all questions and reports: until a new link is open, engines are chosen without the router."""
-        self.is_open = self.is_silent = False
+        self.is_open = self.is_silent = self._has_link = False
         self._asked.clear()
         self._started.clear()
         self._ended.clear()

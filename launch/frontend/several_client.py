@@ -20,7 +20,7 @@ from quire.launch.frontend.scheduler_link import MAX_MERGED, RELINK_S, Readers, 
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
 from quire.protocol.config import EngineConfig
-from quire.protocol.routing import EnginePlace, RoutingPolicy
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
@@ -102,7 +102,6 @@ class SeveralEnginesClient(SubmittingClient):
         config: EngineConfig,
         directory: Path,
         index: int,
-        policy: RoutingPolicy,
         drain_timeout: float,
         on_drained: Callable[[int], None],
     ) -> None:
@@ -121,7 +120,7 @@ class SeveralEnginesClient(SubmittingClient):
         router = RouterLink(self._post_to_router, os.getpid(), index)
         self._set = EngineSet(self._links, router, self._links.new_session(), drain_timeout)
         self._links.take, self._links.on_change = self._set.take, self._note
-        self._keys = BlockKeys(config) if policy == "cache" and config.enable_prefix_caching else None
+        self._keys = BlockKeys(config) if config.feeds_router else None
         self._tasks: list[asyncio.Task[None]] = []
         self._receiving: asyncio.Task[None] | None = None
         self._state_known = asyncio.Event()

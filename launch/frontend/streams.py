@@ -28,6 +28,7 @@ class Stream:
             those received. They are sent to the next scheduler if this one dies.
         link_number: the session's link on which it was last submitted; 0 before the first submission.
         on_update: notifies the reader of an update or an error.
+        on_over: called once, when it is over.
         handle: the scheduler's handle of the request; None before the first message about it.
         error: set instead of an end, if the request was refused or the engine failed.
         engines: with several engines, those that have had it and why, such as ``2 cached, 0 load``; otherwise empty.
@@ -37,12 +38,16 @@ class Stream:
 
     __slots__ = (
         "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
-        "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_update",
-        "over", "parent", "request", "request_id", "tokens", "was_introduced",
+        "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
+        "on_update", "over", "parent", "request", "request_id", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
-        self, request: AddRequest, on_update: Callable[[], None] | None = None, parent: "Stream | None" = None
+        self,
+        request: AddRequest,
+        on_update: Callable[[], None] | None = None,
+        parent: "Stream | None" = None,
+        on_over: "Callable[[Stream], None] | None" = None,
     ) -> None:
         self.request = request
         self.parent = parent
@@ -51,7 +56,7 @@ class Stream:
         self.tokens = array("i", known)
         self.link_number = 0
         self._num_deaths = self._num_tokens_at_death = 0
-        self.on_update = on_update
+        self.on_update, self.on_over = on_update, on_over
         self.handle: int | None = None
         self.num_output_tokens = len(known)
         self.num_cached_tokens = 0
@@ -72,6 +77,12 @@ class Stream:
         made = cls(stream.request)
         made.muted, made.link_number = True, stream.link_number
         return made
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self.over = True
+        if self.on_over is not None:
+            self.on_over(self)
 
     def take(self) -> Update | None:
         """Return the update since the last call, or None; raise the stream's error if there is one."""
@@ -208,8 +219,8 @@ class StreamTable:
 
     def drop(self, stream: Stream) -> None:
         """Remove a stream for which no end message is expected."""
-        stream.over = True
         del self._by_id[stream.request_id]
+        stream.end()
 
     def end_failed(self, stream: Stream, detail: str) -> None:
         """End a stream with an error without waiting for the scheduler."""
@@ -252,7 +263,7 @@ class StreamTable:
             update = stream.pending()
             update.ended = EndReason(ended.reason)
             update.stop_reason, update.detail = ended.stop_reason, ended.detail
-            stream.over = True
+            stream.end()
             touched[ended.handle] = stream
         self._wake(touched.values())
 
@@ -275,7 +286,7 @@ class StreamTable:
 
     def _end_with(self, stream: Stream, error: QuireError) -> None:
         stream.error = error
-        stream.over = True
+        stream.end()
         self._wake([stream])
 
     def _wake(self, streams: Iterable[Stream]) -> None:

@@ -33,7 +33,6 @@ from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.request.plugins import load_logits_processors
-from quire.protocol.routing import RoutingConfig
 from quire.protocol.wire.zmq_channel import check_socket_directory
 
 FLUSH_S = 0.5
@@ -63,13 +62,9 @@ class FrontEnd:
     def _make_client(self) -> ZmqEngineClient | SeveralEnginesClient:
         """Return the client of one engine, or of several if the directory is that of a fleet."""
         config, directory = self._config, self._directory
-        router = directory / "router"
-        if not router.exists():
+        if not (directory / "router").exists():
             return ZmqEngineClient(directory, config.max_model_len, config.model.vocab_size, self._index)
-        policy = msgspec.json.decode(router.read_bytes(), type=RoutingConfig).policy
-        return SeveralEnginesClient(
-            config, directory, self._index, policy, self._settings.drain_timeout, self._report_drained
-        )
+        return SeveralEnginesClient(config, directory, self._index, self._settings.drain_timeout, self._report_drained)
 
     def _report_drained(self, engine: int) -> None:
         self._child.report(Report("drained", engine=engine))

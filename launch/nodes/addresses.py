@@ -6,6 +6,9 @@ import socket
 
 from quire.protocol.errors import ConfigError
 
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+"""A part of a name. With others, ``getaddrinfo`` raises a UnicodeError instead of an OSError."""
+
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
     """Return host and port of ``tcp://HOST:PORT``.
@@ -16,7 +19,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is no such address.
     """
-    found = re.fullmatch(r"tcp://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?\.?):(\d{1,5})", text)
+    found = re.fullmatch(rf"tcp://({_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})", text)
     if found is None or not 0 < int(found[2]) < 65536:
         raise ConfigError(f"{flag} must be tcp://ADDRESS:PORT with a port between 1 and 65535 (got {text[:100]!r})")
     return found[1], int(found[2])

@@ -46,7 +46,7 @@ class Runner(Protocol):
         ...
 
     def start(self, head: bytes, order: StartWorker) -> WatchedProcess:
-        """Start a worker. Raises OSError."""
+        """Start a worker. Raises OSError, or ValueError for an order that no head of Quire gives."""
         ...
 
     def kill(self, process: WatchedProcess) -> None:
@@ -71,7 +71,7 @@ class _Worker:
 @dataclass(slots=True, eq=False)
 class _Head:
     name: str
-    heard_at: float
+    received_at: float
     sent_at: float
     workers: dict[int, _Worker] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class Heads:
         """Process a message of a head, or the ProtocolError of a message that cannot be accepted."""
         head = self._heads.get(peer)
         if head is not None:
-            head.heard_at = now
+            head.received_at = now
         match message:
             case JoinNode() if head is None:
                 self._join(peer, message, now)
@@ -130,7 +130,7 @@ class Heads:
     def tick(self, now: float) -> None:
         """Leave silent heads, send heartbeats to the others, and start workers that have waited long enough."""
         for peer, head in list(self._heads.items()):
-            if now > head.heard_at + SILENT_S:
+            if now > head.received_at + SILENT_S:
                 log.error("head is silent; its workers are killed", head=head.name, workers=len(head.workers))
                 self._leave(peer, now)
             elif now >= head.sent_at + HEARTBEAT_S:
@@ -221,8 +221,8 @@ class Heads:
         """Start a worker, and pass on the commands that have waited. Return why it cannot be started, or ""."""
         try:
             worker.process = self._runner.start(peer, worker.order)
-        except OSError as error:
-            return f"a worker cannot be started: {error.strerror}"
+        except (OSError, ValueError) as error:
+            return f"a worker cannot be started: {getattr(error, 'strerror', error)}"
         for command in worker.commands:
             worker.process.send(command)
         worker.commands.clear()

@@ -87,7 +87,7 @@ class RemoteProcess:
             with contextlib.suppress(OSError):  # full, or closed: the process was killed
                 os.write(self._writes, line)
 
-    def has_ended(self, how: str) -> None:
+    def note_end(self, how: str) -> None:
         if self._writes >= 0:
             self._how = how
             os.close(self._writes)
@@ -200,7 +200,7 @@ class NodeWorkers:
         if self._thread is not None:
             self._thread.close()
         for process in list(self._processes.values()):
-            process.has_ended("the engine stops")
+            process.note_end("the engine stops")
         self._processes.clear()
         for port in self._links[2]:
             port.close()
@@ -221,7 +221,7 @@ class NodeWorkers:
         with self._lock:
             if self._processes.pop(process.number, None) is None:
                 return
-            process.has_ended("killed")
+            process.note_end("killed")
             unsent = [order for _, each, order in self._unsent if each is process]
             self._unsent = [each for each in self._unsent if each[1] is not process]
             if self._thread is not None and not any(isinstance(order, StartWorker) for order in unsent):
@@ -279,4 +279,4 @@ class NodeWorkers:
 
     def _end(self, process: RemoteProcess, how: str) -> None:
         del self._processes[process.number]
-        process.has_ended(how)
+        process.note_end(how)

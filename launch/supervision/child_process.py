@@ -73,11 +73,16 @@ class ChildProcess:
                 pass_fds=(child_status, child_lifeline, *pass_fds),
                 env={**os.environ, **(environment or {}), **python_path(import_paths)},
             )
+        except BaseException:  # such as too many processes: the caller tries again later
+            os.close(status)
+            os.close(self._lifeline)
+            raise
         finally:
             os.close(child_status)
             os.close(child_lifeline)
         os.set_blocking(status, False)
         self._status = StatusPipe(status)
+        self._unsent = b""
         self.watched = [status, *_pidfd_of(self.pid)]
 
     @property
@@ -86,14 +91,19 @@ class ChildProcess:
 
     def read_reports(self) -> tuple[list[Report], bool]:
         """Return the reports that the child wrote since the last call, and whether it has ended."""
+        self._flush()
         has_ended = self.process.poll() is not None  # polled before the read, so that its last reports are not lost
         reports, is_closed = self._status.read()
         return reports, has_ended or is_closed
 
     def send(self, command: Command) -> None:
-        """Send a command. No effect if the child has ended or its pipe is full; both are detected elsewhere."""
-        with contextlib.suppress(OSError):
-            os.write(self._lifeline, msgspec.json.encode(command) + b"\n")
+        """Send a command; what its pipe has no room for follows its next report. No effect if the child has ended."""
+        self._unsent += msgspec.json.encode(command) + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # full, or the child has ended
+            self._unsent = self._unsent[os.write(self._lifeline, self._unsent) :]
 
     def describe_end(self, name: str) -> str:
         """Describe the end of a process that reported no reason; wait for its end if only its pipe has ended."""

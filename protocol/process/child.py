@@ -185,11 +185,13 @@ class Child:
     # ---- the thread
 
     def _listen(self) -> None:
-        partial = b""
+        partial, beat_at = b"", time.monotonic() + HEARTBEAT_S
         while True:
-            readable, _, _ = select.select([self._lifeline_fd], [], [], HEARTBEAT_S)
-            if not readable:
+            readable, _, _ = select.select([self._lifeline_fd], [], [], max(0.0, beat_at - time.monotonic()))
+            if time.monotonic() >= beat_at:  # also while commands arrive all the time
                 self._beat()
+                beat_at = time.monotonic() + HEARTBEAT_S
+            if not readable:
                 continue
             data = os.read(self._lifeline_fd, 65536)
             if not data:

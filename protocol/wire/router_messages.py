@@ -53,7 +53,7 @@ class Progress(Message, frozen=True, tag=62):
     """What has happened to requests since the last Progress.
 
     Attributes:
-        started: tickets of requests that got their first token on their present engine.
+        started: tickets of requests that got their first result on their present engine.
         ended: tickets of requests that have ended, or have left their engine.
     """
 

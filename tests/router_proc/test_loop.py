@@ -194,6 +194,15 @@ def test_an_engine_without_a_readable_configuration_is_routed_by_its_load(case: 
     assert case.ask(1) == Routed(1, 0, "only")
 
 
+def test_an_engine_that_sends_no_events_is_not_indexed(case: Case) -> None:
+    engine = FakeEngine(case.context, case.root, 0)
+    config = msgspec.structs.replace(CONFIG, feeds_router=False)
+    (Path(engine.place.directory) / "config").write_bytes(msgspec.msgpack.encode(config))
+    case.add(engine)
+    case.until(lambda: case.figures().not_indexed == {0: "it sends no events"})
+    assert case.ask(1) == Routed(1, 0, "only")
+
+
 def test_routes_while_its_figures_cannot_be_written(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

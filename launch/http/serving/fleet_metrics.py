@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -10,9 +11,8 @@ from prometheus_client.registry import Collector
 from quire.launch.http.serving.engine_metrics import MetricNames
 from quire.protocol.process.restarts import Restarts
 from quire.protocol.process.router_figures import RouterFigures
-from quire.protocol.routing import EnginePlace
+from quire.protocol.routing import EnginePlace, PlaceState
 
-STATES = ("starting", "serving", "draining", "drained", "stopped", "failed")
 # Counted by the fleet, so that they survive the processes: name, HELP text, field of Restarts.
 RESTARTS = (
     ("num_engine_restarts", "Number of restarts of engines.", "engine"),
@@ -55,7 +55,7 @@ class FleetCollector(Collector):
             return
         names = self.names
         states = Counter[str](place.state for place in self.places)
-        by_state = {state: states[state] for state in STATES}
+        by_state = {state: states[state] for state in get_args(PlaceState)}
         yield names.by_label(GaugeMetricFamily, "num_engines", "Number of engines, by state.", "state", by_state)
         for name, text, field_name in RESTARTS:
             yield names.counter(name, text, getattr(self.restarts, field_name))

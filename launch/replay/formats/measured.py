@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,16 +19,23 @@ from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 
 REQUESTS, SETTINGS = "workload.jsonl", "meta.json"
-_KEYS = (
-    *("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-    *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
-)
 
 
 class _Line(msgspec.Struct):
     input_tok_ids: list[int]
     output_toks: AnswerLength
     arrival_time_ns: float
+
+
+class _EngineKwargs(msgspec.Struct):
+    """The arguments that are settings of a simulation, too."""
+
+    tensor_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    enable_expert_parallel: bool | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
 
 
 class _KVCache(msgspec.Struct):
@@ -40,7 +46,7 @@ class _KVCache(msgspec.Struct):
 class _Meta(msgspec.Struct):
     model: str
     vllm_version: str
-    engine_kwargs: dict[str, Any]
+    engine_kwargs: _EngineKwargs
     kv_cache: _KVCache = msgspec.field(default_factory=_KVCache)
 
 
@@ -77,7 +83,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
         calls.append(
             Call(number, f"{number}", line.arrival_time_ns / 1e9, num_prompt_tokens, num_output_tokens, content)
         )
-    settings = {key: meta.engine_kwargs[key] for key in _KEYS if meta.engine_kwargs.get(key) is not None}
+    settings = {key: value for key, value in msgspec.structs.asdict(meta.engine_kwargs).items() if value is not None}
     settings |= {"model": meta.model, "like": f"vllm-{meta.vllm_version}", "block_size": unit}
     if meta.kv_cache.num_gpu_blocks:
         settings["num_usable_blocks"] = meta.kv_cache.num_gpu_blocks - 1

@@ -49,8 +49,8 @@ from quire.scheduler_proc.trace.lines import (
 from quire.scheduler_proc.trace.translate import decision_line, reasons_of
 
 MAX_BLOCKS = 2**26
-_IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
-"""Errors inside the Scheduler that an altered line may cause; they count as differences."""
+IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
+"""Errors inside the Scheduler, or the Router, that an altered line may cause."""
 
 
 class Observer(Protocol):
@@ -122,7 +122,7 @@ def _begin(entry: TraceLine, header: Header, observe: Observer | None) -> "_Repl
         )
     try:
         return _Replay(header, observe)
-    except (*_IMPOSSIBLE, ConfigError) as error:
+    except (*IMPOSSIBLE, ConfigError) as error:
         raise ConfigError(f"{entry.file}:{entry.number}: the header describes an impossible engine: {error}") from None
 
 
@@ -166,7 +166,7 @@ class _Replay:
         assert isinstance(line, Keyframe)
         try:
             restore(self.scheduler, line.state)
-        except _IMPOSSIBLE as error:
+        except IMPOSSIBLE as error:
             return self._located(entry, Differs("state", "a valid state", str(error)))
         self._step = line.state.step
         self._changed(line.now)
@@ -184,7 +184,7 @@ class _Replay:
             self._take(line)
         except Differs as found:
             return self._located(entry, found)
-        except _IMPOSSIBLE as error:
+        except IMPOSSIBLE as error:
             return self._located(entry, Differs("", "a valid line", repr(error)))
         self._decision_log.ended_requests.clear()
         self.scheduler.transfers.take_loads()  # a replay sends none

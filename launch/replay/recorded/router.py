@@ -9,6 +9,7 @@ import msgspec
 from quire.launch.measure.report import Table
 from quire.launch.replay.output import Result
 from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
+from quire.launch.replay.recorded.exact import IMPOSSIBLE
 from quire.launch.replay.recorded.reader import LONGEST_LINE
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.router_messages import Route, Routed
@@ -73,7 +74,10 @@ def compare_choices(path: Path) -> Replayed:
         elif router is None:
             raise ConfigError(f"{path}:{number}: the trace does not begin with a header")
         elif isinstance(line, Consumed):
-            router.consume(line.event, line.client)
+            try:
+                router.consume(line.event, line.client)
+            except IMPOSSIBLE as error:
+                raise ConfigError(f"{path}:{number}: impossible event, or one before it: {error}") from None
             found.num_events += 1
             found.num_questions += isinstance(line.event, Route)
         else:

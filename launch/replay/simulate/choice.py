@@ -52,14 +52,14 @@ class RouterChoice:
     def __init__(
         self,
         policy: RoutingPolicy,
-        recorders: Sequence[KVEventRecorder],
+        recorders: Sequence[KVEventRecorder | None],
         layout: KVLayout,
         seconds_per_token: float,
         max_loras: int = 0,
     ) -> None:
         """
         Args:
-            recorders: of each engine's prefix cache.
+            recorders: of each engine's prefix cache, for the policy ``cache``.
             layout: of the engines' KV blocks.
             seconds_per_token: seconds of prefill.
             max_loras: adapters that an engine can compute with at once; 0 without adapters.
@@ -79,7 +79,7 @@ class RouterChoice:
             self._router.consume(EngineMeasured(number, seconds_per_token))
 
     def choose(self, call: Call, now: float) -> int:
-        self._tell_progress()
+        self._send_progress()
         adapter = sha256(call.adapter.encode()).digest() if call.adapter and self._has_adapters else b""
         self._router.consume(
             Route(call.number, call.num_prompt_tokens, self._keys(call), call.conversation, 0, adapter)
@@ -95,12 +95,12 @@ class RouterChoice:
         self._ended.append(call.number)
 
     def advanced(self, engine: int, now: float) -> None:
-        events = self._recorders[engine].take()
-        if events and self._needs_keys:
+        recorder = self._recorders[engine]
+        if recorder is not None and (events := recorder.take()):
             counted = [each for each in events if isinstance(each, AllBlocksCleared) or each.group == self._group]
             self._router.consume(CacheChanged(engine, counted))
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         if self._started or self._ended:
             self._router.consume(Progress(self._started, self._ended))
             self._started, self._ended = [], []

@@ -69,20 +69,17 @@ class FleetSimulator:
         self._now = 0.0
         self._num_ended = 0
         self._inboxes = [Inbox(self._ended) for _ in range(setup.num_engines)]
-        recorders = [KVEventRecorder(setup.layout, SHORT_HASH_BYTES) for _ in self._inboxes]
+        recorders = [
+            KVEventRecorder(setup.layout, SHORT_HASH_BYTES) if setup.routing == "cache" else None for _ in self._inboxes
+        ]
         records = [RunRecord(block_size=record.block_size) for _ in self._inboxes]
         shared = isinstance(cost, ExpertParallelCost)
         self.engines = [
             (LockstepSimulator if shared else Simulator)(
-                setup.config,
-                setup.layout,
-                setup.num_usable_blocks,
+                setup,
                 cost,
                 inbox,
                 each,
-                policies=setup.policies,
-                tiers=setup.tiers,
-                adapter_load_s=setup.adapter_load_s,
                 reuse_answers=reuse_answers,
                 fast_forward=fast_forward,
                 kv_events=recorder,
@@ -117,7 +114,7 @@ class FleetSimulator:
             return due
         if due > self._now and together.begin(self._now):
             self._times = [engine.next_time() for engine in self.engines]
-            due = min(*self._times, due if due == self._source.next_time() else NEVER)
+            due = min(*self._times, self._source.next_time())
         return min(due, together.end) if together.end > self._now else due
 
     def _advance(self) -> None:
@@ -156,7 +153,7 @@ class FleetSimulator:
 
 
 def _choice(
-    setup: Setup, cost: CostModel, engines: Sequence[Simulator], recorders: Sequence[KVEventRecorder]
+    setup: Setup, cost: CostModel, engines: Sequence[Simulator], recorders: Sequence[KVEventRecorder | None]
 ) -> Choice:
     if setup.routing == "vllm":
         return VllmChoice([engine.scheduler for engine in engines])

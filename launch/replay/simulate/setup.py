@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -88,8 +88,8 @@ class Setup:
     config: EngineConfig
     layout: KVLayout
     num_usable_blocks: int
-    shown: dict[str, Any]
-    notes: list[str]
+    shown: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     policies: Policies = QUIRE
     tiers: Tiers = NO_TIERS
     adapter_load_s: float = ADAPTER_LOAD_S

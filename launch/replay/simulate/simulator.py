@@ -7,21 +7,18 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from quire.launch.replay.core.opaque import OpaqueRequest, OpaqueResult
-from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.core.scheduler import ReplayScheduler
-from quire.launch.replay.costs.adapter_clock import ADAPTER_LOAD_S, AdapterClock
-from quire.launch.replay.costs.copies import NO_TIERS, Tiers
+from quire.launch.replay.costs.adapter_clock import AdapterClock
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.collector import RunCollector
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.program_score import ProgramScore
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.tier_copies import TierCopies
 from quire.launch.replay.workload.sources import NEVER, Source
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
-from quire.protocol.config import EngineConfig
-from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.arrays import Int32
@@ -57,16 +54,11 @@ class Simulator:
 
     def __init__(
         self,
-        config: EngineConfig,
-        layout: KVLayout,
-        num_usable_blocks: int,
+        setup: Setup,
         cost: CostModel,
         source: Source,
         record: RunRecord,
         *,
-        policies: Policies = QUIRE,
-        tiers: Tiers = NO_TIERS,
-        adapter_load_s: float = ADAPTER_LOAD_S,
         reuse_answers: bool = False,
         score: ProgramScore | None = None,
         fast_forward: bool = True,
@@ -76,9 +68,7 @@ class Simulator:
     ) -> None:
         """
         Args:
-            policies: policies of the engine to imitate.
-            tiers: the pages behind the pool.
-            adapter_load_s: seconds to load a LoRA adapter from its folder.
+            setup: of this engine, or of several of which it is one.
             reuse_answers: see ``block_names``.
             score: judges which program each call was given to. The calls then do not name their conversation.
             fast_forward: False: schedule each step individually, which takes longer and gives the same result.
@@ -86,19 +76,19 @@ class Simulator:
             kv_events: records the changes of the prefix cache.
             on_started: called with each call that gets its first token.
         """
-        decision_log = DecisionLog()
+        decision_log, tiers = DecisionLog(), setup.tiers
         self.scheduler = ReplayScheduler(
-            config,
-            layout,
-            num_usable_blocks + 1,
+            setup.config,
+            setup.layout,
+            setup.num_usable_blocks + 1,
             hooks=decision_log,
-            policies=policies,
+            policies=setup.policies,
             num_host_pages=tiers.num_host_pages,
             num_disk_pages=tiers.num_disk_pages,
             kv_events=kv_events,
         )
         self._copies = TierCopies(self.scheduler, tiers)
-        self._adapters = AdapterClock(adapter_load_s)
+        self._adapters = AdapterClock(setup.adapter_load_s)
         self._collector = RunCollector(record, self.scheduler, decision_log, on_started and self._on_started)
         self._started = on_started
         self._cost = cost
@@ -106,7 +96,7 @@ class Simulator:
         self._reuse_answers = reuse_answers
         self._score = score
         self._may_fast_forward = fast_forward
-        self._receives_between_steps = policies.takes_between_steps
+        self._receives_between_steps = setup.policies.takes_between_steps
         self._progress = progress
         self._rows = SimulatedRows()
         self._in_flight: deque[StepInFlight] = deque()

@@ -130,21 +130,7 @@ def run_workload(
 
         return FleetSimulator(setup, cost, source, record, reuse_answers=reuse_answers, progress=progress).run()
     score = ProgramScore() if no_hints else None
-    simulator = Simulator(
-        setup.config,
-        setup.layout,
-        setup.num_usable_blocks,
-        cost,
-        source,
-        record,
-        policies=setup.policies,
-        tiers=setup.tiers,
-        adapter_load_s=setup.adapter_load_s,
-        reuse_answers=reuse_answers,
-        score=score,
-        progress=progress,
-    )
-    record = simulator.run()
+    record = Simulator(setup, cost, source, record, reuse_answers=reuse_answers, score=score, progress=progress).run()
     if score is not None:
         record.extra["programs"] = score.figures()
     return record

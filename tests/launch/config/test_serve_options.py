@@ -46,6 +46,10 @@ def test_a_prefix_that_is_no_metric_name_is_refused(prefix: str, capsys: pytest.
     )
 
 
+def test_keys_of_nodes_need_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--node-keys is of use only with --nodes" in refusal(capsys, "--node-keys", "keys")
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])

@@ -40,7 +40,6 @@ def test_names_of_traces_keep_their_suffixes(name: str, expected: str) -> None:
 def test_what_is_not_set_stays_so() -> None:
     made = engine_config(make_config(), 1, 1, 2, [])
     assert (made.trace, made.ssd_cache_dir, made.learned_costs_dir, made.kv_events_endpoint) == ("", "", "", "")
-    assert made.feeds_router and not engine_config(make_config(enable_prefix_caching=False), 0, 1, 2, []).feeds_router
 
 
 @pytest.mark.parametrize(

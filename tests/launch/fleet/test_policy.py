@@ -122,6 +122,15 @@ class TestStart:
         fleet.pass_time(BACKOFF_S[2])
         assert fleet.states[1] == "starting"
 
+    def test_a_front_end_that_cannot_be_started_now_is_started_later(self, fleet: FakeFleet) -> None:
+        fleet.refuses = "frontend"
+        fleet.die(fleet.alive("frontend")[0])
+        assert fleet.policy.fatal_error is None and not fleet.alive("frontend")
+        fleet.refuses = None
+        fleet.pass_time(BACKOFF_S[2])
+        fleet.check()
+        assert len(fleet.alive("frontend")) == 1
+
 
 class TestDeaths:
     def test_an_engine_is_restarted_in_a_new_directory(self, fleet: FakeFleet) -> None:
@@ -338,7 +347,7 @@ def test_next_event_is_never_late(fleet: FakeFleet) -> None:
 def _step(fleet: FakeFleet, chance: random.Random) -> None:
     """Let something happen: a death, a report, an order, or the passing of time."""
     alive = [process for process in fleet.started if process.alive]
-    match chance.randrange(8):
+    match chance.randrange(9):
         case 0 | 1:
             process = chance.choice(alive or fleet.started)
             if process.alive and (process.role != "frontend" or chance.random() < 0.2):
@@ -351,6 +360,8 @@ def _step(fleet: FakeFleet, chance: random.Random) -> None:
             fleet.obey()
         case 5 | 6:
             fleet.become_ready()
+        case 7:
+            fleet.refuses = chance.choice((None, None, "engine", "router", "frontend"))
         case _:
             silent: tuple[FakeProcess, ...] = tuple(p for p in alive if chance.random() < 0.05)
             fleet.pass_time(chance.choice((0.1, 1.0, 12.0)), silent=silent)
@@ -370,6 +381,7 @@ def test_random_deaths_and_orders(seed: int) -> None:
         fleet.check()
         if sum(process.count("stop") for process in fleet.started) > orders and had_serving:
             assert fleet.alive("engine")
+    fleet.refuses = None
     for _ in range(12):  # without more faults, all that is not drained serves again, and no order is left
         fleet.pass_time(31)
         fleet.become_ready()

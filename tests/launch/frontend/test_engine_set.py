@@ -233,6 +233,8 @@ def test_a_router_that_refuses_is_done_without() -> None:
     world.router_inbox.clear()
     world.set.take_from_router(Refused("another version", final=True))
     assert names_on(world, 0) == {"a"}
+    world.set.beat()
+    assert not world.router_inbox, "it would refuse a message without a Hello, and the next Hello"
     assert_complete(world, "a")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from scheduler_driver import Driver
+from scheduler_driver import make_config
 
 from quire.launch.frontend.several_client import SeveralEnginesClient
 from quire.protocol.request.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def test_a_stream_moves_and_questions_reach_all_engines(peers: list[Peer], tmp_p
     drained: list[int] = []
 
     async def talk() -> None:
-        client = SeveralEnginesClient(Driver().config, tmp_path, 0, "cache", 10.0, drained.append)
+        client = SeveralEnginesClient(make_config(feeds_router=True), tmp_path, 0, 10.0, drained.append)
         client.set_places(places(tmp_path, "starting", "starting"))
         await client.wait_state_known()
         client.connect_router(1)
@@ -146,7 +146,7 @@ def test_requests_need_no_router(peers: list[Peer], tmp_path: Path, finish: Any)
     first, second, _ = peers
 
     async def talk() -> None:
-        client = SeveralEnginesClient(Driver().config, tmp_path, 0, "least-load", 10.0, lambda engine: None)
+        client = SeveralEnginesClient(make_config(), tmp_path, 0, 10.0, lambda engine: None)
         client.set_places(places(tmp_path, "serving", "serving"))
         for engine in (first, second):
             assert await engine.take() is None

@@ -168,6 +168,15 @@ def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
         assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
 
 
+def test_an_order_that_cannot_be_carried_out_ends_its_worker_only(agent: tuple[str, Path]) -> None:
+    address, head = agent
+    with connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (thread, events):
+        assert events.next()[0] == "ready"
+        thread.send(address, StartWorker(1, 0, True, log_level="\0"))
+        kind, ended = events.next()
+        assert kind == "received" and ended.worker == 1 and "embedded null byte" in ended.how
+
+
 def test_damaged_messages_are_refused_and_others_accepted(agent: tuple[str, Path]) -> None:
     address, head = agent
     keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)

@@ -23,6 +23,8 @@ def test_addresses_and_names_are_distinguished() -> None:
         (["tcp://10.0.0.5:70000"], "port between 1 and 65535"),
         (["dns:nodes"], r"--nodes must be .*got 'dns:nodes'"),
         (["ipc:///tmp/x"], "--nodes must be"),
+        (["dns:a..b:7100"], r"--nodes must be .*got 'dns:a\.\.b:7100'"),
+        ([f"dns:{'a' * 64}.b:7100"], "--nodes must be"),
         (["tcp://a:1", "tcp://a:1"], "each node once"),
         (["ray", "tcp://a:1"], "ray cannot be used with other nodes"),
     ],

@@ -10,7 +10,7 @@ from quire.launch.replay.costs.adapter_clock import AdapterClock
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.synthetic import load
 from quire.launch.replay.run.run_record import RunRecord
-from quire.launch.replay.simulate.setup import make_setup
+from quire.launch.replay.simulate.setup import Setup, make_setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call, Workload
@@ -28,10 +28,8 @@ def simulate(calls: list[Call], *, max_loras: int, fast_forward: bool = True) ->
     config = make_config(
         enable_lora=True, max_loras=max_loras, max_cpu_loras=max_loras + 2, max_num_seqs=64, max_num_batched_tokens=512
     )
-    source, record = OpenLoop(calls), RunRecord()
-    simulator = Simulator(
-        config, make_layout(config), 2000, AffineCost(), source, record, fast_forward=fast_forward, adapter_load_s=0.02
-    )
+    setup = Setup(config, make_layout(config), 2000, adapter_load_s=0.02)
+    simulator = Simulator(setup, AffineCost(), OpenLoop(calls), RunRecord(), fast_forward=fast_forward)
     return simulator.run(), simulator
 
 

@@ -12,6 +12,7 @@ from scheduler_driver import make_config, make_layout
 from quire.launch.replay.report.compare import compare
 from quire.launch.replay.run.request_states import QueueHead, seconds_by_reason
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call
@@ -136,4 +137,5 @@ def test_parts_add_up_to_end_to_end_latency(seed: int, policy: str) -> None:
 
 def _run(calls: list[Call], num_blocks: int, policy: str) -> RunRecord:
     config = make_config(async_scheduling=True, scheduling_policy=policy, max_num_seqs=4)
-    return Simulator(config, make_layout(config), num_blocks, AffineCost(), OpenLoop(calls), RunRecord()).run()
+    setup = Setup(config, make_layout(config), num_blocks)
+    return Simulator(setup, AffineCost(), OpenLoop(calls), RunRecord()).run()

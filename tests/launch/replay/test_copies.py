@@ -17,6 +17,7 @@ from quire.launch.replay.report.summary import summary, tables
 from quire.launch.replay.run.request_states import QueueHead, seconds_by_reason
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call, Content
@@ -100,8 +101,8 @@ SLOW = SlowSteps()
 
 
 def simulated(calls: list[Call], tiers: Tiers, num_blocks: int = BLOCKS, *, cost: CostModel = SLOW) -> RunRecord:
-    source, layout = OpenLoop(calls), make_layout(CONFIG)
-    return Simulator(CONFIG, layout, num_blocks, cost, source, RunRecord(block_size=4), tiers=tiers).run()
+    setup = Setup(CONFIG, make_layout(CONFIG), num_blocks, tiers=tiers)
+    return Simulator(setup, cost, OpenLoop(calls), RunRecord(block_size=4)).run()
 
 
 class TestSimulation:

@@ -19,6 +19,7 @@ from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop
 from quire.launch.replay.workload.workload import Call, Content
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.kv.events import KVEventRecorder
 
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 5)}
 ROUTING = ("cache", "least-load", "round-robin", "session", "vllm")
@@ -28,7 +29,7 @@ def run(
     calls: list[Call], config: EngineConfig, num_blocks: int, engines: int, pace: str = "open", **options: Any
 ) -> RunRecord:
     routing, cost = options.pop("routing", "cache"), options.pop("cost", AffineCost())
-    setup = Setup(config, make_layout(config), num_blocks, {}, [], num_engines=engines, routing=routing)
+    setup = Setup(config, make_layout(config), num_blocks, num_engines=engines, routing=routing)
     record = RunRecord(block_size=config.block_size)
     return FleetSimulator(setup, cost, SOURCES[pace](calls), record, **options).run()
 
@@ -42,7 +43,8 @@ def ends(record: RunRecord) -> list[list[Any]]:
 def test_one_engine_is_the_simulator(seed: int, pace: str, routing: str) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 12)), random_config(rng)
-    alone = Simulator(config, make_layout(config), 40, AffineCost(), SOURCES[pace](calls), RunRecord()).run()
+    setup = Setup(config, make_layout(config), 40)
+    alone = Simulator(setup, AffineCost(), SOURCES[pace](calls), RunRecord()).run()
     fleet = run(calls, config, 40, 1, pace, routing=routing)
     assert ends(fleet) == ends(alone)
     assert (fleet.virtual_s, fleet.itl, len(fleet.steps)) == (alone.virtual_s, alone.itl, len(alone.steps))
@@ -77,6 +79,15 @@ def test_turns_of_a_conversation_go_where_their_prefix_is() -> None:
     assert sum(each.num_cached_tokens for each in run(calls, config, 200, 4, routing="round-robin").requests) == 384
 
 
+@pytest.mark.parametrize("routing", ROUTING)
+def test_contents_are_recorded_only_for_a_choice_by_contents(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    monkeypatch.setattr(KVEventRecorder, "stored", lambda self, keys, medium: recorded.append(medium))
+    config = random_config(random.Random(1), block_size=4, enable_prefix_caching=True, max_num_batched_tokens=64)
+    run([Call(0, "0", 0.0, 33, 2)], config, 40, 2, routing=routing)
+    assert bool(recorded) == (routing == "cache"), "nothing takes them otherwise"
+
+
 class _Joint(ExpertParallelCost):
     """One second for each step of all engines, and a tenth more per token of the largest."""
 
@@ -97,9 +108,8 @@ def test_engines_that_share_experts_step_together(like: str) -> None:
 
     calls = [Call(0, "0", 0.0, 10, 5), Call(1, "1", 2.5, 4, 3), Call(2, "2", 30.0, 4, 1)]
     config, cost = random_config(random.Random(3), max_num_seqs=8, max_num_batched_tokens=64), _Joint()
-    setup = Setup(
-        config, make_layout(config), 100, {}, [], find_preset(like).policies, num_engines=2, routing="round-robin"
-    )
+    policies = find_preset(like).policies
+    setup = Setup(config, make_layout(config), 100, policies=policies, num_engines=2, routing="round-robin")
     record = FleetSimulator(setup, cost, OpenLoop(calls), RunRecord()).run()
     steps = sorted(zip(record.steps.begin, record.steps.end, strict=True))
     joint = dict.fromkeys(steps)

@@ -74,6 +74,13 @@ def test_measured_figures_are_shown_beside_the_replayed_ones(
     assert "measured  replayed" not in capsys.readouterr().out, "the measured figures are of other requests"
 
 
+def test_a_setting_of_another_type_is_refused(measured: Path) -> None:
+    meta = json.loads((measured / "meta.json").read_text())
+    (measured / "meta.json").write_text(json.dumps(meta | {"engine_kwargs": KWARGS | {"data_parallel_size": "2"}}))
+    with pytest.raises(ConfigError, match=r"meta\.json: Expected `int \| null`, got `str` - at `\$\.engine_kwargs"):
+        load_workload(measured, "auto", LoadOptions())
+
+
 def test_steps_of_several_engines_are_not_one_track(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(measured), "--perfetto", str(measured / "steps.json")])

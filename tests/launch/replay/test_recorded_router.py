@@ -111,6 +111,7 @@ def test_a_trace_that_is_cut_short_ends_there(trace: Path, capsys: pytest.Captur
     [
         (('"consumed"', '"eaten"'), [], ":2: the line is damaged"),
         (('"version":1}', '"version":9}'), [], ":1: version 9 of the format"),
+        (('"device"', '"devise"'), [], ":3: impossible event"),
         (("", ""), ["--rate", "2"], "a router's trace can only be replayed as recorded"),
         (("", ""), ["--html", "PAGE"], "cannot show a router's trace"),
         (("", ""), ["--perfetto", "FILE"], "cannot show a router's trace"),

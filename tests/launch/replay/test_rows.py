@@ -12,6 +12,7 @@ from scheduler_driver import make_layout
 from quire.launch.replay.costs.rows import SimulatedRows
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop
 from quire.protocol.wire.worker_messages import SchedulerOutput
@@ -76,7 +77,6 @@ def test_shapes_and_sampling_rows_equal_full_recomputation(seed: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedRows, "apply", compared)
-        layout, source = make_layout(config), ClosedLoop(calls)
-        num_blocks = rng.randrange(8, 60)
-        record = Simulator(config, layout, num_blocks, AffineCost(), source, RunRecord(), fast_forward=False).run()
+        setup = Setup(config, make_layout(config), rng.randrange(8, 60))
+        record = Simulator(setup, AffineCost(), ClosedLoop(calls), RunRecord(), fast_forward=False).run()
     assert steps == len(record.steps)

@@ -13,6 +13,7 @@ from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
 from quire.launch.replay.report.figures import latency
 from quire.launch.replay.run.run_record import RunRecord
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulated_runner import SimulatedRunner
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
@@ -111,8 +112,8 @@ def test_trace_with_pooled_requests_is_simulated(tmp_path: Path) -> None:
     assert {call.request_id[0]: call.num_output_tokens for call in workload.calls} == {"e": 0, "c": 5}
     assert not any("empty" in note for note in workload.notes)
     record = RunRecord()
-    config = driver.config
-    Simulator(config, make_layout(config), 40, AffineCost(), OpenLoop(workload.calls), record).run()
+    setup = Setup(driver.config, make_layout(driver.config), 40)
+    Simulator(setup, AffineCost(), OpenLoop(workload.calls), record).run()
     assert {(r.request_id[0], r.finish, r.num_output_tokens) for r in record.requests} == {
         ("e", "stop", 0),
         ("c", "length", 5),

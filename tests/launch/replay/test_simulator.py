@@ -17,6 +17,7 @@ from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.report.summary import summary
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Content, block_names
@@ -24,10 +25,11 @@ from quire.protocol.config import EngineConfig
 
 
 def simulate(
-    calls: list[Call], config: EngineConfig, num_blocks: int, source: Source | None = None, **options: Any
+    config: EngineConfig, num_blocks: int, source: Source, *, fast_forward: bool = True, **more: Any
 ) -> tuple[RunRecord, Simulator]:
-    source = OpenLoop(calls) if source is None else source
-    simulator = Simulator(config, make_layout(config), num_blocks, AffineCost(), source, RunRecord(), **options)
+    """``more``: fields of Setup."""
+    setup = Setup(config, make_layout(config), num_blocks, **more)
+    simulator = Simulator(setup, AffineCost(), source, RunRecord(), fast_forward=fast_forward)
     return simulator.run(), simulator
 
 
@@ -71,9 +73,9 @@ def test_fast_forward_equals_single_steps(seed: int, pace: str) -> None:
             stretches.append(count)
 
         patch.setattr(ReplayScheduler, "fast_forward", checked)
-        fast, one = simulate(calls, config, num_blocks, SOURCES[pace](calls), tiers=tiers)
+        fast, one = simulate(config, num_blocks, SOURCES[pace](calls), tiers=tiers)
         num_stretches = len(stretches)
-        slow, other = simulate(calls, config, num_blocks, SOURCES[pace](calls), tiers=tiers, fast_forward=False)
+        slow, other = simulate(config, num_blocks, SOURCES[pace](calls), tiers=tiers, fast_forward=False)
     assert len(stretches) == num_stretches
     assert comparable(fast) == comparable(slow)
     assert one.scheduler.statistics() == other.scheduler.statistics()
@@ -90,7 +92,7 @@ def test_a_closed_loop_learns_the_pauses_of_tools() -> None:
             after = len(calls) - 1 if turn else None
             prompt = 64 + 32 * turn
             calls.append(Call(len(calls), f"{job}{turn}", 0.0, prompt, 4, content, job, after, pause, tool=tool))
-    record, simulator = simulate(calls, config, 9000, ClosedLoop(calls))
+    record, simulator = simulate(config, 9000, ClosedLoop(calls))
     seconds = summary(record)["pins"]["seconds"]
     assert 0.5 <= seconds["grep"] <= 0.8 and 9.0 <= seconds["build"] <= 13.0
     assert record.pins["ended"]["return"] >= 20 and not record.pins["failures"]
@@ -109,7 +111,7 @@ def test_arrival_ends_a_fast_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(block_size=16, max_model_len=1024, async_scheduling=True)
     calls = [Call(0, "long", 0.0, 3, 600), Call(1, "late", 1.003, 3, 2)]
     source = OpenLoop(calls)
-    record = Simulator(config, make_layout(config), 100, ConstantCost(10), source, RunRecord()).run()
+    record = Simulator(Setup(config, make_layout(config), 100), ConstantCost(10), source, RunRecord()).run()
     assert sum(stretches) > 400
     late = record.requests[1]
     assert late.arrival == 1.003
@@ -179,7 +181,7 @@ def test_single_request_takes_the_sum_of_its_steps(seed: int) -> None:
     config = random_config(rng, async_scheduling=rng.random() < 0.5, max_num_queued_reqs=0)
     num_blocks = -(-120 // config.block_size) + rng.randrange(30)
     policies = Policies(uncached_blocks_first=rng.random() < 0.7)
-    record, _ = simulate(calls, config, num_blocks, Concurrency(calls, 1), policies=policies)
+    record, _ = simulate(config, num_blocks, Concurrency(calls, 1), policies=policies)
     plain = SimpleEngine(config, num_blocks, uncached_first=policies.uncached_blocks_first)
     for call, run in zip(calls, record.requests, strict=True):
         cached, first, end = plain.run(call)
@@ -205,7 +207,7 @@ def test_next_turn_arrives_after_rejected_one() -> None:
         Call(1, "too many blocks", 0.0, 30, 30, after=0, pause=1.0),
         Call(2, "fits", 0.0, 5, 5, after=1, pause=1.0),
     ]
-    record, _ = simulate(calls, config, 10, ClosedLoop(calls))
+    record, _ = simulate(config, 10, ClosedLoop(calls))
     long, large, fits = record.requests
     assert (long.finish, large.finish, fits.finish) == ("rejected", "rejected", "length")
     assert "exceed max_model_len 64" in long.finish_detail
@@ -217,7 +219,7 @@ def test_next_turn_arrives_after_rejected_one() -> None:
 def test_full_queue_rejects_only_the_excess() -> None:
     config = make_config(max_num_queued_reqs=1, max_num_seqs=1, max_num_batched_tokens=64)
     calls = [Call(i, f"{i}", 0.0, 4, 4) for i in range(4)]
-    record, _ = simulate(calls, config, 32, Concurrency(calls, 4))
+    record, _ = simulate(config, 32, Concurrency(calls, 4))
     finishes = [run.finish for run in record.requests]
     assert sorted(finishes) == ["length", "rejected", "rejected", "rejected"]
     assert all("wait already" in run.finish_detail for run in record.requests if run.finish == "rejected")

@@ -9,6 +9,7 @@ from scheduler_driver import make_config, make_layout
 from quire.launch.replay.core.policies import QUIRE, Policies
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.run.step_shape import StepShape
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call
@@ -34,8 +35,8 @@ def run(
     calls: list[Call], cost: ShapeRecorder, *, policies: Policies = QUIRE, blocks: int = 400, **options: bool
 ) -> RunRecord:
     config = make_config(max_model_len=400, max_num_batched_tokens=64, max_num_seqs=8)
-    source, record = OpenLoop(calls), RunRecord()
-    return Simulator(config, make_layout(config), blocks, cost, source, record, policies=policies, **options).run()
+    setup = Setup(config, make_layout(config), blocks, policies=policies)
+    return Simulator(setup, cost, OpenLoop(calls), RunRecord(), **options).run()
 
 
 class TestLongest:

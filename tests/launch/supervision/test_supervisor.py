@@ -13,6 +13,8 @@ from scheduler_driver import make_config
 
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.supervisor import Supervisor, WorkerProgram
+from quire.protocol.process.child import Command
+from quire.protocol.routing import EnginePlace
 
 WAIT_S = 20.0
 
@@ -91,6 +93,25 @@ class TestEnd:
         wait_for_end(child)
         assert child.describe_end("worker") == "the worker process was killed by SIGKILL"
         child.close()
+
+
+def test_commands_that_do_not_fit_in_the_pipe_arrive_later(child: ChildProcess) -> None:
+    places = [EnginePlace(number, detail="no GPU " * 100) for number in range(64)]
+    os.kill(child.pid, signal.SIGSTOP)
+    for _ in range(3):
+        child.send(Command("engines", engines=places))
+    child.send(Command("stop"))
+    os.kill(child.pid, signal.SIGCONT)
+    wait_for_end(child)
+    assert child.describe_end("worker") == "the worker process exited with status 0 without reporting a reason"
+
+
+def test_a_child_that_cannot_be_started_leaves_no_descriptors() -> None:
+    folder = Path("/proc/self/fd")
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match="null"):
+        ChildProcess("pipe_holder", ["\0"])
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,14 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     ends.child.close()
     for fd in ends._fds:
         os.close(fd)
+
+
+def test_heartbeats_continue_while_commands_arrive_all_the_time(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "HEARTBEAT_S", 0.1)
+    until = time.monotonic() + 3.0
+    while not select.select([ends._status], [], [], 0)[0]:
+        assert time.monotonic() < until, "no heartbeat"
+        ends.send(Command("engines"))
 
 
 def test_command_put_while_commands_are_taken_is_not_lost(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

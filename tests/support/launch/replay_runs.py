@@ -11,6 +11,7 @@ from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.costs.cost import ConstantCost
 from quire.launch.replay.run.run_record import Moment, RequestRun, RunRecord
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import OpenLoop
 from quire.launch.replay.workload.workload import Call, Content
@@ -50,9 +51,8 @@ def simulated_run(num_blocks: int = NUM_BLOCKS, eviction_policy: Literal["lru", 
         num_usable_blocks=num_blocks,
         max_num_batched_tokens=BUDGET,
     )
-    config = make_engine_config(options, model=model)
-    layout = kv_layout(model, BLOCK_SIZE, "bfloat16")
-    return Simulator(config, layout, num_blocks, ConstantCost(10), OpenLoop(calls), record).run()
+    setup = Setup(make_engine_config(options, model=model), kv_layout(model, BLOCK_SIZE, "bfloat16"), num_blocks)
+    return Simulator(setup, ConstantCost(10), OpenLoop(calls), record).run()
 
 
 def made_up_run(num_requests: int, num_steps: int, moments_each: int = 6) -> RunRecord:
