@@ -1,5 +1,6 @@
 """Sessions of real engines: each answer is that of one fresh request with all tokens so far. Processes die between."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,7 +99,15 @@ def test_sessions_of_a_server_with_two_front_ends() -> None:
                 assert shown["pieces"] == number + 1 and shown["tokens"] > so_far[session]
                 so_far[session] = shown["tokens"]
         assert len(set(so_far.values())) == 1
-        metrics = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=60).text
-        assert 'num_sessions_idle{model_name="quire-demo"} ' + f"{len(sessions)}.0" in metrics
+        wait_until_idle(server, len(sessions))
         assert all(httpx.delete(f"{url}/sessions/{each}", timeout=60).status_code == 200 for each in sessions)
         assert all(httpx.get(f"{url}/sessions/{each}", timeout=60).status_code == 404 for each in sessions)
+
+
+def wait_until_idle(server: FaultServer, count: int) -> None:
+    """Wait until the metrics show so many idle sessions, which the scheduler reports from time to time."""
+    shown = 'num_sessions_idle{model_name="quire-demo"} ' + f"{count}.0"
+    metrics, deadline = "", time.monotonic() + 30
+    while shown not in metrics:
+        assert time.monotonic() < deadline, metrics
+        metrics = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=60).text
