@@ -230,16 +230,14 @@ def test_two_nodes_of_a_cluster_serve_and_replace_a_node_that_dies(cluster: Any)
         assert _complete(url) == expected
         agents = _agents()
         assert len(agents) == 2
-        actor = agents[0].parent()
-        assert actor is not None
-        node = next(each for each in cluster.list_all_nodes() if _is_of(actor, each))
+        lost, node = next((agent, node) for agent in agents for node in cluster.worker_nodes if _is_of(agent, node))
         cluster.remove_node(node, allow_graceful=False)
         assert _complete(url) == expected
-        assert {agent.pid for agent in _agents()}.isdisjoint({agents[0].pid})
+        assert lost.pid not in [agent.pid for agent in _agents()]
     assert not _agents()
 
 
-def _is_of(actor: psutil.Process, node: Any) -> bool:
-    """Return whether the actor's process was started by the node's raylet."""
-    raylet = actor.parent()
-    return raylet is not None and node.all_processes["raylet"][0].process.pid == raylet.pid
+def _is_of(agent: psutil.Process, node: Any) -> bool:
+    """Return whether the agent is on the node: its parent is the actor, whose process the node's raylet started."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    return raylet in [each.pid for each in agent.parents()]
