@@ -232,8 +232,9 @@ def test_two_nodes_of_a_cluster_serve_and_replace_a_node_that_dies(cluster: Any)
         assert len(agents) == 2
         lost, node = next((agent, node) for agent in agents for node in cluster.worker_nodes if _is_of(agent, node))
         cluster.remove_node(node, allow_graceful=False)
+        lost.wait(60)
         assert _complete(url) == expected
-        assert lost.pid not in [agent.pid for agent in _agents()]
+        assert len({agent.pid for agent in _agents()} - {agent.pid for agent in agents}) == 2
     assert not _agents()
 
 
