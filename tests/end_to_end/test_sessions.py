@@ -105,7 +105,7 @@ def test_sessions_of_a_server_with_two_front_ends() -> None:
 
 
 def wait_until_idle(server: FaultServer, count: int) -> None:
-    """Wait until the metrics show so many idle sessions, which the scheduler reports from time to time."""
+    """Wait until the metrics show ``count`` idle sessions, which the scheduler reports from time to time."""
     shown = 'num_sessions_idle{model_name="quire-demo"} ' + f"{count}.0"
     metrics, deadline = "", time.monotonic() + 30
     while shown not in metrics:
