@@ -84,6 +84,23 @@ def test_requests_run_on_both_engines(server: Served) -> None:
     assert "2 engines" in server.log[-1] and sum("engine 0: KV cache" in line for line in server.log) == 1
 
 
+def test_a_prompt_goes_to_the_engine_that_has_cached_it(server: Served) -> None:
+    """From the engines' events by the router's index to its choices. The figures are written once a second."""
+    prompt = "Once upon a time there was a robot that liked to count. " * 8
+    complete(server, prompt)
+    until(lambda: figure(server, "router_indexed_blocks") > 0)
+    before = figure(server, 'reason="cached"')
+    for _ in range(3):
+        complete(server, prompt)
+    until(lambda: figure(server, 'reason="cached"') == before + 3)
+
+
+def figure(server: Served, part: str) -> float:
+    """Return the sum of the metrics of the router in whose line ``part`` is."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("quire:router_") and part in line)
+
+
 @pytest.mark.parametrize("module", ["quire.launch.fleet", "quire.router_proc"])
 def test_a_death_changes_no_stream(server: Served, module: str) -> None:
     prompts = [f"The story of the {n} robots" for n in range(4)]
