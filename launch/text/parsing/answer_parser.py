@@ -20,11 +20,15 @@ class Thought(msgspec.Struct, frozen=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """Text added to the arguments of call ``index``. Only the first delta of a call has its ``name``."""
+    """Text added to the arguments of call ``index``.
+
+    Only the first delta of a call has its ``name``, and the ``id`` that the model wrote before the arguments, if any.
+    """
 
     index: int
     name: str | None
     arguments: str
+    id: str | None = None
 
 
 class CallDropped(msgspec.Struct, frozen=True):
@@ -71,6 +75,8 @@ class AnswerParser:
         self._sent: list[int] = []
         """The indices of the calls that this region has reported, by their numbers."""
         self._next_index = 0
+        self._id: str | None = None
+        """The id of the next call, if the opening of the region has one."""
         self.has_whole_calls = False
         """Whether a region of well-formed calls has ended."""
         if prefix:
@@ -125,7 +131,7 @@ class AnswerParser:
         self._enter(region)
         if region.name == CALLS:
             self._calls = call_text(region, found.groups, self._tools)
-            self._raw, self._sent = [found.text], []
+            self._raw, self._sent, self._id = [found.text], [], found.groups.get("id")
         self._scanner.watch([] if region.closes is None else [region.closes])
 
     def _enter(self, region: Region) -> None:
@@ -166,8 +172,8 @@ class AnswerParser:
                     raise Malformed
                 self._sent.append(self._next_index)
                 self._next_index += 1
-            index = self._sent[number]
-            events.append(CallDelta(index, name, arguments))
+            events.append(CallDelta(self._sent[number], name, arguments, self._id))
+            self._id = None
 
     def _say(self, text: str, events: list[Event]) -> None:
         if text:

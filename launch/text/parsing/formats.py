@@ -38,7 +38,7 @@ _MISTRAL_LIST = {
     "transform_each": True,
 }
 _MISTRAL = {
-    "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{\s]+)(?:\[CALL_ID\][^\[\]{\s]+)?\[ARGS\]",
+    "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{\s]+)(?:\[CALL_ID\](?P<id>[^\[\]{\s]+))?\[ARGS\]",
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "repeats": True,
     "content": "json",

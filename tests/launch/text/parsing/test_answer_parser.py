@@ -35,7 +35,7 @@ def parse(name: str | Format, pieces: list[str] | str, prefix: str = "") -> list
         if isinstance(event, Content | Thought) and type(last) is type(event):
             merged[-1] = type(event)(last.text + event.text)
         elif isinstance(event, CallDelta) and isinstance(last, CallDelta) and last.index == event.index:
-            merged[-1] = CallDelta(last.index, last.name, last.arguments + event.arguments)
+            merged[-1] = CallDelta(last.index, last.name, last.arguments + event.arguments, last.id)
         else:
             merged.append(event)
     return merged
@@ -157,6 +157,12 @@ def test_arguments_are_reported_as_they_are_written() -> None:
     parser = AnswerParser(FORMATS["qwen3_coder"], TOOLS)
     assert parser.push("<function=f><parameter=s>\nlo") == [CallDelta(0, "f", '{"s": "lo')]
     assert parser.push('n"g') == [CallDelta(0, None, 'n\\"g')]
+
+
+def test_the_id_that_the_model_wrote_is_reported() -> None:
+    text = '[TOOL_CALLS]f[CALL_ID]abc123xyz[ARGS]{"n": 1}[TOOL_CALLS]g[ARGS]{}'
+    calls = [CallDelta(0, "f", '{"n": 1}', "abc123xyz"), CallDelta(1, "g", "{}")]
+    assert parse("mistral", text) == parse("mistral", list(text)) == calls
 
 
 def test_tagged_arguments_have_the_types_of_the_schema() -> None:
