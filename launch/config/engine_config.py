@@ -12,6 +12,7 @@ import msgspec
 
 from quire.launch.config.adapter_options import check_adapter_sizes
 from quire.launch.config.declared import check_range, check_ranges
+from quire.launch.config.end_tokens import with_end_tokens
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
@@ -55,6 +56,8 @@ def make_engine_config(
         assert folder is not None
         model = _read_model(folder, with_weights=options.load_format != "dummy")
     model = with_pooling(_quantised(options.quantization, model), options.pooling)
+    template = chat_template_source(options.chat_template)
+    model = with_end_tokens(model, folder, template)
     options = for_model(options, model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
@@ -91,7 +94,7 @@ def make_engine_config(
         logits_processors_exclude=options.logits_processors_exclude or [],
         closed_objects=closes_objects(options.structured_outputs_config),
         sampling_defaults=sampling_defaults(folder, options.generation_config),
-        chat_template=chat_template_source(options.chat_template),
+        chat_template=template,
         thinking_start_token_ids=thinking_start,
         thinking_end_token_ids=thinking_end,
         trace=trace_path(options.trace, options.trace_max_bytes),

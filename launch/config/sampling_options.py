@@ -66,14 +66,14 @@ def thinking_markers(
 def _default_markers(model: Path, vocab_size: int) -> tuple[list[int], list[int]]:
     """Return the default markers; two empty lists for an unreadable file, which the tokenizer's loader reports."""
     try:
-        ids = _added_tokens(model)
+        ids = added_token_ids(model)
     except (ConfigError, OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return [], []
     start, end = (token_id if 0 <= (token_id := ids.get(text, -1)) < vocab_size else None for text in DEFAULT_MARKERS)
     return ([], []) if start is None or end is None else ([start], [end])
 
 
-def _added_tokens(model: Path) -> dict[str, int]:
+def added_token_ids(model: Path) -> dict[str, int]:
     """Return the ids of single tokens by text, without the rest of the tokenizer."""
     if is_gguf(model):
         return added_tokens(read_gguf(model))

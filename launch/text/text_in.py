@@ -119,8 +119,8 @@ class TextIn:
         check_token_ids(text, path)
         with _without_stderr():
             check_speed(tokenizer, path)
-        config = _read_config(folder)
-        text_in = cls(tokenizer, _load_template(folder, config, chat_template))
+        config = read_config(folder)
+        text_in = cls(tokenizer, load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
         if config.get("truncation_side") == "left":
             text_in.truncation_side = "left"
@@ -336,7 +336,7 @@ def _has_surrogates(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is not None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / TOKENIZER_CONFIG
     try:
         return msgspec.json.decode(read_description(folder, TOKENIZER_CONFIG) or "{}", type=dict[str, Any])
@@ -344,7 +344,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a JSON object") from None
 
 
-def _load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
+def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
     """Load the chat template: ``source`` if not empty, else chat_template.jinja, else that of tokenizer_config.json."""
     config_path = folder / "tokenizer_config.json"
     if source:

@@ -34,6 +34,7 @@ class BeamSearch:
         assert params.beam_width is not None
         self._width = params.beam_width
         self._params = params
+        self._has_grammar = params.structured_outputs is not None
         self._stop_tokens = stop_tokens
         self._most = max_output_tokens
         self._logprobs = [0.0]
@@ -58,7 +59,7 @@ class BeamSearch:
         found.sort(key=lambda each: -each[0])  # stable: of equal ones the earlier beam's more likely token is first
         kept: list[tuple[float, int, int]] = []
         for rank, (logprob, parent, token) in enumerate(found):
-            stops = token in self._stop_tokens and length > self._params.min_tokens
+            stops = token in self._stop_tokens and (length > self._params.min_tokens or self._has_grammar)
             if not stops and length < self._most:
                 kept.append((logprob, parent, token))
             elif rank < self._width:

@@ -84,6 +84,9 @@ def length_ending(request: Request) -> Ending | None:
 
 
 def _may_stop(request: Request) -> bool:
-    """Whether the newest token may stop the request: it is not among the first ``min_tokens``."""
+    """Whether the newest token may stop the request: it is not among the first ``min_tokens``, or ends a grammar.
+
+    Workers sample a stop token so early only if the grammar allows nothing else.
+    """
     least = request.sampling.min_tokens
-    return not least or request.num_output_tokens > least
+    return not least or request.num_output_tokens > least or request.has_grammar

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -126,3 +127,34 @@ def test_an_invalid_grammar_is_refused(llm: LLM) -> None:
     assert refused.value.param == "structured_outputs" and refused.value.code == "invalid_structured_outputs"
     choice = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
     assert llm.generate([[5, 6, 7]], choice)[0].outputs[0].text in ("yes", "no")
+
+
+COMPLETE: list[tuple[dict[str, Any], str]] = [
+    ({"choice": ["yes", "no"]}, "yes|no"),
+    ({"json": {"type": "boolean"}}, "true|false"),
+    ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+    ({"regex": r"[a-z ]{5,30}\."}, r"[a-z ]{5,30}\."),
+]
+
+
+def check_complete(llm: LLM, sampled: list[dict[str, Any]]) -> None:
+    bans = [{"min_tokens": 40}, {"min_tokens": 3}, {"allowed_token_ids": list(range(3, 1024))}]
+    cases = [(wanted, form, own | ban) for wanted, form in COMPLETE for own in sampled for ban in bans]
+    params = [
+        SamplingParams(**way, max_tokens=50, structured_outputs=StructuredOutputs(**wanted)) for wanted, _, way in cases
+    ]
+    outputs = llm.generate([[5, 6, 7, 5, 6]] * len(params), params)
+    for (_, form, way), output in zip(cases, outputs, strict=True):
+        for answer in output.outputs:
+            assert answer.finish_reason == "stop" and re.fullmatch(form, answer.text), (form, way, answer)
+
+
+def test_a_complete_grammar_ends_although_the_end_is_banned(llm: LLM) -> None:
+    ways = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"use_beam_search": True, "beam_width": 2}]
+    check_complete(llm, ways)
+
+
+def test_a_complete_grammar_ends_with_drafts() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    with LLM(max_model_len=128, speculative_config=config) as drafting:
+        check_complete(drafting, [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}])

@@ -39,6 +39,13 @@ def exhausted(
     ]
 
 
+def end_tokens_left(masks: TokenMasks, position: int, eos: frozenset[int]) -> list[int]:
+    """Return the tokens that the grammar allows at a position if these are only ends of the text; otherwise []."""
+    own = masks.words[masks.positions == position]
+    allowed = np.flatnonzero(bits_of(own)[0]).tolist() if len(own) else []
+    return allowed if eos.issuperset(allowed) else []
+
+
 def _left(vocab_size: int, words: list[Words], banned: Ints) -> npt.NDArray[np.uint8]:
     """Return the tokens that one position may have, as 0 or 1, ``[vocab_size]``. Missing bits of a mask forbid."""
     left = np.ones(vocab_size, np.uint8)

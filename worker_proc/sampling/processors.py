@@ -1,10 +1,10 @@
 """All changes of a step's logits before sampling, in this order:
 
 1. logit bias
-2. presence, frequency and repetition penalties
+2. repetition, frequency and presence penalties
 3. bans: allowed token ids, bad words, minimum length
 4. plugins that may change the argmax
-5. token bitmasks of grammars
+5. token bitmasks of grammars; where a grammar allows only the end of the text, 3 and 4 give way
 6. the forced end of thinking, which overrides all of the above
 
 Then the Sampler divides by the temperature. For rows that are not greedy, plugins that never change the argmax
@@ -31,7 +31,7 @@ from quire.worker_proc.sampling.builtin.base import NO_INTS, LogitPlaces, RowPro
 from quire.worker_proc.sampling.builtin.logit_bias import LogitBias
 from quire.worker_proc.sampling.builtin.min_tokens import MinTokens
 from quire.worker_proc.sampling.builtin.penalties import Penalties, Text
-from quire.worker_proc.sampling.exhausted import exhausted
+from quire.worker_proc.sampling.exhausted import end_tokens_left, exhausted
 from quire.worker_proc.sampling.plugin_batch import PluginBatch
 from quire.worker_proc.sampling.thinking import ThinkingBudget
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -59,7 +59,7 @@ class LogitsProcessors:
             ConfigError: a plugin cannot be loaded or constructed.
         """
         self._batch = batch
-        self._vocab_size = config.model.vocab_size
+        self._vocab_size, self._eos = config.model.vocab_size, frozenset(config.model.eos_token_ids)
         self._transfer = transfer or Transfer(device)
         made = (config, device, device.type == "cuda", self._transfer)
         self._bias = LogitBias(*made)
@@ -172,8 +172,16 @@ class LogitsProcessors:
             self._thinking.force(logits)
         if usable is not None:
             blocked = _nothing_left(logits, usable)
-        failed = dict.fromkeys(set(blocked) - set(forced.tolist()), NOTHING_ALLOWED) | failed
+        blocked = [at for at in set(blocked) - set(forced.tolist()) if not self._may_end(logits, at, masks)]
+        failed = dict.fromkeys(blocked, NOTHING_ALLOWED) | failed
         return self._set_failed(logits, failed)
+
+    def _may_end(self, logits: torch.Tensor, position: int, masks: TokenMasks | None) -> bool:
+        """Allow the end of the text, although it is banned, if the grammar is complete: its answer would be lost."""
+        ends = [] if masks is None else end_tokens_left(masks, position, self._eos)
+        if ends:
+            logits[position, ends] = 0.0
+        return bool(ends)
 
     def apply_argmax_invariant(self, logits: torch.Tensor, positions: SampledPositions) -> Failures:
         """Apply argmax-invariant plugins in place, for rows that are not greedy, after their temperature.

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.beams.search import BeamSearch, Choice
 
 STOP = 9
@@ -44,6 +45,12 @@ def test_stop_token_before_min_tokens_continues() -> None:
     beams = search(1, min_tokens=1)
     assert beams.step([[(STOP, -0.1), (2, -3.0)]]) == Choice([0], [STOP])
     assert beams.step([[(STOP, -0.1), (2, -3.0)]]) is None
+
+
+def test_end_of_a_grammar_ends_an_output_before_min_tokens() -> None:
+    beams = search(1, min_tokens=1, structured_outputs=StructuredOutputs(choice=["a"]))
+    assert beams.step([[(STOP, 0.0), (2, -math.inf)]]) is None
+    assert [found.tokens for found in beams.ended] == [[STOP]]
 
 
 def test_excluded_tokens_are_never_chosen() -> None:

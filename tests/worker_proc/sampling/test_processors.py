@@ -164,6 +164,18 @@ def test_only_requests_without_an_allowed_token_fail(with_plugin: bool) -> None:
 
 
 @pytest.mark.parametrize("with_plugin", [False, True])
+def test_bans_give_way_to_a_grammar_that_allows_only_the_end(with_plugin: bool) -> None:
+    world = ProcessorsUnderTest(["AddText"] if with_plugin else [])
+    banned = [{"min_tokens": 9}, {"allowed_token_ids": [2]}, {"bad_words_token_ids": [[EOS]]}]
+    world.add(*(request(**each) for each in [*banned, {}, *banned]))
+    logits = torch.ones(7, VOCAB)
+    masks = masks_of({0: [EOS], 1: [EOS], 2: [EOS], 4: [EOS, 5], 5: [EOS, 5], 6: [EOS, 5]})
+    assert dict(world.edit(logits, world.everyone, masks)) == {5: NOTHING_ALLOWED}
+    assert (logits[:3].argmax(-1) == EOS).all() and ((logits[:3] > -INF).sum(-1) == 1).all()
+    assert logits[3, 2] == 1.0 and logits[[4, 6], 5].tolist() == [1.0, 1.0] and logits[4, EOS] == -INF
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, INF, -INF])
 def test_row_with_non_finite_logits_is_not_a_failure(with_plugin: bool, value: float) -> None:
     world = ProcessorsUnderTest(["AddText"] if with_plugin else [])
