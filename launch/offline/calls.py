@@ -6,6 +6,7 @@ from collections.abc import Sequence as ListLike
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from quire.launch.adapters.reader import AdapterReader
@@ -148,6 +149,8 @@ class Calls:
         special, count = options.get("add_special_tokens", True), len(inputs)
         adapters = adapters_for(options.get("lora_request"), count, self.adapters)
         priorities = priorities_for(options.get("priority"), count)
+        skips = options.get("skip_reading_prefix_cache", False)
+        params = msgspec.structs.replace(params, skip_reading_prefix_cache=skips)
 
         def encode(index: int) -> Prompt:
             return encoder.encode(inputs[index], truncation, field_of(index), add_special_tokens=special)

@@ -35,6 +35,7 @@ class PoolingOptions(TypedDict, total=False):
         add_special_tokens: let the tokenizer add its own special tokens to text (true).
         lora_request: the LoRA adapter of the call; it needs ``enable_lora=True``.
         priority: lower values are scheduled first with ``scheduling_policy="priority"`` (0).
+        skip_reading_prefix_cache: compute the whole prompts, also what is cached of them (false).
         use_tqdm: show the progress (false).
     """
 
@@ -43,6 +44,7 @@ class PoolingOptions(TypedDict, total=False):
     add_special_tokens: bool
     lora_request: LoRARequest | None
     priority: int
+    skip_reading_prefix_cache: bool
     use_tqdm: bool
 
 

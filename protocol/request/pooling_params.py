@@ -21,6 +21,7 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
             classification. Otherwise the values are returned as the model's head computes them.
         second_text: index of the first token of the second text of a pair, for models that embed the two differently
             (BERT's token types); 0: one text.
+        skip_reading_prefix_cache: compute the whole prompt, also what is cached of it.
 
     Raises:
         InvalidRequest: a field has a wrong type or is out of range.
@@ -30,6 +31,7 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
     dimensions: int = 0
     use_activation: bool = True
     second_text: int = 0
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:
@@ -37,9 +39,10 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
             raise InvalidRequest(f"task must be one of {allowed} (got {printable(self.task)})", "task")
         check_int("dimensions", self.dimensions, 0, MAX_DIMENSIONS)
         check_int("second_text", self.second_text, 0, 2**31 - 1)
-        if not isinstance(self.use_activation, bool):
-            text = f"use_activation must be true or false (got {printable(self.use_activation)})"
-            raise InvalidRequest(text, "use_activation", "invalid_type")
+        for name in ("use_activation", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                text = f"{name} must be true or false (got {printable(getattr(self, name))})"
+                raise InvalidRequest(text, name, "invalid_type")
 
 
 NO_SAMPLING = SamplingParams(max_tokens=1)

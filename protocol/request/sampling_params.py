@@ -38,6 +38,7 @@ FLAGS = (
     "include_stop_str_in_output",
     "use_beam_search",
     "return_routed_experts",
+    "skip_reading_prefix_cache",
 )
 """Fields of SamplingParams that are true or false."""
 
@@ -82,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ones would beat the worst of these if it ended now. "never": when none can at any length.
         return_routed_experts: report the experts to which each position was routed; the engine must keep them.
         skip_special_tokens: leave special tokens out of the text.
+        skip_reading_prefix_cache: compute the whole prompt, also what is cached of it.
 
     Raises:
         InvalidRequest: a value has a wrong type or is out of range; the text names the field and the range.
@@ -118,6 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     return_routed_experts: bool = False
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)

@@ -295,7 +295,8 @@ class Admission:
         request.parent, request.program, request.row_bytes = parent, program, row_bytes
         if parent is not None:
             request.adapter_name = parent.adapter_name
-        request.skip_reading_prefix_cache = sampling.prompt_logprobs is not None  # a hit has no logits
+        has_prompt_logprobs = sampling.prompt_logprobs is not None  # a hit has no logits
+        request.skip_reading_prefix_cache = sampling.skip_reading_prefix_cache or has_prompt_logprobs
         return request
 
     def _build_pooled(
@@ -318,7 +319,8 @@ class Admission:
             pooling=pooling,
         )
         if (can := self.config.model.pooling) is not None:
-            request.skip_reading_prefix_cache = can.needs_every_token(pooling.task)
+            needs_all = can.needs_every_token(pooling.task)
+            request.skip_reading_prefix_cache = pooling.skip_reading_prefix_cache or needs_all
             request.row_bytes = 4 * can.width(pooling.task, pooling.dimensions)
         return request
 

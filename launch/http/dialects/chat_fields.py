@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.launch.http.schema.bodies import SAMPLING_FIELDS
+from quire.launch.http.schema.sampling_fields import ALIASES
 from quire.protocol.errors import InvalidRequest
 
 # These APIs have one answer, and their own fields for the others.
 _OTHERS = (
     *("cache_salt", "priority", "chat_template_kwargs", "extra_args", "logit_bias", "repetition_detection"),
-    *("job_id", "is_last_step", "nvext", "kv_hints"),
+    *("job_id", "is_last_step", "nvext", "kv_hints", "vllm_xargs", "structured_outputs", *ALIASES),
 )
 PASSED_FIELDS = (*(name for name in SAMPLING_FIELDS if name not in ("n", "stop", "prompt_logprobs")), *_OTHERS)
 """Sampling parameters and fields of this server that keep their names."""

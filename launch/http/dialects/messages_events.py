@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.launch.frontend.answers import OutputDelta
 from quire.launch.http.dialects.messages_body import MessagesRequest
@@ -28,7 +29,6 @@ class MessageUsage(msgspec.Struct, frozen=True):
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
@@ -49,8 +49,8 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     id: str
     model: str
     content: list[Block]
-    stop_reason: str | None
-    stop_sequence: str | None
+    stop_reason: str | UnsetType
+    stop_sequence: str | UnsetType
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
@@ -92,7 +92,7 @@ class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
 
 class Stop(msgspec.Struct, frozen=True):
     stop_reason: str
-    stop_sequence: str | None
+    stop_sequence: str | UnsetType
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
@@ -124,7 +124,7 @@ class MessageFormatter:
         if not self._started:
             self._started = True
             # The first delta's tokens are counted at the end.
-            message = self._message([], None, None, self._usage(delta.num_cached_tokens, 0))
+            message = self._message([], UNSET, UNSET, self._usage(delta.num_cached_tokens, 0))
             frames.append(_event("message_start", MessageStart(message)))
         last = delta.finish_reason is not None
         for part in read_parts(self._reader, delta.text, last=last):
@@ -182,24 +182,24 @@ class MessageFormatter:
 
     def _stop(
         self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
-    ) -> tuple[str, str | None]:
-        """Return ``stop_reason`` and ``stop_sequence``."""
+    ) -> tuple[str, str | UnsetType]:
+        """Return ``stop_reason`` and ``stop_sequence``: left out, as some clients refuse null."""
         match finish_reason:
             case "length":
                 full = num_tokens < self._max_tokens
-                return "model_context_window_exceeded" if full else "max_tokens", None
+                return "model_context_window_exceeded" if full else "max_tokens", UNSET
             case "stop" if isinstance(stop_reason, str):
                 return "stop_sequence", stop_reason
             case "stop" if self._calls:
-                return "tool_use", None
+                return "tool_use", UNSET
             case _:
-                return "end_turn", None
+                return "end_turn", UNSET
 
     def _usage(self, num_cached: int, num_output: int) -> MessageUsage:
         return MessageUsage(self._num_prompt_tokens - num_cached, 0, num_cached, num_output)
 
     def _message(
-        self, content: list[Block], reason: str | None, sequence: str | None, usage: MessageUsage
+        self, content: list[Block], reason: str | UnsetType, sequence: str | UnsetType, usage: MessageUsage
     ) -> AnthropicMessage:
         return AnthropicMessage(self.request_id, self._model, content, reason, sequence, usage)
 

@@ -144,7 +144,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         ApiError: an id is not stored.
     """
     ignored = Ignored(parser.unknown_fields)
-    body = read(ResponsesBody, raw, besides=PASSED_FIELDS, ignored=ignored)
+    body = read(ResponsesBody, raw, besides=(*PASSED_FIELDS, "stop"), ignored=ignored)
     _check_supported(body)
     previous = body.previous_response_id
     before = () if previous is None else lookup.conversation(previous)
@@ -158,6 +158,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     chat: dict[str, Any] = passed(raw) | {
         "model": body.model,
         "stream": body.stream,
+        "stop": raw.get("stop"),
         "max_completion_tokens": body.max_output_tokens,
         "messages": _messages(body, items, len(before)),
         "tools": tools.functions or None,

@@ -12,7 +12,7 @@ from quire.launch.http.schema.bodies import DetokenizeBody, TokenizeBody
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.tools import parse_tools
-from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, check_supported
+from quire.launch.http.schema.unknown_fields import Ignored
 from quire.launch.http.serving.body import read_json
 from quire.launch.http.serving.gate import IGNORED_FIELDS
 from quire.launch.http.serving.server import Server
@@ -97,8 +97,7 @@ def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
 
 
 def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> TokenizeRequest:
-    check_supported(raw)
-    body = read(TokenizeBody, raw, besides=UNSUPPORTED, ignored=ignored)
+    body = read(TokenizeBody, raw, ignored=ignored)
     model = parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
     if body.messages is not None:

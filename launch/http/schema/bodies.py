@@ -113,6 +113,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     kv_hints: dict[str, Any] | None = None
     prompt_cache_key: str = ""
     session: str | dict[str, Any] | None = None
+    return_token_ids: bool = False
     # Ignored:
     user: str = ""
 

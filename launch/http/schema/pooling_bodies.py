@@ -25,6 +25,7 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
     use_activation: bool | None = None
     priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] = ""
+    skip_reading_prefix_cache: bool = False
     # Ignored:
     user: str = ""
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from quire.launch.http.schema.pooling_bodies import (
     ClassificationBody,
     EmbeddingBody,
@@ -13,7 +15,7 @@ from quire.launch.http.schema.pooling_bodies import (
 )
 from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import Parser
-from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, check_supported
+from quire.launch.http.schema.unknown_fields import Ignored
 from quire.launch.text.pooling.comparisons import Comparison, compare, compare_documents
 from quire.launch.text.pooling.inputs import (
     Conversation,
@@ -97,16 +99,14 @@ class PoolingParser:
         self, raw: Mapping[str, Any], task: PoolingTask
     ) -> tuple[PooledRequest, Comparison, RerankBody, list[str]]:
         """Parse a body of /rerank, and return its documents too."""
-        body, ignored = self._read(RerankBody, raw, besides=("documents",))
+        body, ignored = self._read(RerankBody, raw)
         documents = _documents(body.documents)
         found = compare_documents(self.encoder.pooling, task, body.query, documents, body.instruction)
         return self._request(body, found.inputs, found.field_of, task, ignored), found, body, documents
 
-    def _read(self, kind: type[B], raw: Mapping[str, Any], besides: Sequence[str] = ()) -> tuple[B, Ignored]:
-        """``besides``: fields that this route knows, though others do not support them."""
-        check_supported({name: value for name, value in raw.items() if name not in besides})
+    def _read(self, kind: type[B], raw: Mapping[str, Any]) -> tuple[B, Ignored]:
         ignored = Ignored(self.parser.unknown_fields)
-        return read(kind, raw, besides=UNSUPPORTED, ignored=ignored), ignored
+        return read(kind, raw, ignored=ignored), ignored
 
     def _params(self, body: PoolingBody, task: PoolingTask) -> PoolingParams:
         return pooling_params(self.encoder.pooling, task, use_activation=body.use_activation is not False)
@@ -142,7 +142,9 @@ class PoolingParser:
             model=self.parser.model(body.model),
             inputs=inputs,
             field_of=field_of,
-            params=params or self._params(body, task),
+            params=replace(
+                params or self._params(body, task), skip_reading_prefix_cache=body.skip_reading_prefix_cache
+            ),
             truncation=self.encoder.truncation(body.truncate_prompt_tokens, body.truncation_side),
             add_special_tokens=body.add_special_tokens,
             priority=body.priority,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
+from quire.launch.http.schema.foreign_fields import UNSUPPORTED, check_supported
 from quire.launch.http.schema.unknown_fields import Ignored, unknown_field
 from quire.protocol.errors import InvalidRequest, wrong_value
 
@@ -62,12 +63,17 @@ def members(
     """Return the known members of an object that are not null: null counts as absent, as in OpenAI's API.
 
     Raises:
-        InvalidRequest: a member is neither a field of ``kind`` nor in ``besides``, and ``ignored`` does not take it.
+        InvalidRequest: a member is neither a field of ``kind`` nor in ``besides``, and ``ignored`` does not take it, or
+            it asks for something that is not supported.
     """
     known = _types(kind)
     prefix = f"{where}." if where else ""
     allowed = {*known, *besides}
     unknown = [name for name, value in raw.items() if name not in allowed and value is not None]
+    if where in ("", "structured_outputs"):  # deeper, the names may be those of a schema or of a tool
+        for name in unknown:
+            check_supported(name, raw[name], prefix)
+        unknown = [name for name in unknown if name not in UNSUPPORTED]
     if unknown:
         paths = [prefix + name for name in allowed]
         for name in unknown:

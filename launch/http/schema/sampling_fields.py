@@ -1,6 +1,7 @@
 """Sampling fields whose JSON must be converted for SamplingParams: objects, maps by token id, aliases."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from quire.launch.http.schema.bodies import (
@@ -17,6 +18,14 @@ from quire.protocol.request.sampling_params import MAX_LOGIT_BIAS, check_float
 from quire.protocol.request.structured_outputs import KINDS, RepetitionDetection, StructuredOutputs
 
 FORMATS = ("text", "json_object", "json_schema")
+ALIASES = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""Fields of older vLLM, SGLang and llama.cpp, each a kind of constraint of StructuredOutputs."""
 
 
 def sampling_objects(body: GenerationBody, vocab_size: int, ignored: Ignored | None = None) -> dict[str, Any]:
@@ -55,12 +64,14 @@ def logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     return biases
 
 
-def constraint(body: GenerationBody, ignored: Ignored | None = None) -> tuple[str, StructuredOutputs] | None:
+def constraint(
+    body: GenerationBody, raw: Mapping[str, Any], ignored: Ignored | None = None
+) -> tuple[str, StructuredOutputs] | None:
     """Return the name of the field that constrains the output, and the constraint; or None.
 
-    ``ignored``: as in ``read``.
+    ``raw``: the body, which may have ALIASES. ``ignored``: as in ``read``.
     """
-    found: list[tuple[str, StructuredOutputs]] = []
+    found = [(name, _constraint(kind, raw[name], name)) for name, kind in ALIASES.items() if has_alias(raw, name)]
     if body.structured_outputs is not None:
         if body.structured_outputs.get("form") is not None:
             raise unknown_field("structured_outputs.form", [f"structured_outputs.{kind}" for kind in KINDS[:-1]])
@@ -70,8 +81,14 @@ def constraint(body: GenerationBody, ignored: Ignored | None = None) -> tuple[st
         wanted = response_format(body.response_format, ignored)
         found += [] if wanted is None else [("response_format", wanted)]
     if len(found) > 1:
-        raise InvalidRequest("response_format and structured_outputs cannot be combined", "response_format")
+        last, first = found[-1][0], found[-2][0]
+        raise InvalidRequest(f"{last} and {first} cannot be combined", last)
     return found[0] if found else None
+
+
+def has_alias(raw: Mapping[str, Any], name: str) -> bool:
+    """Whether a body has a constraint in this field. Empty and false values are none; ``{}`` is a schema."""
+    return name in raw and (bool(raw[name]) or raw[name] == {})
 
 
 def response_format(value: dict[str, Any], ignored: Ignored | None = None) -> StructuredOutputs | None:
@@ -95,8 +112,12 @@ def response_format(value: dict[str, Any], ignored: Ignored | None = None) -> St
 
 def schema_constraint(schema: dict[str, Any], where: str) -> StructuredOutputs:
     """Return the constraint that the output matches a JSON schema. Errors name ``where``, the schema's field."""
+    return _constraint("json", schema, where)
+
+
+def _constraint(kind: str, value: Any, where: str) -> StructuredOutputs:
     try:
-        return StructuredOutputs(json=schema)
+        return StructuredOutputs(**{kind: value})
     except InvalidRequest as error:
-        message = error.message.replace("structured_outputs.json", where)
+        message = error.message.replace(f"structured_outputs.{kind}", where)
         raise InvalidRequest(message, where, error.code) from None

@@ -24,9 +24,9 @@ from quire.launch.http.schema.errors import shorten
 from quire.launch.http.schema.job_hints import job_of
 from quire.launch.http.schema.pooling_bodies import ClassificationBody
 from quire.launch.http.schema.reading import read
-from quire.launch.http.schema.sampling_fields import constraint, sampling_objects
+from quire.launch.http.schema.sampling_fields import ALIASES, constraint, has_alias, sampling_objects
 from quire.launch.http.schema.tools import ToolUse, answer_or_calls, parse_tools
-from quire.launch.http.schema.unknown_fields import UNSUPPORTED, Ignored, UnknownFields, check_supported
+from quire.launch.http.schema.unknown_fields import Ignored, UnknownFields
 from quire.launch.text.chat_template import Message
 from quire.launch.text.messages import check_messages
 from quire.launch.text.parsing.writing import AnswerWriter
@@ -38,7 +38,7 @@ from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.request.sampling_params import MAX_TOKENS_LIMIT, SamplingParams, check_int
 
 DEFAULT_COMPLETION_TOKENS = 16
-READ_ELSEWHERE = (*SAMPLING_FIELDS, *UNSUPPORTED, "modalities")
+READ_ELSEWHERE = (*SAMPLING_FIELDS, *ALIASES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class CommonRequest:
         prompt_logprobs: the value of the field of this name.
         session: the open session that it continues, or None.
         ignored: names of unknown fields that the client sent.
+        returns_token_ids: return the ids of the tokens of prompt and output.
         job: the job that the body names.
     """
 
@@ -67,6 +68,7 @@ class CommonRequest:
     prompt_only: bool = False
     session: SessionBody | None = None
     ignored: Sequence[str] = ()
+    returns_token_ids: bool = False
     job: Job = NO_JOB
 
 
@@ -128,7 +130,6 @@ class Parser:
     writer: AnswerWriter | None = None
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
-        check_supported(raw)
         ignored = Ignored(self.unknown_fields)
         body = read(CompletionBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         least = 0 if body.echo or body.session is not None else 1
@@ -149,7 +150,6 @@ class Parser:
         )
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
-        check_supported(raw)
         ignored = Ignored(self.unknown_fields)
         body = read(ChatBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         least = 0 if body.session is not None else 1
@@ -163,7 +163,8 @@ class Parser:
         logprobs = body.top_logprobs if body.logprobs else None
         wanted = self.defaults.get("max_tokens") if max_tokens is None else max(max_tokens, 1)
         params = self._params(body, raw, ignored, wanted, logprobs, tool_use=tool_use)
-        is_raw = body.structured_outputs is not None or body.continue_final_message
+        is_raw = body.structured_outputs is not None or any(has_alias(raw, name) for name in ALIASES)
+        is_raw = is_raw or body.continue_final_message
         content = None if tool_use or is_raw else params.structured_outputs
         form = answer_or_calls(self.writer, content, tools or [], parallel=parallel)
         if form is not None:
@@ -241,7 +242,7 @@ class Parser:
             raise InvalidRequest("prompt_logprobs require stream to be false", "prompt_logprobs", "unsupported_value")
         if searches and body.stream:
             raise InvalidRequest("use_beam_search requires stream to be false", "use_beam_search", "unsupported_value")
-        required = constraint(body, ignored)
+        required = constraint(body, raw, ignored)
         if required is not None and tool_use is not None and required[0] != "response_format":
             raise InvalidRequest(
                 f"{required[0]} cannot be combined with a tool_choice that requires a call", required[0]
@@ -289,6 +290,7 @@ class Parser:
             "job": job_of(body, ignored),
             "prompt_only": max_tokens == 0,
             "session": session,
+            "returns_token_ids": body.return_token_ids,
             "ignored": ignored.names,
         }
 

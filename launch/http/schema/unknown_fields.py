@@ -1,11 +1,12 @@
-"""Fields of request bodies that have no meaning here: unknown ones are ignored or refused, unsupported ones refused."""
+"""Unknown fields of request bodies: ignored, or refused."""
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Literal
 
 from quire.launch.http.schema.errors import shorten
-from quire.protocol.errors import InvalidRequest, did_you_mean, printable
+from quire.launch.http.schema.foreign_fields import suggest
+from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
 
 log = event_logger("http")
@@ -17,33 +18,6 @@ MAX_NAMES = 16
 """Names in the response header of one request."""
 MAX_LOGGED = 256
 """Names in the log of one process: a client can invent any number of names."""
-
-_STRUCTURED = "use structured_outputs or response_format"
-_TOOLS = "use tools and tool_choice"
-UNSUPPORTED = {
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "suffix": "write the whole prompt, with the model's own markers for filling in",
-    "audio": "this server writes text only",
-    "web_search_options": "search in the client, and send the results in messages",
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "json_schema": _STRUCTURED,
-    "regex": _STRUCTURED,
-    "ebnf": _STRUCTURED,
-    "grammar": _STRUCTURED,
-    "structural_tag": _STRUCTURED,
-    "chat_template": "start the server with --chat-template",
-    "documents": "write them into messages",
-    **dict.fromkeys(("prompt_embeds", "inputs_embeds", "input_embeds"), "this server reads text and token ids only"),
-    **dict.fromkeys(("multi_modal_data", "mm_features"), "this server reads text only"),
-    **dict.fromkeys(
-        ("lora", "lora_name", "lora_path", "lora_request", "lora_modules", "adapter"), "name the adapter as model"
-    ),
-}
-"""Fields that change the meaning of a request and are not supported, with what to do instead."""
 
 
 class UnknownFields:
@@ -79,27 +53,9 @@ class Ignored:
         if name in self.names or len(self.names) >= MAX_NAMES:
             return
         self.names.append(name)
-        self._fields.warn(name, _near(name, known))
+        self._fields.warn(name, suggest(name, known))
 
 
 def unknown_field(path: str, known: Collection[str]) -> InvalidRequest:
     name = path[:MAX_NAME]
-    return InvalidRequest(f"unknown field {shorten(path)}{_near(name, known)}", name, "unknown_parameter")
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    return did_you_mean(name, [each for each in known if each not in UNSUPPORTED])
-
-
-def check_supported(raw: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for a field of a body that would change its meaning and is not supported.
-
-    Values that ask for nothing (null, false, an empty text or list) are allowed.
-    """
-    for name in UNSUPPORTED.keys() & raw.keys():
-        if raw[name] and not (name == "function_call" and raw[name] in ("none", "auto")):
-            raise InvalidRequest(f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")
-    if raw.get("modalities") and raw["modalities"] != ["text"]:
-        given = printable(raw["modalities"])
-        text = f'modalities must be ["text"] (got {given}): this server writes text only'
-        raise InvalidRequest(text, "modalities", "unsupported")
+    return InvalidRequest(f"unknown field {shorten(path)}{suggest(name, known)}", name, "unknown_parameter")

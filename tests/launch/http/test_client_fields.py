@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from quire.launch.http.app import make_app
+from quire.launch.http.schema import bodies
+from quire.launch.http.schema.foreign_fields import ASKED_BY_FALSE, UNSUPPORTED, WITHOUT_EFFECT, suggest
 from quire.launch.http.schema.tools import parse_tools
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.chat_template import ChatTemplate
@@ -87,14 +89,91 @@ class TestUnknownFields:
             response = client.post(path, {**body, "colour": 1})
             assert (response.status_code, response.headers[HEADER]) == (200, "colour")
 
+    def test_hints_for_fields_of_other_servers_are_not_by_letters(self, client: Any, caplog: Any) -> None:
+        assert client.complete(cache_prompt=True).headers[HEADER] == "cache_prompt"
+        assert "unknown request field ignored; equal prefixes are always reused field=cache_prompt" in caplog.text
+        assert not {name for name in WITHOUT_EFFECT if "did you mean" in suggest(name, bodies.SAMPLING_FIELDS)}
+        assert not {name for name in UNSUPPORTED if "did you mean" in suggest(name, UNSUPPORTED)}
+
     def test_streams_have_the_header(self, client: Any) -> None:
-        assert client.chat(stream=True, thinking={"type": "disabled"}).headers[HEADER] == "thinking"
+        assert client.chat(stream=True, cache_prompt=True).headers[HEADER] == "cache_prompt"
 
     def test_ignored_fields_of_tools_do_not_reach_the_template(self, client: Any, engine: Any) -> None:
         engine.max_model_len = 2000
         client.chat(tools=[TOOL])
         client.chat(tools=[{**TOOL, "cache_control": {"type": "ephemeral"}, "x": None}])
         assert engine.added[0].prompt == engine.added[1].prompt
+
+
+ASKING = {"guided_whitespace_pattern": " *", "truncate_prompt_tokens": 5, "kv_transfer_params": {"do": 1}, "echo": True}
+NEUTRAL_ONES = {"truncate_prompt_tokens": -1, "n_predict": -1, "repeat_penalty": 1.0, "include_reasoning": True}
+
+
+class TestFieldsThatWouldChangeTheAnswer:
+    @pytest.mark.parametrize("kind", [bodies.CompletionBody, bodies.ChatBody])
+    def test_each_is_refused_by_the_routes_without_it(self, client: Any, kind: Any) -> None:
+        ask = client.chat if kind is bodies.ChatBody else client.complete
+        for name in {text: name for name, text in UNSUPPORTED.items()}.values():
+            if name not in (*kind.__struct_fields__, *bodies.SAMPLING_FIELDS):
+                value = ASKING.get(name, ["x"])
+                error = ask(**{name: value}).json()["error"]
+                said = f"{name} is not supported: {UNSUPPORTED[name]}"
+                assert (error["param"], error["code"], error["message"]) == (name, "unsupported", said)
+
+    def test_values_that_ask_for_nothing(self, client: Any) -> None:
+        nothing = {name: value for name in UNSUPPORTED if name not in ASKED_BY_FALSE for value in (None, False)}
+        values = nothing | NEUTRAL_ONES | {"modalities": ["text"], "function_call": "auto"}
+        known = (*bodies.ChatBody.__struct_fields__, *bodies.SAMPLING_FIELDS)
+        response = client.chat(**{name: value for name, value in values.items() if name not in known})
+        assert response.status_code == 200 and HEADER not in response.headers, response.text
+
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+    def test_all_routes_of_answers(self, client: Any, engine: Any, path: str) -> None:
+        plain = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+        body = {"input": "x"} if path == "/v1/responses" else plain
+        for name, value in (("kv_transfer_params", {"do_remote_decode": True}), ("enable_thinking", False)):
+            error = client.post(path, {**body, name: value}).json()["error"]
+            assert f"{name} is not supported: " in error["message"]
+        assert client.post(path, {**body, "regex": "a+", "skip_reading_prefix_cache": True}).status_code == 200
+        params = engine.added[-1].params
+        assert params.structured_outputs.regex == "a+" and params.skip_reading_prefix_cache
+
+    def test_members_of_structured_outputs(self, client: Any) -> None:
+        error = client.chat(structured_outputs={"json": {}, "whitespace_pattern": " "}).json()["error"]
+        assert error["param"] == "structured_outputs.whitespace_pattern" and error["code"] == "unsupported"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+class TestConstraintsOfOtherServers:
+    @pytest.mark.parametrize(
+        ("name", "kind", "value"),
+        [
+            *[
+                (name, "json", given)
+                for name in ("guided_json", "json_schema")
+                for given in (SCHEMA, json.dumps(SCHEMA))
+            ],
+            *[(name, "regex", "[ab]+") for name in ("guided_regex", "regex")],
+            ("guided_choice", "choice", ["yes", "no"]),
+            *[(name, "grammar", 'root ::= "a"') for name in ("guided_grammar", "ebnf", "grammar")],
+        ],
+    )
+    def test_aliases(self, client: Any, engine: Any, name: str, kind: str, value: Any) -> None:
+        for ask in (client.chat, client.complete):
+            assert ask(**{name: value}).status_code == 200
+            found = getattr(engine.added[-1].params.structured_outputs, kind)
+            assert (json.loads(found) == SCHEMA) if kind == "json" else found == value
+            for other in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "x"}}):
+                error = ask(**{name: value}, **other).json()["error"]
+                assert error["message"] == f"{next(iter(other))} and {name} cannot be combined"
+        error = client.chat(**{name: 7}).json()["error"]
+        assert error["message"].startswith(f"{name} must be a ") and error["param"] == name
+
+    def test_two_of_them(self, client: Any) -> None:
+        error = client.chat(regex="a", ebnf='root ::= "a"').json()["error"]
+        assert error["message"] == "ebnf and regex cannot be combined"
 
 
 class TestRequestId:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from quire.launch.http.schema import bodies, schema
-from quire.launch.http.schema.unknown_fields import UNSUPPORTED
+from quire.launch.http.schema.foreign_fields import UNSUPPORTED
 from quire.launch.http.serving.body import MAX_BODY_BYTES
 from quire.protocol.errors import InvalidRequest
 
@@ -159,11 +159,11 @@ CHAT = [
     ("function_call", {"name": "f"}, "function_call is not supported: use tools and tool_choice"),
     ("audio", {"voice": "x"}, "audio is not supported: this server writes text only"),
     ("web_search_options", {"x": 1}, "web_search_options is not supported: search in the client"),
-    ("guided_json", {"type": "object"}, "guided_json is not supported: use structured_outputs"),
+    ("structural_tag", {"type": "object"}, "structural_tag is not supported: use structured_outputs"),
     ("reasoning_effort", "maximal", "reasoning_effort must be one of none, minimal, low, medium, high, xhigh, max"),
     ("metadata", [], "metadata must be an object"),
     ("store", "x", "store must be true or false"),
-    *[("modalities", value, 'modalities must be ["text"]') for value in ("text", ["text", "audio"], 7)],
+    *[("modalities", value, "this server writes text only") for value in ("text", ["text", "audio"], 7)],
 ]
 WORDS = st.sampled_from(["type", "function", "name", "json_schema", "schema", "json", "regex", "required", "5"])
 PLAIN = st.none() | st.booleans() | st.integers(-5, 2**65) | st.floats() | WORDS | st.text(max_size=3)
