@@ -39,8 +39,8 @@ from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
 from quire.launch.http.serving.gate import ADAPTER_PATHS, Gate
+from quire.launch.http.serving.heads import RootPath
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
-from quire.launch.http.serving.root_path import RootPath
 from quire.launch.http.serving.server import Server, ServerSettings
 
 
@@ -149,7 +149,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     app.state.response_store = server.response_store
     app.state.fork = partial(fork_here, server)
     app.state.note_sessions = server.note_sessions
-    # A redirect would contain the client's Host header.
+    # A redirect would contain the client's Host header, and RootPath has removed the slash.
     app.router.redirect_slashes = False
     return app
 
@@ -171,8 +171,8 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         expose_headers=CORS_EXPOSED_HEADERS,
     )
     gate = Middleware(Gate, settings.api_keys, settings.address_salt, admin_api_keys=settings.admin_api_keys)
-    prefix = [Middleware(RootPath, settings.root_path)] if settings.root_path else []
-    return [*prefix, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
+    path = Middleware(RootPath, settings.root_path)
+    return [path, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

@@ -39,7 +39,7 @@ async def list_models(server: Server, request: Request) -> Response:
 
 async def show_model(server: Server, request: Request) -> Response:
     name = request.path_params["name"]
-    card = next((each for each in await _cards(server) if each.id == name), None)
+    card = next((each for each in await _cards(server) if each.id.rstrip("/") == name), None)
     if card is None:
         raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
     return _json(card)

@@ -132,7 +132,9 @@ class ApiError(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Retry-After, if the code has one."""
+        """Retry-After, if the code has one; for a body in a coding that is not read, those that are."""
+        if self.code == "unsupported_content_encoding":
+            return {"accept-encoding": "identity"}
         seconds = RETRY_AFTER_S.get(self.code or "")
         return {} if seconds is None else {"retry-after": str(seconds)}
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from quire.launch.http.schema.errors import ApiError, ClientDisconnected
+from quire.launch.http.schema.errors import ApiError, ClientDisconnected, shorten
 from quire.launch.http.serving.lanes import TextLanes
 from quire.protocol.errors import InvalidRequest
 
@@ -47,9 +47,13 @@ async def read_body(request: Request) -> bytes:
     """Read the whole body.
 
     Raises:
-        ApiError: 413, as soon as more than MAX_BODY_BYTES are announced or received.
+        ApiError: 415, the body is compressed; 413, as soon as more than MAX_BODY_BYTES are announced or received.
         ClientDisconnected: the connection was closed first.
     """
+    codings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    if unknown := [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]:
+        text = f"content-encoding must be identity (got {shorten(unknown[0])}): send the body without compression"
+        raise ApiError(415, text, "content-encoding", "unsupported_content_encoding")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and (len(announced) > 15 or int(announced) > MAX_BODY_BYTES):
         raise _too_large()

@@ -1,6 +1,10 @@
-"""Parts of streamed bodies, written directly to their connections."""
+"""The parts of streamed bodies on their connections: written directly as chunks, or without chunks for HTTP/1.0."""
 
 import asyncio
+import sys
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Outbox:
@@ -45,3 +49,20 @@ class ChunkWriter:
 
     def flush(self) -> None:
         self._outbox.flush()
+
+
+async def without_chunks(cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve a client of HTTP/1.0: a response without a length ends with its connection, which uvicorn never keeps."""
+    is_open = False
+
+    async def send_plain(message: Message) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name != b"content-length" for name, _ in message["headers"])
+            if is_open:
+                cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        elif is_open and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)

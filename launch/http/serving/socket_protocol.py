@@ -11,14 +11,17 @@ import contextlib
 import socket
 import sys
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.launch.http.schema.errors import ApiError, out_of_memory
 from quire.launch.http.serving.connections import ConnectionLimits, Connections, client_of
-from quire.launch.http.serving.outbox import ChunkWriter, Outbox
+from quire.launch.http.serving.heads import InvalidHead, check_head, is_handshake
+from quire.launch.http.serving.outbox import ChunkWriter, Outbox, without_chunks
 
 # Keys of the request's state. The connection exceeds the limit on connections, so only open routes are served:
 TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -28,10 +31,6 @@ CLIENT = "client"
 UPGRADE = "upgrade"
 # The ``ChunkWriter`` of the response:
 WRITER = "writer"
-
-
-class InvalidHead(ValueError):
-    """Raised in a callback of the parser: the request's head is refused with this message."""
 
 
 class Phase(Enum):
@@ -74,7 +73,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         self._num_bytes = 0  # received of the current head or body
         self._num_bytes_before = 0  # of the body at time ``_since``
-        self._num_received = 0  # in the newest call of ``data_received``
         self._overhead = 0
         self._unread: tuple[float, int] | None = None  # (time, bytes) at a slow reader's last progress
         self._unfinished: list[RequestResponseCycle] = []  # oldest first, which is the one being served
@@ -119,8 +117,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if before is Phase.SOCKET:
             self._receive_frames(data)
             return
-        self._num_received = len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError as error:
+            self.send_400_response(str(error))
         if self.transport.is_closing() or self._phase is not before:
             return
         # Not counted if these bytes complete the head: they may contain any amount of the body.
@@ -133,11 +134,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._overhead > self.limits.head_bytes + self._num_bytes:
                 self._refuse(ApiError(400, "request body chunks too small or trailers too large"))
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Called in the handler of the parser's exception that ends HTTP, whose argument is the place in the data."""
-        ended = sys.exception()
-        if ended is not None and ended.args[0] < self._num_received and UPGRADE in self.scope["state"]:
-            self._refuse(ApiError(400, "a web socket must not be used before it is accepted", None, "invalid_http"))
+    def _parse(self, data: bytes) -> None:
+        """Read requests; one that asks for another protocol than a web socket is read like any other.
+
+        The parser ends HTTP after the head of such a request, so that its body would be the next request. It gets the
+        head again, without ``Upgrade`` and as it has read it, because another reader of heads could disagree with it.
+        """
+        while data:
+            if self._phase is Phase.ANSWER and UPGRADE in self.scope["state"]:
+                self._refuse(ApiError(400, "a web socket must not be used before it is accepted", None, "invalid_http"))
+                return
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as ended:
+                data = data[ended.args[0] :]
+            if UPGRADE not in self.scope["state"]:
+                version = self.parser.get_http_version().encode()
+                fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+                first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+                data = b"".join((first, *fields, b"\r\n", data))
+                self.parser = HttpRequestParser(self)  # the old one reads nothing after ``Connection: close``
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -153,8 +171,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.check_head()
+        head = self.parser.get_method(), self.parser.get_http_version(), self.headers
+        check_head(*head)
+        upgrades = self.parser.should_upgrade() and is_handshake(*head) and self._is_answered
+        if self.parser.should_upgrade() and not upgrades:
+            return  # the head comes again
         self._enter(Phase.BODY)
+        self.expect_100_continue &= head[1] != "1.0"
         super().on_headers_complete()
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         self._unfinished.append(self.cycle)
@@ -164,16 +187,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise InvalidHead  # ends the parsing
         if self.pipeline:
             self.flow.resume_reading()  # a paused connection would not notice that its client closes it
-        elif self.scope["method"] == "GET" and self._get_upgrade() == b"websocket":
+        if upgrades:
             self.scope["state"][UPGRADE] = Upgrade(self, self.cycle)
-            return
-        self.scope["state"][WRITER] = ChunkWriter(self.transport, self._outbox)
+        elif self.scope["http_version"] != "1.0":
+            self.scope["state"][WRITER] = ChunkWriter(self.transport, self._outbox)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, partial(without_chunks, cycle, app) if is_old else app)
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and UPGRADE not in self.scope["state"]:
+            return
         # The response may have been sent before the end of the body.
         self._enter(Phase.HEAD if self._phase is Phase.REST else Phase.ANSWER)
         super().on_message_complete()
@@ -185,21 +214,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             elif self._phase is Phase.BODY:
                 self._enter(Phase.REST)
         super().on_response_complete()
-
-    def check_head(self) -> None:
-        """Raise InvalidHead for what the parser accepts and RFC 9112 does not allow, or this server does not know.
-
-        Two programs that understand such a head differently can disagree on the end of the request.
-        """
-        version = self.parser.get_http_version()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if version not in ("1.0", "1.1"):
-            raise InvalidHead("HTTP version must be 1.0 or 1.1")
-        if num_hosts > 1 or (version == "1.1" and not num_hosts):
-            raise InvalidHead(f"request must have one Host header (got {num_hosts})")
-        if codings and (version == "1.0" or codings != [b"chunked"]):
-            raise InvalidHead("transfer-encoding must be chunked, in HTTP/1.1")
 
     def _receive_frames(self, data: bytes) -> None:
         self.cycle.body += data

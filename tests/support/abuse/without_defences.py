@@ -20,10 +20,10 @@ from grammar_cases import demo_backend
 from quire.launch import cli
 from quire.launch.config import config_file
 from quire.launch.http.routes import generate
-from quire.launch.http.serving import gate, http_server, metrics, origins
+from quire.launch.http.serving import gate, http_server, metrics, origins, socket_protocol
 from quire.launch.http.serving.body_budget import BodyBudget
 from quire.launch.http.serving.connections import Connections
-from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol, ConnectionLimits
+from quire.launch.http.serving.socket_protocol import ConnectionLimits
 from quire.launch.measure import report
 from quire.launch.replay.recorded import reader
 from quire.launch.replay.run.collector import RunCollector
@@ -244,7 +244,12 @@ def the_recipe_keeps_secrets_private() -> Patch:
 
 def ambiguous_heads_are_refused() -> Patch:
     """Every head that the parser accepts is served."""
-    return mock.patch.object(BoundedHttpProtocol, "check_head", nothing)
+    return mock.patch.object(socket_protocol, "check_head", nothing)
+
+
+def upgrades_are_ignored() -> Patch:
+    """Every request that asks for another protocol ends HTTP, as for a web socket."""
+    return mock.patch.object(socket_protocol, "is_handshake", lambda *head: True)
 
 
 def pipelined_requests_are_limited() -> Patch:
@@ -377,6 +382,12 @@ DEFENCES = (
         24,
         ambiguous_heads_are_refused,
         "abuse/test_connections.py::TestHeads::test_ambiguous_head_is_refused",
+        is_long=True,
+    ),
+    Row(
+        25,
+        upgrades_are_ignored,
+        "launch/http/test_request_heads.py::test_a_body_belongs_to_the_request_that_announces_it",
         is_long=True,
     ),
     Row(
