@@ -141,7 +141,7 @@ _PATTERNS = {
     for name, turn in TURNS.items()
 }
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|<[^>\n]+>|\$\{?\w+\}?|%\(\w+\)s")
-_DATA = ("launch/demo/", "tools/demo_model/", "tests/data/", "report/assets/vendor/")
+_DATA = ("launch/demo/", "tools/demo_model/", "tests/data/", "/assets/vendor/")
 _MARKERS = {".cpp": "//", ".h": "//", ".js": "//", ".css": "/*", ".toml": "#", ".yml": "#", ".yaml": "#", "": "#"}
 _WORDS = re.compile(r"[A-Za-z]{2,} [A-Za-z]{2,}")
 

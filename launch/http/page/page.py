@@ -9,7 +9,7 @@ from quire.launch.content_policy import source_of
 from quire.launch.http.schema.errors import ApiError
 from quire.launch.http.serving.server import Server
 
-SCRIPTS = ("metrics.js", "figures.js", "admin.js", "chat.js")
+SCRIPTS = ("metrics.js", "figures.js", "admin.js", "markdown.js", "chat.js")
 """In order: each script uses the previous ones."""
 
 
@@ -18,8 +18,10 @@ def _asset(name: str) -> str:
 
 
 STYLE = _asset("page.css")
-# One scope for all files, so that the page defines no global names.
-SCRIPT = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
+LICENCES = "/*\n" + _asset("vendor/LICENSE") + _asset("vendor/LICENSE.bundled") + "*/\n"
+LIBRARY = _asset("vendor/markdown-it.umd.min.js").partition("//# sourceMappingURL")[0]  # there is no map here
+# One scope for all files, so that the page defines no global names of its own.
+SCRIPT = LICENCES + LIBRARY + '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
 PAGE = _asset("page.html").replace("{{style}}", STYLE).replace("{{script}}", SCRIPT).encode()
 HEADERS = {
     # Only this script and this style may run, never text of a model. The script may send requests to this server only,

@@ -1,6 +1,8 @@
 """The page at ``/``: its response, what its policy allows, and that it uses only what the server has."""
 
+import hashlib
 import re
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ from fake_engine import FakeEngine
 
 from quire.launch.content_policy import source_of
 from quire.launch.http.app import ADMIN_ROUTES, ROUTES, make_app
-from quire.launch.http.page.page import PAGE
+from quire.launch.http.page.page import LIBRARY, LICENCES, PAGE
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.text.text_in import TextIn
 
 TEXT = PAGE.decode()
 STYLE, SCRIPT = (re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL) for tag in ("style", "script"))
 MARKUP = TEXT.replace(STYLE[0], "").replace(SCRIPT[0], "")
+OWN = SCRIPT[0].removeprefix(LICENCES + LIBRARY)
 
 
 @pytest.fixture
@@ -51,26 +54,36 @@ def test_the_policy_allows_the_pages_own_script_and_style_only(client: Any) -> N
     assert len(STYLE) == len(SCRIPT) == 1
     assert (policy["style-src"], policy["script-src"]) == (source_of(STYLE[0]), source_of(SCRIPT[0]))
     assert not re.search(r"\bon\w+\s*=|\bstyle\s*=|javascript:|https?://|\bsrc\s*=", MARKUP)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", SCRIPT[0])
-    assert not re.search(r"Storage|cookie|https?://|location", SCRIPT[0]), "the key stays in memory, out of addresses"
+    for script in (OWN, LIBRARY):
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", script)
+    assert not re.search(r"Storage|cookie|https?://|location", OWN), "the key stays in memory, out of addresses"
+
+
+def test_the_vendored_parser_is_unchanged_and_its_licences_are_in_the_page() -> None:
+    folder = resources.files("quire.launch.http.page") / "assets" / "vendor"
+    listed = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.MULTILINE))
+    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    assert found.pop("README.md") and listed == found
+    assert SCRIPT[0] == LICENCES + LIBRARY + OWN and LICENCES.count("Permission is hereby granted") == 6
+    assert len(PAGE) < 150_000
 
 
 def test_the_script_uses_routes_metrics_and_elements_that_exist() -> None:
-    paths = re.findall(r'fetch\("([^"]+)"', SCRIPT[0])
-    assert len(paths) == SCRIPT[0].count("fetch(") == 5
+    paths = re.findall(r'fetch\("([^"]+)"', OWN)
+    assert len(paths) == OWN.count("fetch(") == 5
     assert {f"/{path}" for path in paths} <= {path for _, path, _ in ROUTES + ADMIN_ROUTES}  # relative, for --root-path
     exported = {name.removeprefix("quire:") for name in exported_labels("quire")}
-    named = re.findall(r'"(\w+_(?:total|seconds|perc|running|waiting|blocks|by_reason))"', SCRIPT[0])
+    named = re.findall(r'"(\w+_(?:total|seconds|perc|running|waiting|blocks|by_reason))"', OWN)
     assert len(set(named)) > 20
     assert {name for name in named if name not in exported and f"{name}_count" not in exported} == set()
     ids = re.findall(r'\bid="([\w-]+)"', MARKUP)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'byId\("([\w-]+)"\)', SCRIPT[0])) <= set(ids)
+    assert set(re.findall(r'byId\("([\w-]+)"\)', OWN)) <= set(ids)
 
 
 def test_each_control_has_a_name() -> None:
     controls = re.findall(r"<(?:input|select|textarea)[^>]*\bid=\"([\w-]+)\"", MARKUP)
-    assert controls == ["key", "models", "text", "admin-key"]
+    assert controls == ["key", "models", "system", "temperature", "text", "admin-key"]
     assert set(re.findall(r'<label for="([\w-]+)"', MARKUP)) == set(controls)
     assert all(text.strip() for text in re.findall(r"<button[^>]*>(.*?)</button>", MARKUP))
     assert set(re.findall(r'aria-(?:labelledby|describedby)="([\w-]+)"', MARKUP)) <= set(

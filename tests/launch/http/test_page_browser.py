@@ -70,7 +70,7 @@ def test_a_key_opens_the_chat_and_an_answer_is_streamed(browser: Browser) -> Non
     assert browser.evaluate("document.querySelector('#error').hidden")
     enter(browser, "#text", "Count from 1 to 5.")
     until(browser, "document.querySelector('.assistant .note')?.textContent.includes('tokens in')")
-    assert text(browser, ".message.assistant .text:not(details *)") == "1, 2, 3, 4, 5."
+    assert text(browser, ".answer") == "1, 2, 3, 4, 5."
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
 
 
@@ -87,8 +87,9 @@ def test_text_is_never_markup_and_errors_are_shown(browser: Browser) -> None:
 def test_escape_stops_an_answer_and_a_new_chat_is_empty(browser: Browser, server: Served) -> None:
     log_in(browser)
     browser.evaluate(
-        "new MutationObserver((_, seen) => { seen.disconnect(); document.dispatchEvent(new KeyboardEvent('keydown', "
-        "{key: 'Escape'})); }).observe(document.querySelector('#messages'), {characterData: true, subtree: true})"
+        "new MutationObserver((_, seen) => { if (!document.querySelector('.answer')?.textContent) return; "
+        "seen.disconnect(); document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'})); })"
+        ".observe(document.querySelector('#messages'), {childList: true, subtree: true})"
     )
     enter(browser, "#text", "Tell me a story.")
     until(browser, "document.querySelector('.assistant .note')?.textContent === 'stopped'")
@@ -108,7 +109,7 @@ def test_tenants_and_requests_need_the_administrators_key(browser: Browser, serv
     try:
         log_in(browser)
         enter(browser, "#text", "Hello")
-        until(browser, "document.querySelector('#requests').textContent.includes('waiting for paused')")
+        until(browser, "document.querySelector('#requests').textContent.includes('waiting (paused)')")
         assert text(browser, "#tenants th") == "1"
         until(browser, "document.querySelector('#state').textContent === 'paused'")
     finally:
@@ -145,4 +146,74 @@ def test_thoughts_are_folded_and_broken_answers_are_reported(
     assert text(browser, "#error") == error
     assert text(browser, ".assistant details .text") == "Let me think."
     assert not browser.evaluate("document.querySelector('.assistant details').open")
-    assert text(browser, ".assistant > .text") == "Four."
+    assert text(browser, ".answer") == "Four."
+
+
+MARKDOWN = """# Title
+
+Use `x` & **<b>b</b>** [a](javascript:alert(1)) [ok](https://a.test/) ![](https://a.test/x.png)
+
+- one
+  - two
+
+```python
+print("<i>")
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def answer_with(browser: Browser, content: str) -> None:
+    """Answer each further request of the page with ``content``, one character at a time, and note its body."""
+    events = [json.dumps({"choices": [{"delta": {"content": char}, "finish_reason": "stop"}]}) for char in content]
+    stream = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    browser.evaluate(
+        f"window.fetch = async (url, {{ body }} = {{}}) => {{ if (body) (window.bodies ||= []).push(JSON.parse(body)); "
+        f"return new Response({json.dumps(stream)}); }}"
+    )
+
+
+def test_markdown_is_shown_and_neither_its_html_nor_its_images_are(browser: Browser) -> None:
+    log_in(browser)
+    answer_with(browser, MARKDOWN)
+    enter(browser, "#text", "Show")
+    until(browser, "document.querySelector('.assistant .note')?.textContent.endsWith(' s')")
+    count = "document.querySelectorAll('.answer {}').length"
+    for found in ("h4", "p > code", "strong", "ul ul > li", "figure pre > code", "tbody td + td"):
+        assert browser.evaluate(count.format(found)) == 1, found
+    assert browser.evaluate(count.format("b") + " + " + count.format("i") + " + document.images.length") == 0
+    links = browser.evaluate("[...document.querySelectorAll('.answer a')].map((a) => [a.href, a.rel, a.textContent])")
+    addresses = ["https://a.test/", "https://a.test/x.png"]
+    assert links == [
+        [address, "noopener noreferrer", shown]
+        for address, shown in zip(addresses, ["ok", f"image: {addresses[1]}"], strict=True)
+    ]
+    assert "<b>b</b> [a](javascript:alert(1))" in text(browser, ".answer")
+    browser.evaluate("document.querySelector('.copy').click()")
+    assert browser.evaluate("getSelection().toString().trim()") == 'print("<i>")'
+    assert browser.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_an_answer_is_given_again_with_system_prompt_and_temperature(browser: Browser) -> None:
+    log_in(browser)
+    assert browser.evaluate("document.querySelector('#again').hidden")
+    answer_with(browser, "First")
+    enter(browser, "#text", "Hello")
+    until(browser, "!document.querySelector('#again').hidden")
+    browser.evaluate("document.querySelector('#settings summary').click()")
+    for field, written in (("#system", "Be brief"), ("#temperature", "0")):
+        browser.evaluate(f"document.querySelector({field!r}).focus()")
+        browser.type_text(written)
+    for answer, shown in (("Second", "Second"), ("", "Second")):  # the old answer comes back for an empty one
+        answer_with(browser, answer)
+        browser.evaluate("document.querySelector('#again').click()")
+        until(browser, "!document.querySelector('#again').hidden")
+        assert browser.evaluate("document.querySelectorAll('article').length") == 2
+        assert text(browser, ".answer") == shown
+    asked = {"role": "user", "content": "Hello"}
+    first, second, _ = browser.evaluate("bodies")
+    assert first["messages"] == [asked] and "temperature" not in first
+    assert second["messages"] == [{"role": "system", "content": "Be brief"}, asked] and second["temperature"] == 0

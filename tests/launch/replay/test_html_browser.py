@@ -1,5 +1,6 @@
 """The page in a browser, with mouse and keyboard. `make test-browser` installs a browser and runs these tests."""
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_pointing_at_a_chart_shows_its_values(browser: Browser) -> None:
     assert text(browser, NOTE).startswith(f"{simulated_run().requests[0].request_id}: ")
 
 
-@pytest.mark.parametrize("width", [800, 1280])
+@pytest.mark.parametrize("width", [400, 800, 1280])
 def test_shows_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
     with opened(tmp_path, simulated_run(), simulated_run(160), width=width) as browser:
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -155,6 +156,24 @@ def test_shows_two_runs_side_by_side(tmp_path: Path, width: int) -> None:
         browser.click(x + wide / 2, y + 2)
         assert browser.evaluate("document.querySelectorAll('#details .grid > div').length") == 2
         assert "60 requests succeeded in both runs" in text(browser, "section[aria-label='B against A']")
+        check_quiet(browser, tmp_path)
+
+
+def test_each_note_is_shown_once_and_the_page_follows_the_theme(tmp_path: Path) -> None:
+    runs = [copy.copy(simulated_run()) for _ in range(2)]
+    for run, own in zip(runs, (["only A"], ["only B"]), strict=True):
+        run.notes = ["both", *own]
+    with opened(tmp_path, *runs) as browser:
+        lists = browser.evaluate("[...document.querySelectorAll('#main > .box ul')].map((each) => each.textContent)")
+        assert lists == ["both", "only A", "only B"]
+        seen = []
+        for theme in ("light", "dark"):
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+            browser.settle()
+            shade = "getComputedStyle(document.{}).backgroundColor"
+            picture = "[...document.querySelectorAll('canvas')].map((each) => each.toDataURL())"
+            seen.append((browser.evaluate(shade.format("body")), *browser.evaluate(picture)))
+        assert all(light != dark for light, dark in zip(*seen, strict=True)), "a chart keeps its colours"
         check_quiet(browser, tmp_path)
 
 

@@ -3,11 +3,6 @@
 const MAX_LISTED = 8;
 let adminKey = "";
 
-function showAdminError(text) {
-  byId("admin-error").textContent = text;
-  byId("admin-error").hidden = !text;
-}
-
 async function pollState() {
   if (!adminKey || !byId("admin").open) return;
   const response = await fetch("admin/state", { headers: { authorization: `Bearer ${adminKey}` } });
@@ -16,10 +11,9 @@ async function pollState() {
   if (!response.ok) {
     const noRoutes = response.status === 404 ? "the server has no administrator's key (--admin-api-key)" : "";
     if (response.status !== 503) adminKey = "";
-    showAdminError(noRoutes || (await refusal(response)));
-    return;
+    return showError(noRoutes || (await refusal(response)), "admin-error");
   }
-  showAdminError("");
+  showError("", "admin-error");
   const state = await response.json();
   byId("tenants").replaceChildren(...state.tenants.map((each) =>
     row(String(each.tenant), number(each.running), number(each.waiting), number(each.kv_blocks))));
@@ -37,5 +31,5 @@ byId("admin-login").addEventListener("submit", (event) => {
   event.preventDefault();
   adminKey = byId("admin-key").value.trim();
   byId("admin-key").value = "";
-  pollState().catch(() => showAdminError("the server does not answer"));
+  pollState().catch(() => showError("the server does not answer", "admin-error"));
 });

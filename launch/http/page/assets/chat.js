@@ -3,12 +3,13 @@
 let key = "";
 let answering = null; // AbortController of the answer in progress
 let conversation = [];
+let answered = null; // the article of the conversation's last answer, if it is also the last in the log
 
 const headers = () => ({ "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) });
 
-function showError(text) {
-  byId("error").textContent = text;
-  byId("error").hidden = !text;
+function showError(text, id = "error") {
+  byId(id).textContent = text;
+  byId(id).hidden = !text;
 }
 
 /** Return the message of a response that is not 200. */
@@ -41,20 +42,20 @@ async function loadModels() {
   showError("");
 }
 
-/** Add a message to the log and return the parts that may grow. */
-function addMessage(role, text) {
+/** Append an article to the log and return it. */
+function addMessage(role, ...content) {
   byId("empty").hidden = true;
-  const thoughts = new Text(), answer = new Text(text), note = element("p");
-  const folded = element("details", element("summary", "Thoughts"), element("div", thoughts));
-  folded.lastChild.className = "text";
-  folded.hidden = true;
-  const shown = element("div", answer);
-  shown.className = "text";
-  note.className = "note";
-  const whole = element("article", element("h3", role === "user" ? "You" : "Model"), folded, shown, note);
-  whole.className = `message ${role}`;
+  const whole = element(`article.message.${role}`, element("h3", role === "user" ? "You" : "Model"), ...content);
   byId("messages").append(whole);
-  return { thoughts, folded, answer, note, whole };
+  return whole;
+}
+
+/** Add an empty answer to the log and return the parts that may grow. */
+function addAnswer() {
+  const thoughts = new Text(), answer = new Markdown(), note = element("p.note");
+  const folded = element("details", element("summary", "Thoughts"), element("div.text", thoughts));
+  folded.hidden = true;
+  return { thoughts, folded, answer, note, whole: addMessage("assistant", folded, answer.element, note) };
 }
 
 /** Keep the end of the log in view, unless the reader has scrolled up. */
@@ -79,9 +80,11 @@ async function* events(response) {
 
 /** Stream the answer into `shown`; return how it ended. Throws if it was not whole. */
 async function stream(messages, shown, signal) {
+  const system = byId("system").value.trim(), temperature = byId("temperature").value;
   const body = {
-    model: byId("models").value || undefined, messages, stream: true,
-    stream_options: { include_usage: true },
+    model: byId("models").value || undefined, stream: true, stream_options: { include_usage: true },
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    temperature: temperature ? Number(temperature) : undefined,
   };
   const began = performance.now();
   const response = await fetch("v1/chat/completions", {
@@ -102,7 +105,7 @@ async function stream(messages, shown, signal) {
       finish = choice.finish_reason || finish;
       followLog(() => {
         shown.thoughts.appendData(choice.delta.reasoning || "");
-        shown.answer.appendData(choice.delta.content || "");
+        shown.answer.add(choice.delta.content || "");
         shown.folded.hidden = !shown.thoughts.length;
       });
     }
@@ -113,15 +116,11 @@ async function stream(messages, shown, signal) {
   return `${usage ? `${number(usage.completion_tokens)} tokens in ` : ""}${seconds.toFixed(1)} s${ended}`;
 }
 
-async function send() {
-  const text = byId("text").value.trim();
-  if (!text || answering) return;
-  showError("");
-  byId("text").value = "";
+/** Stream an answer to the conversation; call `undo` if there is none. */
+async function answer(undo) {
   const messages = conversation; // "New chat" begins another one
-  messages.push({ role: "user", content: text });
-  const own = addMessage("user", text);
-  const shown = addMessage("assistant", "");
+  showError("");
+  const shown = addAnswer();
   byId("messages").scrollTop = byId("messages").scrollHeight;
   const mine = answering = new AbortController();
   busy(true);
@@ -132,22 +131,47 @@ async function send() {
     shown.note.textContent = mine.signal.aborted ? "stopped" : "incomplete";
   }
   answering = null;
-  busy(false);
-  if (shown.answer.length) {
+  followLog(() => shown.answer.show());
+  if (shown.answer.data) {
     messages.push({ role: "assistant", content: shown.answer.data });
-    return;
-  }
-  messages.pop(); // not answered: templates want turns
-  if (!shown.thoughts.length && messages === conversation) {
-    own.whole.remove();
-    shown.whole.remove();
-    byId("text").value = byId("text").value || text;
-  }
+    if (messages === conversation) answered = shown.whole;
+  } else undo(messages, shown);
+  busy(false);
+}
+
+function send() {
+  const text = byId("text").value.trim();
+  if (!text || answering) return;
+  byId("text").value = "";
+  conversation.push({ role: "user", content: text });
+  const own = addMessage("user", element("div.text", text));
+  answer((messages, { thoughts, whole }) => {
+    messages.pop(); // templates want turns
+    if (messages !== conversation) return;
+    if (thoughts.length) answered = null;
+    else {
+      own.remove();
+      whole.remove();
+      byId("text").value = byId("text").value || text;
+    }
+  });
+}
+
+/** Answer the last message once more. The old answer comes back if there is no new one. */
+function regenerate() {
+  const old = answered, said = conversation.pop();
+  old.remove();
+  byId("text").focus(); // the button is about to be hidden
+  answer((messages, { whole }) => {
+    messages.push(said);
+    whole.replaceWith(old);
+  });
 }
 
 function busy(is) {
   byId("send").hidden = is;
   byId("stop").hidden = !is;
+  byId("again").hidden = is || !answered;
   byId("messages").setAttribute("aria-busy", String(is));
 }
 
@@ -171,9 +195,12 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
 });
 byId("stop").addEventListener("click", stop);
+byId("again").addEventListener("click", regenerate);
 byId("clear").addEventListener("click", () => {
   stop();
   conversation = [];
+  answered = null;
+  byId("again").hidden = true;
   for (const message of byId("messages").querySelectorAll("article")) message.remove();
   byId("empty").hidden = false;
   showError("");

@@ -15,9 +15,10 @@ const NONE = "\u2013";
 
 const byId = (id) => document.getElementById(id);
 
-/** Return a new element with text or children. Text of the server is only ever text, never HTML. */
-function element(tag, ...children) {
-  const made = document.createElement(tag);
+/** Return a new element, "tag" or "tag.class", with text or children. Text is only ever text, never HTML. */
+function element(kind, ...children) {
+  const [tag, ...classes] = kind.split("."), made = document.createElement(tag);
+  if (classes.length) made.className = classes.join(" ");
   made.append(...children);
   return made;
 }
@@ -28,14 +29,7 @@ const percent = (value) => (value === null ? NONE : `${Math.round(100 * value)} 
 const digits = (value) => (value === null ? NONE : value.toFixed(value < 1 ? 4 : 2));
 const listed = (reasons) => reasons.map(([reason, count]) => `${reason} ${number(count)}`).join(", ") || NONE;
 
-function meter(share, label) {
-  const made = element("meter");
-  made.min = 0;
-  made.max = 1;
-  made.value = share || 0;
-  made.setAttribute("aria-label", label);
-  return made;
-}
+const meter = (share, ariaLabel) => Object.assign(element("meter"), { max: 1, value: share || 0, ariaLabel });
 
 function numbers(shown) {
   const rate = (name) => number(shown.rate(name));
@@ -65,8 +59,7 @@ function numbers(shown) {
 }
 
 function row(name, ...cells) {
-  const head = element("th", name);
-  head.scope = "row";
+  const head = Object.assign(element("th", name), { scope: "row" });
   return element("tr", head, ...cells.map((cell) => element("td", cell)));
 }
 

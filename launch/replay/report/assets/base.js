@@ -3,10 +3,11 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const two = data.runs.length === 2;
 
+// On white and on black; where a colour must differ, uPlot asks for it at each drawing.
 const COLOURS = {
-  queued: "#b3bcc9", prefill: "#e59d2e", decode: "#3c7cd4", preempted: "#c8324d", rejected: "#2b3240",
-  running: "#3c7cd4", waiting: "#d9682b", held: "#3c7cd4", cached: "#84c7bb", free: "#e3e7ed", largest: "#c9ced6",
-  rate: "#84c7bb", total: "#14776a", budget: "#5c687a",
+  queued: "#9aa6b866", prefill: "#e59d2e", decode: "#3c7cd4", preempted: "#d83a56", rejected: "#8a5cc7",
+  running: "#3c7cd4", waiting: "#d9682b", held: "#3c7cd4", cached: "#5fae9f", free: "#8a96a833", largest: "#8a96a866",
+  rate: "#84c7bb", total: "#1a8f80", budget: "#7a869a",
 };
 const RUN_COLOURS = ["#3c7cd4", "#c4571b"];
 

@@ -1,15 +1,16 @@
 // Charts made with uPlot: distributions, and time charts that share one cursor and one zoom.
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
 
 function axis(format, more = {}) {
   return {
     font: FONT,
-    stroke: "#5c687a",
+    stroke: () => (dark.matches ? "#98a4b7" : "#5c687a"),
     size: 46,
     gap: 4,
-    grid: { stroke: "#eceff3", width: 1 },
-    ticks: { stroke: "#dfe4ea", width: 1, size: 4 },
+    grid: { stroke: "#8a96a826", width: 1 },
+    ticks: { stroke: "#8a96a84d", width: 1, size: 4 },
     ...(format && { values: (_, splits) => splits.map((value) => (value === null ? "" : format(value))) }),
     ...more,
   };
@@ -27,6 +28,7 @@ function axisPercent(share) {
 function chartBox(heading, unit, run, columns, options) {
   const plot = element("div", { class: "plot" });
   const chart = new uPlot({ width: 400, height: 190, padding: [8, 12, 0, 0], ...options }, columns, plot);
+  dark.addEventListener("change", () => chart.redraw(false, true));
   new ResizeObserver(() => chart.setSize({ width: plot.clientWidth, height: chart.height })).observe(plot);
   return [box(heading, unit, run, plot), chart];
 }
@@ -73,8 +75,10 @@ function distributionChart({ name, label, log, edges, counts }) {
     columns.push([...shares, shares[shares.length - 1]], [0, ...shares.map((share) => (sum += share))]);
     const names = two ? [`${"AB"[run]} share`, `${"AB"[run]} sum`] : ["share", "cumulative"];
     const colour = RUN_COLOURS[run];
-    series.push(line(names[0], colour, percent, { fill: `${colour}80`, width: 0, paths: stepped }));
-    series.push(line(names[1], colour, percent, { scale: "sum" }));
+    // B has outlines and dashes, so that A shows below where they are equal.
+    const filled = run ? { width: 1 } : { fill: `${colour}80`, width: 0 };
+    series.push(line(names[0], colour, percent, { ...filled, paths: stepped }));
+    series.push(line(names[1], colour, percent, { scale: "sum", dash: run ? [6, 6] : [] }));
     most = Math.max(most, largest(shares));
   });
   const percentiles = ({ latency: { [name]: { p50, p99 } } }) => `p50 ${milliseconds(p50)}, p99 ${milliseconds(p99)}`;

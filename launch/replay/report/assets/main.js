@@ -5,8 +5,12 @@ function heading(run, index) {
   return [element("h1", {}, badge(index), run.title || run.source || "Replay"), muted(parts.join(" \u00b7 "))];
 }
 
+const list = (items) => element("ul", {}, items.map((item) => element("li", {}, item)));
+const noteBox = (notes, run) => (notes.length ? [box("Notes", "", run, list(notes))] : []);
+/** Notes of both runs are shown once. */
+const shared = two ? data.runs[0].notes.filter((note) => data.runs[1].notes.includes(note)) : [];
+
 function notes(run, index) {
-  const list = (items) => element("ul", {}, items.map((item) => element("li", {}, item)));
   const boxes = [];
   if (run.equal !== null) {
     const text = `${run.equal ? "All decisions equal" : "Decisions differ from"} the recorded ones.`;
@@ -14,8 +18,7 @@ function notes(run, index) {
     const content = [badge(index), element("strong", {}, text), list(difference)];
     boxes.push(element("div", { class: `box ${run.equal ? "calm" : "alarm"}` }, content));
   }
-  if (run.notes.length) boxes.push(box("Notes", "", index, list(run.notes)));
-  return boxes;
+  return boxes.concat(noteBox(run.notes.filter((note) => !shared.includes(note)), index));
 }
 
 /** The time range shown, and buttons to change it without a mouse. */
@@ -81,6 +84,7 @@ const LATENCY_NOTE =
 document.body.classList.toggle("two", two);
 document.getElementById("main").append(
   element("header", {}, data.runs.map(heading)),
+  ...noteBox(shared, null),
   ...data.runs.flatMap(notes),
   cards(),
   section("Latency", muted(LATENCY_NOTE), grid(latencyTable(), data.distributions.map(distributionChart))),
