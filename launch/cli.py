@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from quire.launch.config.api_keys import hide_in_command_line
-from quire.launch.config.command_line import add_config_file, add_options, read_options
+from quire.launch.config.command_line import add_config_file, add_options, add_url_options, read_options
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.help import Help
 from quire.launch.supervision.descriptors import raise_descriptor_limit
-from quire.protocol.errors import InvalidRequest, QuireError, shortage
+from quire.protocol.errors import InvalidRequest, QuireError, did_you_mean, shortage
 from quire.protocol.process.log import one_line, start_logging, write_line
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import version_text
 
 EX_USAGE = 2
+OTHER_COMMANDS = {
+    **dict.fromkeys(("run", "launch", "start"), "; did you mean chat (in the terminal) or serve?"),
+    **dict.fromkeys(("pull", "download", "list"), "; a model is downloaded at its first use: quire serve ORG/NAME"),
+    "ps": "; did you mean top?",
+    "complete": "; did you mean generate?",
+}
+"""Commands of other servers, and what does the same here."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,6 +35,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EX_USAGE, one_line(f"{self.prog}: error: {message} (see {self.prog} --help)") + "\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError:
+            hint = OTHER_COMMANDS.get(value, "") if action.dest == "command" else ""
+            hint = hint or did_you_mean(str(value), map(str, action.choices or ()))
+            if not hint:
+                raise
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}") from None
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
         word = unknown[0]
@@ -62,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (OSError, MemoryError, RuntimeError, UnicodeEncodeError) as error:
         reason = shortage(error)
         if not reason:
             raise
@@ -139,14 +156,17 @@ def _add_serve_flags(parser: _Parser) -> None:
 
 def _add_generate_flags(parser: _Parser) -> None:
     parser.add_argument("--prompt", required=True, help="text to complete", metavar="TEXT")
-    _add_server_options(parser)
-    _add_sampling_options(parser)
-    _add_engine_options(parser)
+    _add_answer_flags(parser)
 
 
 def _add_chat_flags(parser: _Parser) -> None:
     parser.add_argument("--prompt", help="message to answer", metavar="TEXT")
-    _add_server_options(parser)
+    _add_answer_flags(parser)
+
+
+def _add_answer_flags(parser: _Parser) -> None:
+    add_url_options(parser)
+    parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
     _add_sampling_options(parser)
     _add_engine_options(parser)
 
@@ -154,7 +174,7 @@ def _add_chat_flags(parser: _Parser) -> None:
 def _add_embed_flags(parser: _Parser) -> None:
     parser.add_argument("file", metavar="FILE", help="one text per line; -: standard input")
     parser.add_argument("-m", "--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="as MODEL")
-    _add_url_options(parser)
+    add_url_options(parser)
     parser.add_argument("-o", "--output-file", default="-", metavar="FILE", help="results; -: standard output (-)")
     parser.add_argument(
         "--format", choices=("jsonl", "npy"), default="jsonl", help="one JSON object per line, or a NumPy array (jsonl)"
@@ -168,18 +188,6 @@ def _add_embed_flags(parser: _Parser) -> None:
     )
     parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt to put before each line")
     _add_engine_options(parser)
-
-
-def _add_server_options(parser: _Parser) -> None:
-    _add_url_options(parser)
-    parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
-
-
-def _add_url_options(parser: _Parser) -> None:
-    parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
-    parser.add_argument(
-        "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
-    )
 
 
 def _add_engine_options(parser: _Parser) -> None:
@@ -258,6 +266,21 @@ def _as_flag(near: str) -> str:
 
 
 BENCH = "bench"
+BENCHMARKS = {
+    "engine": "Measure the throughput of the whole engine, offline.",
+    "embed": "Measure the texts per second of an encoder, optionally beside sentence-transformers.",
+    "serve": "Measure a running server with a dataset's prompts.",
+    "beams": "Measure beam search beside one that submits each token again.",
+    "pins": "Compare the learned times for which blocks are kept while tools run with the best fixed one.",
+    "wire": "Measure size and cost of the messages of a decoding batch.",
+    "router": "Measure the router's time per request and per event, and the memory of its index.",
+    "scheduler": "Measure the scheduler's time per step, optionally beside another engine's.",
+    "sampling": "Measure the cost and benefit of logits processors, draft tokens and grammars.",
+    "kernels": "Measure kernels and steps as fractions of the device's limits.",
+}
+"""Each is a module of ``quire.launch.bench`` and has its flags in ``flags.py``."""
+OFFLINE_BENCHMARKS = ("engine", "embed", "beams")
+RUNNERS = {"scheduler": "scheduler.command"}
 COMMANDS = {
     "serve": Command("Serve a model over an OpenAI-compatible HTTP interface.", _add_serve_flags, _serve),
     "generate": Command(
@@ -309,58 +332,18 @@ COMMANDS = {
         _complete,
     ),
     BENCH: Command(
-        "Run a benchmark: engine, embed, serve, beams, pins, wire, router, scheduler, sampling, kernels.",
+        f"Run a benchmark: {', '.join(BENCHMARKS)}.",
         lambda parser: None,
         lambda args: None,
     ),
-    "bench engine": Command(
-        "Measure the throughput of the whole engine, offline.",
-        _lazy("bench.flags:engine"),
-        _with_options("bench.engine:run"),
-    ),
-    "bench embed": Command(
-        "Measure the texts per second of an encoder, optionally beside sentence-transformers.",
-        _lazy("bench.flags:embed"),
-        _with_options("bench.embed:run"),
-    ),
-    "bench serve": Command(
-        "Measure a running server with a dataset's prompts.", _lazy("bench.flags:serve"), _lazy("bench.serve:run")
-    ),
-    "bench beams": Command(
-        "Measure beam search beside one that submits each token again.",
-        _lazy("bench.flags:beams"),
-        _with_options("bench.beams:run"),
-    ),
-    "bench pins": Command(
-        "Compare the learned times for which blocks are kept while tools run with the best fixed one.",
-        _lazy("bench.flags:pins"),
-        _lazy("bench.pins:run"),
-    ),
-    "bench wire": Command(
-        "Measure size and cost of the messages of a decoding batch.",
-        _lazy("bench.flags:wire"),
-        _lazy("bench.wire:run"),
-    ),
-    "bench router": Command(
-        "Measure the router's time per request and per event, and the memory of its index.",
-        _lazy("bench.flags:router"),
-        _lazy("bench.router:run"),
-    ),
-    "bench scheduler": Command(
-        "Measure the scheduler's time per step, optionally beside another engine's.",
-        _lazy("bench.flags:scheduler"),
-        _lazy("bench.scheduler.command:run"),
-    ),
-    "bench sampling": Command(
-        "Measure the cost and benefit of logits processors, draft tokens and grammars.",
-        _lazy("bench.flags:sampling"),
-        _lazy("bench.sampling:run"),
-    ),
-    "bench kernels": Command(
-        "Measure kernels and steps as fractions of the device's limits.",
-        _lazy("bench.flags:kernels"),
-        _lazy("bench.kernels:run"),
-    ),
+    **{
+        f"{BENCH} {name}": Command(
+            text,
+            _lazy(f"bench.flags:{name}"),
+            (_with_options if name in OFFLINE_BENCHMARKS else _lazy)(f"bench.{RUNNERS.get(name, name)}:run"),
+        )
+        for name, text in BENCHMARKS.items()
+    },
 }
 
 

@@ -30,7 +30,7 @@ class Listener:
             self._file = self._path.stat()
             self.address = f"unix:{self._path}"
             return
-        self.socket = _bind_tcp(options.host, options.port)
+        self.socket = _bind_tcp(options.host.removeprefix("[").removesuffix("]"), options.port)
         host, port = self.socket.getsockname()[:2]
         self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -1,9 +1,10 @@
 """``quire serve``: runs the engine's processes and the HTTP front ends until a signal."""
 
 import contextlib
+import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -29,15 +30,20 @@ from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.version import __version__
 
+SAME_SIGNAL_S = 1.0
 
-class _Signals:
+
+class Signals:
     """Counts STOP_SIGNALS and wakes the supervisor: the first drains, the second stops at once.
+
+    What follows within SAME_SIGNAL_S is the same signal: ``timeout`` sends one to its child, and one to the group.
 
     SIGHUP stays ignored under ``nohup``. IGNORED_SIGNALS are ignored, also by children from their first instruction.
     """
 
-    def __init__(self, processes: Supervisor | Fleet) -> None:
+    def __init__(self, processes: Supervisor | Fleet, now: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
+        self._now, self._counted = now, -math.inf
         signal.set_wakeup_fd(processes.wakeup_fd)
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,7 +52,8 @@ class _Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        if self._now() - self._counted >= SAME_SIGNAL_S:
+            self.count, self._counted = self.count + 1, self._now()
 
 
 def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
@@ -126,7 +133,7 @@ def _make_fleet(
 def _run(
     processes: Supervisor | Fleet, config: EngineConfig, options: ServeOptions, about: str, started: float
 ) -> None:
-    signals = _Signals(processes)
+    signals = Signals(processes)
     write_settings(processes.directory, options, server_adapters(config, options))
     processes.start_all()
     while not processes.is_ready and not signals.count:

@@ -64,12 +64,17 @@ _SHORTAGE_TEXTS = {
 def shortage(error: BaseException) -> str:
     """Return one line with the resource that the machine or a limit denied, and what to do; "" for other errors.
 
+    Also for a text that cannot be encoded: a path that is no UTF-8, or an answer for a terminal without UTF-8.
+
     For a group of errors, this is the first shortage in it.
     """
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(shortage, error.exceptions)), "")
     if isinstance(error, MemoryError):
         return _SHORTAGES[errno.ENOMEM]
+    if isinstance(error, UnicodeEncodeError):
+        text = f"{printable(error.object)} cannot be encoded as {error.encoding}: names of files must be UTF-8; "
+        return f"{text}with a locale such as LC_ALL=C, set PYTHONUTF8=1"
     number = getattr(error, "errno", None)
     if number not in _SHORTAGES and isinstance(error, FileNotFoundError | ImportError | RuntimeError):
         number = next((number for text, number in _SHORTAGE_TEXTS.items() if text in str(error)), None)

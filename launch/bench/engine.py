@@ -35,6 +35,7 @@ from quire.launch.offline.llm import LLM
 from quire.launch.offline.lora_request import LoRARequest
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.process.host_limits import usable_cores
 from quire.protocol.request.sampling_params import SamplingParams
 
 # Lower ids are special tokens in most checkpoints.
@@ -154,7 +155,7 @@ def default_threads() -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
-    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+    return usable_cores()
 
 
 def make_prompts(seed: int, num_prompts: int, length: int, vocab_size: int) -> Prompts:

@@ -22,6 +22,13 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_url_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
+    parser.add_argument(
+        "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
+    )
+
+
 def add_options(
     parser: argparse.ArgumentParser, options: type[msgspec.Struct], only: Collection[str] | None = None
 ) -> None:
@@ -81,10 +88,14 @@ def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]
         from quire.launch.config.config_file import read_config_file  # YAML is imported only for such a file
 
         where = str(args.config)
-        given = {str(key).replace("-", "_"): value for key, value in read_config_file(args.config).items()}
-        for key in given:
-            if key not in keys:
-                raise ConfigError(f"{where}: unknown key {key!r}{suggest(key, keys)}")
+        spelled: dict[str, str] = {}
+        for key, value in read_config_file(args.config).items():
+            name = str(key).replace("-", "_")
+            if name not in keys:
+                raise ConfigError(f"{where}: unknown key {name!r}{suggest(name, keys)}")
+            if name in given:
+                raise ConfigError(f"{where}: {spelled[name]} and {key} are the same setting: give it once")
+            given[name], spelled[name] = value, key
     given |= {key: value for key, value in vars(args).items() if key in keys}
     engine = parse_options({key: value for key, value in given.items() if key in engine_keys}, where)
     serve = convert({key: value for key, value in given.items() if key in serve_keys}, ServeOptions, where)

@@ -224,7 +224,7 @@ def _check_pages(options: EngineOptions) -> None:
         raise ConfigError(f"{given} needs {missing}: give both or neither")
     if not (wanted := options.cpu_offload_bytes):
         return
-    from quire.protocol.process.host_memory import available_bytes  # psutil, which --help does not wait for
+    from quire.protocol.process.host_limits import available_bytes  # psutil, which --help does not wait for
 
     free = available_bytes()
     if wanted > free:

@@ -87,7 +87,7 @@ _RANKS = "not needed: one server starts all engines (--data-parallel-size), on o
 _DEVICE = "a model is on one kind of device as a whole: choose it with --device"
 _TOOLS = "tools need no flag: docs/sampling.md"
 _ALWAYS = "not needed: it is always on"
-_THREADS = "not needed: all cores that the process may use are used; taskset limits them"
+_THREADS = "not needed: all cores that the process may use are used; taskset and CPU quotas limit them"
 _REQUEST = "a parameter of requests, or a value of generation_config.json: --generation-config"
 
 # Flags without an equivalent: why.

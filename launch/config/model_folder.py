@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.gguf_file import SUFFIX, is_gguf
-from quire.protocol.process.log import one_line
+from quire.protocol.process.log import first_line
 from quire.version import install_command
 
 MAX_REASON = 300
@@ -31,7 +31,7 @@ def find_model(name: str | None) -> Path:
     if folder.exists():
         raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors, or a GGUF file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"{name} is not a folder with a checkpoint")
+        raise ConfigError(f"{name} does not exist: MODEL must be a folder, a GGUF file, or a Hugging Face id")
     return _from_hub(name)
 
 
@@ -44,6 +44,6 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the library raises exceptions of its own and of its HTTP client
-        reason = one_line(str(error))[:MAX_REASON]
+        reason = first_line(str(error))[:MAX_REASON]
         text = f"{name} is not a folder, and its download failed: {type(error).__name__}: {reason}"
         raise ConfigError(text) from None

@@ -174,7 +174,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             SERVER,
-            "seconds that running requests have to finish after SIGTERM. A second signal stops at once",
+            "seconds that running requests have to finish after SIGTERM. A second signal, from 1 s later on, stops it",
             range=(0, 86400),
             metavar="SECONDS",
         ),

@@ -84,7 +84,7 @@ def check_shared(config: EngineConfig, num_engines: int, *, uses_nodes: bool = F
     needs = {"--cpu-offload-bytes": config.cpu_offload_bytes}
     if config.device == "cpu":
         needs["--kv-cache-memory-bytes"] = config.kv_cache_memory_bytes * config.tensor_parallel_size
-    from quire.protocol.process.host_memory import available_bytes  # psutil, which --help does not wait for
+    from quire.protocol.process.host_limits import available_bytes  # psutil, which --help does not wait for
 
     free = available_bytes()
     for flag, each in needs.items():

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import psutil
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.host_limits import usable_cpus
 from quire.protocol.process.log import one_line
 from quire.version import __version__
 
@@ -139,7 +140,7 @@ def machine_facts() -> dict[str, Any]:
     """Return facts about the machine and its packages. No paths and no host name, because reports are shared."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cpus(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -166,13 +166,13 @@ def _format_value(value: Any) -> str:
 def _what_if(args: argparse.Namespace) -> Result:
     """Run one simulation; for a change of settings of Quire's own trace, also the recorded settings."""
     workload = _load(args)
-    changed = _run(args, workload, dict(args.set))
+    changed = _run(args, workload, dict(args.set), {})
     if workload.format == "measured" and not _given(args, WORKLOAD_FLAGS):
         return _beside_measured(args, changed)
     if workload.format != "quire" or not args.set:
         return result_of(changed)
     recorded = _recorded(args, changed)
-    base = _run(args, workload, {})
+    base = _run(args, workload, {}, {})
     return change_of(recorded, base, changed)
 
 
@@ -205,19 +205,19 @@ def _recorded(args: argparse.Namespace, changed: RunRecord) -> RunRecord | None:
     return record
 
 
-def _run(args: argparse.Namespace, workload: Workload, settings: dict[str, str]) -> RunRecord:
-    """Run one simulation with these changes of the settings, which its title names."""
+def _run(args: argparse.Namespace, workload: Workload, changes: dict[str, str], base: dict[str, str]) -> RunRecord:
+    """Run one simulation with these changes of the settings of ``base``; its title names both."""
     from quire.launch.replay.simulate.whatif import prepare, run_workload
 
-    setup, cost = prepare(workload, settings, args.cost)
+    setup, cost = prepare(workload, changes, args.cost, base)
     if args.perfetto and setup.num_engines > 1:
         raise UsageError(
             f"--perfetto shows the steps of one engine: it needs data_parallel_size=1 (got {setup.num_engines})"
         )
     with progress_bar(len(workload.calls)) as progress:
         record = run_workload(workload, setup, cost, **run_options(args), progress=progress)
-    if settings:
-        record.title += " with " + ", ".join(f"{key}={value}" for key, value in settings.items())
+    if given := {**base, **changes}:
+        record.title += " with " + ", ".join(f"{key}={value}" for key, value in given.items())
     return record
 
 
@@ -226,13 +226,13 @@ def _compare(args: argparse.Namespace) -> Result:
 
     workload = _load(args)
     settings = dict(args.set)
-    first = _run(args, workload, settings)
-    second = _run(args, workload, settings | dict(args.compare))
+    first = _run(args, workload, settings, {})
+    second = _run(args, workload, dict(args.compare), settings)
     comparison = compare(first, second)
     found = [summary(first), summary(second)]
     notes = [*first.notes, *(note for note in second.notes if note not in first.notes)]
     figures = {"runs": found, "comparison": rounded(comparison.as_dict())}
-    head = [f"cost: {first.cost}", comparison.text()]
+    head = [f"cost: {first.cost}", *comparison.text().splitlines()]
     return Result(figures, [first, second], head, [side_by_side(*found)], notes)
 
 
@@ -252,6 +252,9 @@ def _sweep(args: argparse.Namespace) -> Result:
     shown = [(name, sweep_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
     head = [good[0]["title"], f"cost: {good[0]['cost']}"]
     notes = [*failed, *(note for note in good[0]["notes"] if all(note in each["notes"] for each in good))]
+    if any("keeps the memory" in note for each in good for note in each["notes"]):
+        pools = sorted(each["settings"]["num_usable_blocks"] for each in good)
+        notes.append(f"pools of other blocks keep their memory: num_usable_blocks is {pools[0]} to {pools[-1]}")
     tables = [Table("setting", SWEEP_COLUMNS, shown)]
     if any("engines" in each for each in good):
         engines = [(name, engine_cells(row.figures)) for name, row in zip(names, rows, strict=True)]

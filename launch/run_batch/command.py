@@ -10,7 +10,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from quire.launch.config.command_line import add_config_file, add_options, read_options
+from quire.launch.config.command_line import add_config_file, add_options, add_url_options, read_options
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.offline.remote import base_url, server_key
@@ -42,10 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="results, in the order of the requests; -: standard output",
     )
-    parser.add_argument("--url", metavar="URL", help="use the running server at this address instead of an own engine")
-    parser.add_argument(
-        "--api-key", dest="server_key", metavar="KEY", help="API key of that server (the variable QUIRE_API_KEY)"
-    )
+    add_url_options(parser)
     parser.add_argument(
         "--concurrency", type=int, default=256, metavar="N", help="most requests at the server at a time (256)"
     )

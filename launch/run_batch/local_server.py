@@ -16,6 +16,7 @@ from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
 from quire.launch.serve import model_display_name, server_adapters, write_settings
+from quire.launch.supervision.directory import parent_of_sockets
 from quire.launch.supervision.supervisor import FrontEndProgram, Supervisor
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
     names = options.served_model_name or [model_display_name(folder, engine.model)]
     done: list[T] = []
     failed: list[BaseException] = []
-    with tempfile.TemporaryDirectory(prefix="quire-batch-") as private:
+    with tempfile.TemporaryDirectory(prefix="quire-batch-", dir=parent_of_sockets()) as private:
         path = str(Path(private) / "socket")
         # Nothing refers to a response of another line, because lines are answered in any order.
         options = msgspec.structs.replace(options, uds=path, served_model_name=names, max_stored_response_bytes=0)

@@ -7,21 +7,38 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from quire.protocol.errors import ConfigError
+
 PREFIX = "quire-"
+SHORT = "/tmp"
+MAX_PARENT_BYTES = 50
+"""Sockets below a socket directory add up to 55 bytes, and the path of a socket has at most 107."""
 LOCK = "lock"
 """A file in the socket directory that its owner keeps locked. If it is unlocked, the owner has exited."""
 
 
 def make_directory() -> tuple[Path, int]:
     """Remove the directories of killed owners; return a new directory of mode 0700, and a descriptor of its lock."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    parent = parent_of_sockets()
+    for directory in Path(parent).glob(f"{PREFIX}*"):
         _remove_if_abandoned(directory)
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mkdtemp makes it 0700
     fresh = directory / f"{LOCK}.new"
     lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fresh.rename(directory / LOCK)  # locked before another process can find it
     return directory, lock
+
+
+def parent_of_sockets() -> str:
+    """Return the folder of temporary files, or /tmp if sockets in that one would have too long paths."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= MAX_PARENT_BYTES:
+        return folder
+    if not os.access(SHORT, os.W_OK | os.X_OK):
+        text = f"TMPDIR must have at most {MAX_PARENT_BYTES} bytes for sockets (got {folder})"
+        raise ConfigError(f"{text}: choose a shorter folder, because {SHORT} is not writable")
+    return SHORT
 
 
 def remove_directory(directory: Path, lock: int) -> None:

@@ -104,16 +104,25 @@ class Distribution:
     counts: list[tuple[float, float]]
 
     def quantile(self, share: float) -> float | None:
-        """Return the quantile, interpolated within its bucket; in the last bucket, its lower bound."""
+        """Return the quantile, interpolated within its bucket, and never above what a value has reached."""
         wanted = share * self.count
         edges = [(0.0, 0.0), *self.counts]
         at = bisect.bisect_left([count for _, count in self.counts], wanted)
         if at == len(self.counts):
             return None
         (low, below), (high, up_to) = list(pairwise(edges))[at]
-        if high == float("inf") or up_to == below:
+        if up_to == below:
             return low
-        return low + (high - low) * (wanted - below) / (up_to - below)
+        return min(self._reached(), low + (high - low) * (wanted - below) / (up_to - below))
+
+    def _reached(self) -> float:
+        """Return the least that the largest value can be: the mean of its bucket if all others are at their bounds."""
+        rest = self.mean * self.count
+        for (low, below), (high, up_to) in pairwise([(0.0, 0.0), *self.counts]):
+            if up_to >= self.count:
+                return max(low, rest / (up_to - below))
+            rest -= high * (up_to - below)
+        return float("inf")
 
 
 def growth(now: float, before: float) -> float:

@@ -166,6 +166,11 @@ def _value(value: Any) -> str:
     return text if plain and text else json.dumps(text)
 
 
+def first_line(text: str) -> str:
+    """Return the first line of another library's text that is not blank; the lines behind it are for developers."""
+    return one_line(next(filter(None, map(str.strip, text.splitlines())), ""))
+
+
 def one_line(text: str) -> str:
     """Escape line breaks and control characters: names of folders and files may hold commands for a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

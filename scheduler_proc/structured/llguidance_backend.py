@@ -5,7 +5,6 @@ whitespace, but both usual styles (compact, and that of ``json.dumps``) remain p
 """
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from quire.protocol.process.host_limits import usable_cpus
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -139,7 +139,7 @@ class LLGuidanceBackend:
                 ids.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
         else:
             if self._threads is None:  # made at the first use, because threads do not survive the fork of a helper
-                self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+                self._threads = llguidance.LLExecutor(min(MAX_THREADS, usable_cpus()))
             fill_next_token_bitmask_par(self._threads, rows, masks)
         for ids, index in rows:
             if ids.is_error():

@@ -6,9 +6,11 @@ import logging
 import resource
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +135,41 @@ def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         main(arguments)
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serv"], "invalid choice: 'serv'; did you mean serve?"),
+        (["run", "MODEL"], "invalid choice: 'run'; did you mean chat (in the terminal) or serve?"),
+        (["pull", "org/name"], "a model is downloaded at its first use: quire serve ORG/NAME"),
+        (["nothing"], "invalid choice: 'nothing' (choose from "),
+        (["bench", "engin"], "did you mean engine?"),
+        (["serve", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean bfloat16?"),
+        (["serve", "/nope"], "/nope does not exist: MODEL must be a folder"),
+        (["serve", "--config", "twice.yaml"], "twice.yaml: max-num-seqs and max_num_seqs are the same setting"),
+        (["serve", "--port", "0", "m\udce9"], "cannot be encoded as utf-8: names of files must be UTF-8"),
+    ],
+)
+def test_mistakes_of_a_first_hour_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("twice.yaml").write_text("max-num-seqs: 4\nport: 0\nmax_num_seqs: 5\n")
+    shutil.copytree(DEMO_MODEL, "m\udce9")
+    line = _fails(words, capsys)
+    assert said in line and line.count("\n") == 1 and line[:-1].isprintable()
+
+
+def test_a_failed_download_is_the_first_line_of_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("\nGot: ConnectError [Errno 111]\nAn error happened while trying to locate the files")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
+    line = _fails(["serve", "org/name"], capsys)
+    assert line.endswith("its download failed: OSError: Got: ConnectError [Errno 111]\n")
 
 
 def test_names_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

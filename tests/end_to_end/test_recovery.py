@@ -18,6 +18,7 @@ from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 
 from quire.launch.measure.http_client import parse_metrics
+from quire.launch.serve import SAME_SIGNAL_S
 
 CANARY = request_of(12, temperature=0.0)
 FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
@@ -286,7 +287,7 @@ class TestShutdown:
 
             async def signal_twice() -> None:
                 os.killpg(server.process.pid, signal.SIGINT)
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(SAME_SIGNAL_S)
                 assert server.process.poll() is None
                 os.killpg(server.process.pid, signal.SIGINT)
                 began = time.monotonic()

@@ -15,6 +15,8 @@ import pytest
 from engine_processes import processes_of
 from served import QUIRE, Served
 
+from quire.launch.serve import SAME_SIGNAL_S
+
 STORY = [{"role": "user", "content": "Tell me a story."}]
 
 
@@ -290,12 +292,15 @@ class TestCommandLine:
 
     def test_a_second_signal_stops_at_once(self) -> None:
         served = Served("--num-gpu-blocks-override", "300")
-        body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body = {"model": "quire-demo", "prompt": "Once", "n": 8, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
             started = time.monotonic()
             served.process.send_signal(signal.SIGTERM)
             while not any("second signal" in line for line in served.log):
                 assert time.monotonic() < started + 30
+            served.process.send_signal(signal.SIGTERM)  # the same signal
+            with pytest.raises(subprocess.TimeoutExpired):
+                served.process.wait(SAME_SIGNAL_S)
             served.stop(signal.SIGTERM)
         assert time.monotonic() - started < 10

@@ -50,8 +50,9 @@ class TestPort:
 
     def test_the_url_of_an_ipv6_address_has_brackets(self) -> None:
         try:
-            with Listener(ServeOptions(host="::1", port=0)) as listener:
-                assert listener.address == f"http://[::1]:{listener.socket.getsockname()[1]}"
+            for host in ("::1", "[::1]"):
+                with Listener(ServeOptions(host=host, port=0)) as listener:
+                    assert listener.address == f"http://[::1]:{listener.socket.getsockname()[1]}"
         except ConfigError:
             pytest.skip("this machine has no IPv6")
         with pytest.raises(ConfigError, match=r"\[2001:db8::1\]:1 cannot be used"):

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 from exported_metrics import FullEngine, exported_labels
 from front_end import FrontEnd
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from quire.launch import cli
 from quire.launch.top import overview as overview_module
 from quire.launch.top.command import ServerMetrics, Watch
 from quire.launch.top.overview import Overview, overview
-from quire.launch.top.scrape import Scrape
+from quire.launch.top.scrape import Distribution, Scrape
 from quire.launch.top.screen import screen
 from quire.launch.top.state import decode_state
 from quire.protocol.errors import EngineError
@@ -93,7 +95,7 @@ prefix cache    [############............]  50% of the prompt tokens found
 preemptions     2.0/s   since the start 4: no_kv_blocks 4
 
 seconds               mean       p50       p99    number
-  queue             0.5000    0.4000    0.9880         4
+  queue             0.5000    0.4000    0.6333         4
   prefill                -         -         -         -
   decode                 -         -         -         -
   first token            -         -         -         -
@@ -101,7 +103,7 @@ seconds               mean       p50       p99    number
   whole request          -         -         -         -
 
 step, ms              mean       p50       p99     share
-  schedule            0.20      0.50      0.99       10%
+  schedule            0.20      0.20      0.20       10%
   worker              1.80         -         -       90%
   update                 -         -         -         -
   reply                  -         -         -         -
@@ -192,6 +194,16 @@ def test_once_json_of_a_real_front_end(served: FrontEnd, capsys: pytest.CaptureF
     assert (shown["model"], shown["state"], shown["running"]) == ("endless", "ready", 0)
     assert shown["waiting_by_reason"] == {"kv_blocks": 1} and shown["ended_per_s"] == 0
     assert 0 < shown["window_s"] < 10
+
+
+@given(st.lists(st.floats(0, 30), min_size=1, max_size=30))
+@example([10.03] * 4)
+def test_no_percentile_exceeds_the_largest_value(values: list[float]) -> None:
+    bounds = [1.0, 5.0, 10.0, 20.0, float("inf")]
+    counts = [(bound, float(sum(value <= bound for value in values))) for bound in bounds]
+    found = Distribution(len(values), sum(values) / len(values), counts)
+    most = max(values) * (1 + 1e-9)
+    assert 0 <= (found.quantile(0.5) or 0) <= (found.quantile(0.99) or 0) <= most
 
 
 def test_once_prints_the_screen(served: FrontEnd, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
-from quire.protocol.process.host_memory import available_bytes
+from quire.protocol.process.host_limits import available_bytes
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan
 

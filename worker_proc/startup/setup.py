@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-import psutil
 import torch
 
 from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
@@ -16,6 +15,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.process.host_limits import usable_cores
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
@@ -172,7 +172,7 @@ def pick_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
-    """Set torch's number of threads to the physical cores per rank, or to 1 for a tiny model.
+    """Set torch's number of threads to the usable physical cores per rank, or to 1 for a tiny model.
 
     Steps of a tiny model are shorter than the threads' barriers. Hyper-threads share the arithmetic units. Ranks divide
     the cores, because two threads that wait for each other on one core cost milliseconds. ``OMP_NUM_THREADS``, if set,
@@ -182,8 +182,8 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
         num_ranks: workers of all engines on this machine.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else max(1, cores // num_ranks))
+        threads = max(1, usable_cores() // num_ranks)
+        torch.set_num_threads(1 if weight_bytes < ONE_THREAD_BELOW_BYTES else threads)
 
 
 def pick_ops(device: torch.device, deterministic: bool) -> Ops:

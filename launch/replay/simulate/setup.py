@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -27,6 +28,7 @@ from quire.protocol.routing import MAX_ENGINES
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30
 """90 % of an 80 GiB GPU, less the weights of an 8B model and the activations of a step."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_USABLE_BLOCKS = 2**26
 """Each block is a Python object of the simulation: more would take more than 10 GiB."""
 
@@ -63,6 +65,8 @@ INERT = {
 }
 """Flags without effect in a simulation, and why."""
 
+SIZES = ("num_usable_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+"""Keys of ``--set`` that determine the size of the pool."""
 RATES = {"host_gb_per_s": "host", "disk_read_gb_per_s": "disk_read", "disk_write_gb_per_s": "disk_write"}
 """Keys of ``--set`` for the rates of copies, and the fields of CopyRates."""
 
@@ -98,17 +102,22 @@ class Setup:
     enable_expert_parallel: bool = False
 
 
-def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | None) -> Setup:
+def make_setup(
+    workload: Workload, changes: Mapping[str, str], cost: CostModel | None, base: Mapping[str, str] = NOTHING
+) -> Setup:
     """Resolve every setting of the simulated engine.
 
+    A number of blocks that the trace or ``base`` gives is one of their blocks: if ``changes`` give blocks another size,
+    the pool keeps its bytes.
+
     Args:
-        given: texts by ``--set`` key.
+        changes, base: texts by ``--set`` key; ``changes`` come first.
         cost: provides the size of the pool and the rate of copies if no setting does.
 
     Raises:
         ConfigError: an unknown key, a key without effect, or a value of the wrong type or out of range.
     """
-    values = _typed(given, workload)
+    values = _typed({**base, **changes}, workload)
     notes: list[str] = []
     longest = max((call.num_prompt_tokens + call.num_output_tokens for call in workload.calls), default=2)
     model, name = _model(values.pop("model", None), longest, values)
@@ -129,6 +138,14 @@ def make_setup(workload: Workload, given: Mapping[str, str], cost: CostModel | N
     config = make_engine_config(options, model=model, simulated=True)
     layout = kv_layout(model, config.block_size, config.kv_cache_dtype)
     num_usable_blocks = _num_usable_blocks(usable, config, layout, workload, cost, notes)
+    is_kept = changes and not any(key.replace("-", "_") in SIZES for key in changes)
+    if is_kept and usable != "infinite" and (usable or config.num_blocks_override) and layout.groups:
+        before = make_setup(workload, base, cost)
+        sizes = [each.rank_block_bytes(config.tensor_parallel_size) for each in (before.layout, layout)]
+        if sizes[0] != sizes[1]:
+            num_usable_blocks = _fitting((before.num_usable_blocks + 1) * sizes[0], sizes[1])
+            text = f"num_usable_blocks is {num_usable_blocks}: a block has {sizes[1] / sizes[0]:g} times the bytes"
+            notes.append(f"{text}, and the pool keeps the memory of {before.num_usable_blocks}")
     tiers = _tiers(config, layout, _rates(rates, cost), notes)
     shown = {
         "model": name,
@@ -204,11 +221,10 @@ def _preset(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _drop_other_sizes(values: dict[str, Any], wanted: Mapping[str, Any]) -> None:
     """Remove the trace's pool sizes if the user sets one of the three keys that determine it."""
-    sizes = ("num_usable_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes")
-    chosen = [key for key in sizes if wanted.get(key) is not None]
+    chosen = [key for key in SIZES if wanted.get(key) is not None]
     if len(chosen) > 1:
         raise ConfigError(f"--set {chosen[0]} and --set {chosen[1]} both set the size of the pool: choose one")
-    for key in sizes if chosen else ():
+    for key in SIZES if chosen else ():
         if key not in chosen:
             values.pop(key, None)
 
@@ -266,11 +282,17 @@ def _num_usable_blocks(
         return min(config.num_blocks_override, MAX_USABLE_BLOCKS)
     known = config.kv_cache_memory_bytes or (cost.kv_bytes if cost is not None else 0)
     block_bytes = layout.rank_block_bytes(config.tensor_parallel_size) * config.tensor_parallel_size
-    number = (known or DEFAULT_KV_BYTES) // block_bytes - 1
-    if number < 1:
-        raise ConfigError(f"{known or DEFAULT_KV_BYTES} bytes are too few for one KV block of {block_bytes} bytes")
+    number = _fitting(known or DEFAULT_KV_BYTES, block_bytes)
     if not known:
         notes.append(f"num_usable_blocks is {number}, the default of {DEFAULT_KV_BYTES // 2**30} GiB")
+    return number
+
+
+def _fitting(num_bytes: int, block_bytes: int) -> int:
+    """Return the usable blocks of a pool of this size, one of whose blocks is the null block."""
+    number = num_bytes // block_bytes - 1
+    if number < 1:
+        raise ConfigError(f"{num_bytes} bytes are too few for one KV block of {block_bytes} bytes")
     return min(number, MAX_USABLE_BLOCKS)
 
 

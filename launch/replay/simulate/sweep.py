@@ -17,6 +17,7 @@ from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.report.figures import attained_share
 from quire.launch.replay.report.summary import summary
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.host_limits import usable_cpus
 
 MAX_RUNS = 4096
 MAX_PROCESSES = 61
@@ -63,7 +64,7 @@ def sweep(
 
     Args:
         axes: (``--set`` key, texts of its values), each key once.
-        jobs: number of processes, 1: this one; None: one per core.
+        jobs: number of processes, 1: this one; None: one per usable CPU.
         progress: called with the number of finished runs and their total.
 
     Raises:
@@ -79,7 +80,7 @@ def run_points(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SweepRow]:
     """Do one run with each of ``points``, texts by ``--set`` key; see ``sweep``."""
-    jobs = min(jobs or len(os.sched_getaffinity(0)), len(points), MAX_PROCESSES)
+    jobs = min(jobs or usable_cpus(), len(points), MAX_PROCESSES)
     if jobs == 1:
         rows = []
         for point in points:
@@ -106,7 +107,7 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
 
     try:
         workload = load_workload(task.path, task.format, task.options)
-        setup, cost = prepare(workload, {**task.settings, **values}, task.cost)
+        setup, cost = prepare(workload, values, task.cost, task.settings)
         record = run_workload(workload, setup, cost, **task.run)
         figures = summary(record)
         if task.targets:

@@ -12,7 +12,7 @@ from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.parse import config_of, default_cost, parse_cost
 from quire.launch.replay.run.run_record import RunRecord
 from quire.launch.replay.simulate.program_score import ProgramScore
-from quire.launch.replay.simulate.setup import Setup, make_setup, resolve_machine
+from quire.launch.replay.simulate.setup import NOTHING, Setup, make_setup, resolve_machine
 from quire.launch.replay.simulate.simulator import Simulator
 from quire.launch.replay.workload.sources import source_of
 from quire.launch.replay.workload.workload import Call, Workload
@@ -22,17 +22,20 @@ from quire.protocol.model.model_config import ModelConfig
 DEFAULT_STEP_MS = 10.0
 
 
-def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> tuple[Setup, CostModel]:
+def prepare(
+    workload: Workload, changes: Mapping[str, str], cost: str | None, base: Mapping[str, str] = NOTHING
+) -> tuple[Setup, CostModel]:
     """Build the engine's setup and the cost model; each may depend on the other's settings.
 
     Args:
-        given: texts by ``--set`` key.
+        changes, base: as of ``make_setup``.
         cost: the ``--cost`` text; None: a fit to the trace's own steps, the profile of a measured run, or else a
             default machine.
 
     Raises:
         ConfigError: an invalid setting or cost.
     """
+    given = {**base, **changes}
     if cost is not None and "model" not in {*given, *workload.settings} and (config := config_of(cost)):
         workload = replace(workload, settings=workload.settings | {"model": _fit_longest(find_model(config), workload)})
     if cost is None and workload.format == "measured":
@@ -42,11 +45,11 @@ def prepare(workload: Workload, given: Mapping[str, str], cost: str | None) -> t
         machine = parse_cost(
             cost, tensor_parallel_size=size, model=model, expert_parallel=sharing, max_num_seqs=max_num_seqs
         )
-        return make_setup(workload, given, machine), machine
+        return make_setup(workload, changes, machine, base), machine
     if sharing:
         raise ConfigError("--set enable_expert_parallel needs the layer profile of the machine: --cost table:DIR")
     machine, note = _default_machine(workload, size, model)
-    setup = make_setup(workload, given, machine)
+    setup = make_setup(workload, changes, machine, base)
     setup.notes.append(note)
     return setup, machine
 

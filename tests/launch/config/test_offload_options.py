@@ -9,7 +9,7 @@ from configs import MODEL, config_of
 from quire.launch.config.engine_config import make_engine_config, with_api_keys
 from quire.launch.config.options import parse_options
 from quire.protocol.errors import ConfigError
-from quire.protocol.process import host_memory
+from quire.protocol.process import host_limits
 
 
 def test_default_is_zero() -> None:
@@ -70,7 +70,7 @@ def test_isolated_keys_have_a_folder_of_their_own() -> None:
 
 
 def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: 1000)
     assert config_of(cpu_offload_bytes=1000, device="cpu").cpu_offload_bytes == 1000
     with pytest.raises(ConfigError, match=r"at most 1000, the host memory that is free \(got 1001\)"):
         config_of(cpu_offload_bytes=1001, device="cpu")

@@ -85,7 +85,7 @@ class TestSpeculative:
             ({**NGRAM, "acceptance": "rejection"}, "acceptance rejection needs the method draft_model"),
             ({**NGRAM, "acceptance": "typical"}, "acceptance must be one of shared_noise, rejection (got 'typical')"),
             ({"method": "draft_model", "num_speculative_tokens": 3}, "needs model, the draft model's folder"),
-            ({"model": "nowhere", "num_speculative_tokens": 3}, "nowhere is not a folder"),
+            ({"model": "nowhere", "num_speculative_tokens": 3}, "nowhere does not exist"),
             ("ngram", "--speculative-config must be a JSON object, not 'ngram'"),
             ("[1]", "speculative_config must be an object (got [1])"),
         ],

@@ -9,7 +9,7 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.fleet.engine_settings import check_shared, engine_config, router_config
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError
-from quire.protocol.process import host_memory
+from quire.protocol.process import host_limits
 
 
 def test_engines_share_no_file_and_no_endpoint() -> None:
@@ -57,7 +57,7 @@ def test_what_is_not_set_stays_so() -> None:
 def test_what_engines_cannot_share_is_refused(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], text: str
 ) -> None:
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: 2**30)
     with pytest.raises(ConfigError) as refused:
         check_shared(make_config(**settings), 2)
     assert text in str(refused.value)

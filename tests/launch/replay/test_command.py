@@ -354,7 +354,7 @@ class TestSeveralRuns:
         status, out, _ = replay(mooncake, *flags, "--html", tmp_path / "two.html")
         assert status == 0 and (tmp_path / "two.html").stat().st_size > 1000
         assert "num_usable_blocks=10, max_num_seqs=1" in out
-        assert "max_num_seqs: 256 -> 1" in out and "took longer" in out
+        assert "\n  max_num_seqs: 256 -> 1\n" in out and "\ntook longer" in out and "\\n" not in out
         found = read_json(replay(mooncake, *flags, "--json", "-")[1])
         assert [run["settings"]["max_num_seqs"] for run in found["runs"]] == [256, 1]
         assert found["comparison"]["slower"] == 4 and found["comparison"]["most_delayed"][0]["why"]

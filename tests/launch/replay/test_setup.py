@@ -49,6 +49,30 @@ def test_defaults_are_for_a_gpu_and_the_longest_call() -> None:
     assert made.shown["model"] == "llama-3.1-8b"
 
 
+@pytest.mark.parametrize(
+    ("base", "changes", "blocks"),
+    [
+        ({}, {"block-size": "32"}, 49),
+        ({}, {"block_size": "8"}, 201),
+        ({}, {"kv_cache_dtype": "fp8"}, 201),
+        ({}, {"tensor_parallel_size": "2"}, 100),
+        ({}, {"max_num_seqs": "3"}, 100),
+        ({}, {"block_size": "32", "num_usable_blocks": "100"}, 100),
+        ({"num_usable_blocks": "200"}, {"block_size": "32"}, 99),
+        ({"block_size": "32"}, {"block_size": "64"}, 24),
+        ({"num_usable_blocks": "200"}, {"block_size": "32", "num-usable-blocks": "150"}, 150),
+    ],
+)
+def test_a_pool_keeps_its_bytes(base: dict[str, str], changes: dict[str, str], blocks: int) -> None:
+    """The trace has 100 blocks of 16 tokens, and the null block."""
+    recorded = workload(CALLS, settings={"num_usable_blocks": 100, "block_size": 16})
+    made = make_setup(recorded, changes, None, base)
+    before = int(base.get("num_usable_blocks", 100))
+    assert made.num_usable_blocks == made.shown["num_usable_blocks"] == blocks
+    if "block_size" not in base and not any("num" in key for key in changes) and blocks != before:
+        assert any(f"the pool keeps the memory of {before}" in note for note in made.notes)
+
+
 def test_parses_settings_to_the_types_of_their_fields() -> None:
     made = setup_of(
         **{"block-size": "32", "enable_prefix_caching": "no", "watermark": "0.1", "scheduling_policy": "priority"}

@@ -16,11 +16,11 @@ def task(**settings: str) -> SweepTask:
 
 
 def test_point_merges_common_and_own_settings() -> None:
-    row = run_point(task(max_num_seqs="3", num_usable_blocks="900"), {"block_size": "128"})
+    row = run_point(task(max_num_seqs="3", num_usable_blocks="900"), {"block_size": "32"})
     assert row.error == "" and row.figures is not None
     assert row.figures["requests"] == 12
     settings = row.figures["settings"]
-    assert (settings["max_num_seqs"], settings["block_size"], settings["num_usable_blocks"]) == (3, 128, 900)
+    assert (settings["max_num_seqs"], settings["block_size"], settings["num_usable_blocks"]) == (3, 32, 449)
     assert row.figures["title"].endswith("concurrency 2")
 
 

@@ -13,7 +13,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.process import host_memory
+from quire.protocol.process import host_limits
 from quire.protocol.wire.worker_messages import MemoryPlan
 from quire.worker_proc.startup import memory
 from quire.worker_proc.startup.memory import log_plan, plan_memory
@@ -39,7 +39,7 @@ BLOCK = 2 * 2 * 8 * 4 * 16 * 4  # K and V, heads, head_dim, bytes, tokens, layer
 def _a_machine_of_four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(total=4096 * MIB, available=3000 * MIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
-    monkeypatch.setattr(host_memory, "SELF", Path("/nonexistent"))
+    monkeypatch.setattr(host_limits, "SELF", Path("/nonexistent"))
 
 
 def plan(weights: int = 10 * MIB, **settings: Any) -> MemoryPlan:

@@ -1,5 +1,7 @@
 """The device and the threads of a worker."""
 
+from pathlib import Path
+
 import msgspec
 import psutil
 import pytest
@@ -8,6 +10,7 @@ import torch
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.process import host_limits
 from quire.worker_proc.startup.setup import ONE_THREAD_BELOW_BYTES, pick_device, set_threads
 
 MODEL = ModelConfig(
@@ -46,11 +49,15 @@ def test_a_rank_has_the_gpu_of_its_place(gpus: list[int]) -> None:
 
 @pytest.mark.parametrize(("weights", "ranks", "threads"), [(0, 1, 1), (1, 1, 8), (1, 4, 2), (1, 16, 1)])
 def test_ranks_of_all_engines_divide_the_cores(
-    monkeypatch: pytest.MonkeyPatch, weights: int, ranks: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: int, ranks: int, threads: int
 ) -> None:
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    (tmp_path / "cpu.max").write_text("800000 100000")
+    (tmp_path / "own").write_text("0::/")
+    monkeypatch.setattr(host_limits, "SELF", tmp_path / "own")
+    monkeypatch.setattr(host_limits, "MOUNT", tmp_path)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 12)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     set_threads(weights * ONE_THREAD_BELOW_BYTES, ranks)

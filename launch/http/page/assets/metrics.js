@@ -65,16 +65,28 @@ class Interval {
     const before = this.before.buckets.get(name) || new Map();
     const counts = [...(this.now.buckets.get(name) || [])].sort((one, other) => one[0] - other[0])
       .map(([bound, value]) => [bound, growth(value, before.get(bound) || 0)]);
-    return { count, total, mean: total / count, p50: quantile(counts, 0.5 * count), p99: quantile(counts, 0.99 * count) };
+    const [p50, p99] = [0.5, 0.99].map((share) => quantile(counts, share * count, reached(counts, count, total)));
+    return { count, total, mean: total / count, p50, p99 };
   }
 }
 
-/** Return the value below which `wanted` values lie, interpolated in its bucket. `counts` are cumulative. */
-function quantile(counts, wanted) {
+/** Return the least that the largest value can be: the mean of its bucket if all others are at their bounds. */
+function reached(counts, count, total) {
+  let [low, below] = [0, 0];
+  for (const [high, upTo] of counts) {
+    if (upTo >= count) return Math.max(low, total / (upTo - below));
+    total -= high * (upTo - below);
+    [low, below] = [high, upTo];
+  }
+  return Infinity;
+}
+
+/** Return the value below which `wanted` values lie, interpolated in its bucket, at most `most`; `counts` add up. */
+function quantile(counts, wanted, most) {
   let [low, below] = [0, 0];
   for (const [high, upTo] of counts) {
     if (upTo >= wanted) {
-      return high === Infinity || upTo === below ? low : low + (high - low) * (wanted - below) / (upTo - below);
+      return upTo === below ? low : Math.min(most, low + (high - low) * (wanted - below) / (upTo - below));
     }
     [low, below] = [high, upTo];
   }

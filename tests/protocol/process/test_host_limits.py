@@ -1,12 +1,13 @@
-"""The host memory that is free, with limits of control groups and of the address space."""
+"""The host memory that is free, and the usable CPUs: with limits of control groups and of the address space."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from quire.protocol.process import host_memory
-from quire.protocol.process.host_memory import available_bytes, group_bytes
+from quire.protocol.process import host_limits
+from quire.protocol.process.host_limits import available_bytes, group_bytes, usable_cores, usable_cpus
 
 
 def group(folder: Path, limit: str, used: int, inactive: int, *, version: int) -> None:
@@ -51,10 +52,38 @@ def test_the_least_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     group(tmp_path, "1000", 400, 0, version=2)
     own = tmp_path / "own"
     own.write_text("0::/\n")
-    monkeypatch.setattr(host_memory, "SELF", own)
-    monkeypatch.setattr(host_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(host_limits, "SELF", own)
+    monkeypatch.setattr(host_limits, "MOUNT", tmp_path)
     assert available_bytes() == 600
     own.write_text("")
-    used = host_memory.psutil.Process().memory_info().vms
+    used = host_limits.psutil.Process().memory_info().vms
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + 10**6, used + 10**6))
     assert available_bytes() < 10**7
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "cpus"),
+    [
+        ("", {}, 16),
+        ("0::/", {"cpu.max": "max 100000"}, 16),
+        ("0::/", {"cpu.max": "250000 100000"}, 2),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/pod/box", {"pod/cpu.max": "300000 100000", "pod/box/cpu.max": "900000 100000"}, 3),
+        ("0::/path/of/the/host", {"cpu.max": "400000 100000"}, 4),
+        ("0::/", {"cpu.max": "9900000 100000"}, 16),
+        ("0::/", {"cpu.max": "many"}, 16),
+        ("3:cpu,cpuacct:/box\n0::/", {"cpu/box/cpu.cfs_quota_us": "-1", "cpu/box/cpu.cfs_period_us": "100000"}, 16),
+        ("3:cpuset:/\n2:cpu:/box", {"cpu/cpu.cfs_quota_us": "500000", "cpu/cpu.cfs_period_us": "100000"}, 5),
+    ],
+)
+def test_quotas_bound_the_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, files: dict[str, str], cpus: int
+) -> None:
+    for name, text in {"own": lines, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host_limits, "SELF", tmp_path / "own")
+    monkeypatch.setattr(host_limits, "MOUNT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    monkeypatch.setattr(host_limits.psutil, "cpu_count", lambda logical: 4)
+    assert (usable_cpus(), usable_cores()) == (cpus, min(cpus, 4))
