@@ -104,6 +104,7 @@ class Answer:
             min_tokens=params.min_tokens,
             prompt_tail=prompt.token_ids[-PROMPT_TAIL:].tolist(),
             shown=prompt.shown,
+            thoughts=prompt.thoughts,
         )
         self._text_out = self._new_text_out()
         self._is_complete = None if prompt.until is None else prompt.until()

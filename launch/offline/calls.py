@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +21,14 @@ from quire.launch.offline.prompt_input import PromptInput, plain_prompt, priorit
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.running import Reading, RunningRequest
 from quire.launch.offline.running import begin as begin_running
+from quire.launch.text.parsing.choose import AnswerFormat, choose_format
 from quire.launch.text.pooling.capabilities import METHODS, Capabilities
 from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput
 from quire.launch.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import EngineError, InvalidRequest
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 from quire.protocol.request import plugins
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
@@ -59,6 +61,7 @@ class Calls:
         self.capabilities = Capabilities(config.model.generates, config.model.pooling, METHODS)
         self._defaults: dict[str, Any] = dict(config.sampling_defaults)
         self._limits = Limits(config)
+        self._markers = config.thinking_start_token_ids, config.thinking_end_token_ids
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
         self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
@@ -118,6 +121,8 @@ class Calls:
     ) -> list[RequestOutput]:
         self.capabilities.require_generation("LLM.generate")
         each_params = self.params_for(params, len(prompts))
+        if any(each.stop for each in each_params):
+            prompts = [self._with_thoughts(prompt) for prompt in prompts]
         each_priority = priorities_for(priority, len(prompts))
         each_adapter = adapters_for(lora_request, len(prompts), self.adapters)
         with self._lock:
@@ -165,6 +170,27 @@ class Calls:
             except BaseException:
                 batch.abort()
                 raise
+
+    def _with_thoughts(self, prompt: Prompt) -> Prompt:
+        """Return the prompt, if it is a conversation, with what finds the thoughts of its answer."""
+        form = self._answers if prompt.end else None
+        return prompt if form is None else replace(prompt, thoughts=form.thoughts(prompt.end, with_tools=True))
+
+    @cached_property
+    def _answers(self) -> AnswerFormat | None:
+        """The format of answers to conversations; None if its delimiters are not in their text, or it is not known."""
+        start, end = (self._text_in.decode(ids, skip_special_tokens=False) for ids in self._markers)
+        template = self._text_in.template
+        try:
+            form = choose_format(
+                self._text_in.special_tokens,
+                "" if template is None else template.source,
+                self._text_in.response_template,
+                markers=(start, end) if start and end else None,
+            )
+        except ConfigError:
+            return None
+        return None if form is None or form.special_ids else form
 
     @cached_property
     def _input_encoder(self) -> InputEncoder:

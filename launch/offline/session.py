@@ -112,7 +112,8 @@ class OfflineSession:
             raise InvalidRequest(f"{name} cannot be used with a session, to which one answer is added", name)
         ids = [] if prompt is None else prompt.token_ids.tolist()
         with Piece(self._name, session, ids, self._limits.max_model_len, end=end) as piece:
-            output = self._run(Prompt(piece.token_ids), params if has_answer else PROMPT_ONLY)
+            whole = Prompt(piece.token_ids, end="" if prompt is None else prompt.end)
+            output = self._run(whole, params if has_answer else PROMPT_ONLY)
             (answer,) = output.outputs
             if not has_answer:
                 answer.text, answer.token_ids = "", []

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.launch.text.chat_template import RESERVED_VARIABLES, Message, written_end
+from quire.launch.text.parsing.thoughts import Thoughts
 from quire.launch.text.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
@@ -49,6 +50,7 @@ class Prompt:
         second_text: index of the first token of the second text of a pair, if the tokenizer gives it another type;
             0: it does not, or the prompt is one text.
         until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
+        thoughts: makes what finds the thoughts of one answer, on which stop strings do not act.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -57,6 +59,7 @@ class Prompt:
     shown: frozenset[int] = frozenset()
     until: Callable[[], Callable[[str], bool]] | None = None
     second_text: int = 0
+    thoughts: Callable[[], Thoughts] | None = None
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:

@@ -4,13 +4,15 @@ The cost of a token does not grow with the text before it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from quire.launch.text.parsing.thoughts import Thoughts
 
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so it spans at most four tokens. More held tokens are bytes that are not UTF-8,
@@ -129,6 +131,10 @@ class StopStrings:
         self.held = self._automaton.depth[state]
         return None
 
+    def restart(self) -> None:
+        """Forget the text so far: no stop string continues it."""
+        self._state = self.held = 0
+
 
 class StopAutomaton:
     """Aho-Corasick automaton (1975): finds any of several strings with about one look-up per character.
@@ -200,7 +206,8 @@ class TextOut:
     """
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_unsent", "num_chars", "stop",
+        "_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_thoughts", "_unsent", "num_chars",
+        "stop",
     )  # fmt: skip
 
     def __init__(
@@ -213,11 +220,13 @@ class TextOut:
         min_tokens: int = 0,
         prompt_tail: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
+        thoughts: Callable[[], Thoughts] | None = None,
     ) -> None:
         """
         Args:
             min_tokens: stop strings that are complete within this many tokens are ignored.
             shown: special tokens that are in the text even if such tokens are skipped.
+            thoughts: makes what finds the thoughts, on which stop strings do not act.
         """
         self._detokenizer = (
             None
@@ -225,6 +234,7 @@ class TextOut:
             else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail, shown=shown)
         )
         self._stops = StopStrings(stop) if stop else None
+        self._thoughts = thoughts() if thoughts is not None and stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._unsent = ""
@@ -250,20 +260,35 @@ class TextOut:
         """Return the rest of the text, when the answer ends without a stop string."""
         if self.stop:
             return ""
-        text = self._advance(self._detokenizer.finish() if self._detokenizer else "")
+        text = self._advance(self._detokenizer.finish() if self._detokenizer else "", last=True)
         if self.stop:
             return text
         rest, self._unsent = self._unsent, ""
         return text + rest
 
-    def _advance(self, new: str) -> str:
+    def _advance(self, new: str, *, last: bool = False) -> str:
         self.num_chars += len(new)
-        if self._stops is None or not new:
+        if self._stops is None or not (new or last):
             return new
-        found = self._stops.find(new, armed=self._num_tokens > self._min_tokens)
+        if self._thoughts is None:
+            return self._search(self._stops, new)
+        sent: list[str] = []
+        for text, is_searched in self._thoughts.push(new, last=last):
+            if is_searched:
+                sent.append(self._search(self._stops, text))
+            else:
+                sent += [self._unsent, text]
+                self._unsent = ""
+                self._stops.restart()
+            if self.stop:
+                break
+        return "".join(sent)
+
+    def _search(self, stops: StopStrings, new: str) -> str:
+        found = stops.find(new, armed=self._num_tokens > self._min_tokens)
         text = self._unsent + new
         if found is None:
-            cut = len(text) - self._stops.held
+            cut = len(text) - stops.held
             self._unsent = text[cut:]
             return text[:cut]
         stop, place = found

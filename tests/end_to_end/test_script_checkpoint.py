@@ -40,7 +40,13 @@ def _conversation(answers: list[str], number: int, first: str = "Read the files.
 def test_every_answer_is_the_scripts(tmp_path: Path, seed: int) -> None:
     lengths = make_script_checkpoint(tmp_path, {"other": ["Something else."], "files": ANSWERS}, seed=seed)
     settings = SamplingParams(temperature=0.0, max_tokens=1000)
-    with LLM(tmp_path, dtype="bfloat16") as llm:
+    markers = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    with LLM(tmp_path, dtype="bfloat16", **markers) as llm:
+        stop = SamplingParams(temperature=0.0, max_tokens=1000, stop=["third", "First"])
+        (cut,) = llm.chat(_conversation(ANSWERS, 0), stop)
+        assert cut.outputs[0].text == ANSWERS[0].partition("First")[0], "thoughts have no stop strings"
+        with llm.session() as session:
+            assert session.chat(_conversation(ANSWERS, 0), stop).outputs[0].text == cut.outputs[0].text
         turns = [_conversation(ANSWERS, number) for number in range(len(ANSWERS) + 1)]
         turns.append(_conversation([], 0, "Another one, and other words."))
         outputs = [output.outputs[0] for output in llm.chat(turns, settings)]

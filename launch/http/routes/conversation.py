@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from quire.launch.http.routes.tool_calls import RequiredCalls
@@ -11,7 +12,9 @@ from quire.launch.sessions.chat_piece import encode_chat_piece
 from quire.launch.sessions.open_session import OpenSession
 from quire.launch.text.continuation import encode_extended
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
+from quire.launch.text.parsing.choose import marker_format
 from quire.launch.text.parsing.templates import Format
+from quire.launch.text.parsing.thoughts import Thoughts
 from quire.launch.text.prompts import Prompt
 
 
@@ -140,14 +143,17 @@ async def _encode(
     if use is not None:
         end = thinking.end_before_answer(prompt.token_ids, request.params)
         # The marker is searched for in the text, and may be a special token.
-        prompt = replace(prompt, shown=frozenset(thinking.end)) if end else prompt
+        if end:
+            thoughts = partial(Thoughts, marker_format(thinking.start_text, end), thinking.start_text)
+            prompt = replace(prompt, shown=frozenset(thinking.end), thoughts=thoughts)
         return prompt, lambda: RequiredCalls(use, end)
     form = None if answers is None else answers.for_request(with_tools=bool(options.tools))
     if answers is None or form is None:
         return prompt, PlainAnswer
     tools = {tool["function"]["name"]: _properties(tool["function"]) for tool in options.tools or ()}
     prefix = answers.prefix(prompt.end)
-    prompt = replace(prompt, shown=answers.special_ids)
+    find_thoughts = answers.thoughts(prompt.end, with_tools=bool(options.tools))
+    prompt = replace(prompt, shown=answers.special_ids, thoughts=find_thoughts)
 
     def free_answer() -> FreeAnswer:
         return FreeAnswer(form, tools, prefix, has_only_calls=request.has_only_calls)

@@ -1,12 +1,14 @@
 """Chooses the format of a model's answers, from its checkpoint or by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
 from quire.launch.text.parsing.scanner import Scanner
 from quire.launch.text.parsing.templates import THOUGHTS, Format, load_format
+from quire.launch.text.parsing.thoughts import Thoughts
 from quire.launch.text.parsing.writing import AnswerWriter, answer_writer
 from quire.protocol.errors import ConfigError
 
@@ -31,6 +33,13 @@ class AnswerFormat:
 
     def for_request(self, *, with_tools: bool) -> Format | None:
         return self.whole if with_tools else self.without_calls
+
+    def thoughts(self, rendered: str, *, with_tools: bool) -> Callable[[], Thoughts] | None:
+        """Return what finds the thoughts of an answer to a conversation with this end; None if it has none."""
+        form = self.for_request(with_tools=with_tools)
+        if form is None or THOUGHTS.isdisjoint(region.name for region in form.regions):
+            return None
+        return partial(Thoughts, form, self.prefix(rendered))
 
     def prefix(self, rendered: str) -> str:
         """Return what the chat template wrote of the answer's thoughts, given the end of the rendered conversation.
@@ -94,6 +103,12 @@ def choose_format(
         name if calls == AUTO else calls, whole, None if thoughts == NONE else markers, special_tokens
     )
     return AnswerFormat(whole, None if is_text else plain, needed, writer)
+
+
+@lru_cache(maxsize=8)
+def marker_format(start: str, end: str) -> Format:
+    """Return the format of an answer that has thoughts between two markers, and no calls."""
+    return load_format(template("", MARKERS, (start, end)), "format markers")
 
 
 def _strings(value: Any) -> Iterator[str]:

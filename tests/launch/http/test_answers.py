@@ -177,6 +177,43 @@ def test_thoughts_that_the_template_opens(make_client: Any, engine: Any) -> None
     assert (message["reasoning"], message["content"]) == ("well", "yes")
 
 
+CHANNEL = "<|start|>assistant<|channel|>"
+
+
+@pytest.mark.parametrize("per_update", [1, 1000])
+@pytest.mark.parametrize(
+    ("form", "opening", "reply", "wanted"),
+    [
+        ("", "", "<think>a STOP b</think>\n\nyes STOP no", ("a STOP b", "yes ", "STOP")),
+        ("", "", "<think>a STOP b</think>\n\nyes", ("a STOP b", "yes", None)),
+        ("", "", "<think>a</think>\n\nyes\n\nno", ("a", "yes", "\n\n")),
+        ("", "", "ST<think>OP</think>OP", ("OP", "STOP", None)),
+        ("", "", "<think>a</think>y ST<think>b STOP</think>z STOP no", ("a\nb STOP", "y STz ", "STOP")),
+        ("", "", "<think>a STOP b", ("a STOP b", "", None)),
+        ("", "", "yes STOP <think>no</think>", ("", "yes ", "STOP")),
+        ("", "<think>\\n", "a STOP b\n</think>\n\nyes STOP no", ("a STOP b", "yes ", "STOP")),
+        ("gemma4", "", "<|channel>thought\na STOP b<channel|>yes STOP no<turn|>", ("a STOP b", "yes ", "STOP")),
+        (
+            "harmony",
+            "",
+            f"<|channel|>analysis<|message|>a STOP b<|end|>{CHANNEL}final<|message|>yes STOP no<|return|>",
+            ("a STOP b", "yes ", "STOP"),
+        ),
+    ],
+)
+def test_stop_strings_act_on_the_answer(
+    make_client: Any, engine: Any, events: Any, per_update: int, form: str, opening: str, reply: str, wanted: Any
+) -> None:
+    client = make_client(opening=opening, **({"calls": form, "thoughts": form} if form else {}))
+    engine.reply, engine.per_update = reply, per_update
+    choice = client.chat(stop=["STOP", "\n\n"]).json()["choices"][0]
+    message, reason = choice["message"], choice["stop_reason"]
+    assert (message.get("reasoning", ""), message["content"], reason) == wanted
+    chunks = events(client.chat(stop=["STOP", "\n\n"], stream=True))[:-1]
+    message, reason = whole_message(chunks), chunks[-1]["choices"][0]["stop_reason"]
+    assert (message["reasoning"], message["content"], reason) == wanted
+
+
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_messages_open_no_thoughts(make_client: Any, engine: Any, role: str) -> None:
     """A1 of the attacks: the marker in a message's text is text."""
@@ -215,6 +252,12 @@ class TestOtherApis:
         assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
         assert [(block["name"], block["input"]) for block in message["content"][2:]] == CALLS
         assert message["stop_reason"] == "tool_use"
+
+    def test_stop_sequences_act_on_the_answer(self, ask: Any, engine: Any) -> None:
+        engine.reply = "<think>a STOP b</think>yes STOP no"
+        message = ask("messages", stop_sequences=["STOP"]).json()
+        assert [block.get("thinking", block.get("text")) for block in message["content"]] == ["a STOP b", "yes "]
+        assert message["stop_reason"] == "stop_sequence"
 
     def test_responses(self, ask: Any, engine: Any) -> None:
         engine.reply = f"<think>well</think>I look.\n{CALL_TEXT}"

@@ -141,7 +141,9 @@ class TestAnswer:
     @pytest.mark.parametrize("stream", [False, True])
     def test_thought(self, text_in: Any, engine: Any, client: Any, stream: bool) -> None:
         settings = ServerSettings(
-            text_in=text_in, served_model_names=("tiny",), thinking=Thinking((0,), (1,), "<|im_start|>")
+            text_in=text_in,
+            served_model_names=("tiny",),
+            thinking=Thinking((0,), (1,), "<|im_start|>", "<|endoftext|>"),
         )
         engine.max_model_len, engine.reply = 2000, "well<|im_start|>" + json.dumps(CALLS)
         body: dict[str, Any] = {"max_tokens": 1000, "messages": [HELLO], "tools": [WEATHER]}

@@ -208,7 +208,9 @@ class TestAnswer:
     @pytest.mark.parametrize("stream", [False, True])
     def test_thought(self, text_in: Any, engine: Any, client: Any, prompt: Any, stream: bool) -> None:
         settings = ServerSettings(
-            text_in=text_in, served_model_names=("tiny",), thinking=Thinking((0,), (1,), "<|im_start|>")
+            text_in=text_in,
+            served_model_names=("tiny",),
+            thinking=Thinking((0,), (1,), "<|im_start|>", "<|endoftext|>"),
         )
         engine.max_model_len, engine.reply = 4000, "well, ok<|im_start|>" + json.dumps(CALLS)
         body = {"input": "hello", **REQUIRED, "thinking_token_budget": 99, "chat_template_kwargs": {"bare": True}}

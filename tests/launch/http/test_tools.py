@@ -239,7 +239,7 @@ class TestThinkingBeforeACall:
 
     @pytest.fixture
     def client(self, engine: Any, text_in: Any, client: Any) -> Any:
-        thinking = Thinking((0,), (1,), "<|im_start|>")
+        thinking = Thinking((0,), (1,), "<|im_start|>", "<|endoftext|>")
         settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), thinking=thinking)
         engine.max_model_len = 2000
         return type(client)(make_app(engine, settings))
@@ -251,7 +251,7 @@ class TestThinkingBeforeACall:
     ) -> None:
         text = json.dumps(CALLS if choice == "required" else CALLS[0]["parameters"])
         engine.reply, engine.per_update = "well, <|im_ 7" + "<|im_start|>" + text, per_update
-        fields = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "thinking_token_budget": 9}
+        fields = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "thinking_token_budget": 9, "stop": ["well"]}
         message = client.chat(**fields, chat_template_kwargs={"bare": True}).json()["choices"][0]["message"]
         assert message["reasoning_content"] == "well, <|im_ 7"
         assert message["content"] is None

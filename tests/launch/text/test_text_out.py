@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from quire.launch.frontend.answers import Answer
 from quire.launch.frontend.engine_client import Update
+from quire.launch.text.parsing.choose import marker_format
+from quire.launch.text.parsing.thoughts import Thoughts
 from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import MAX_HELD_TOKENS, Detokenizer, StopStrings, TextOut, TokenTexts
@@ -165,6 +167,12 @@ class TestStopStrings:
         assert sent == (whole[:end] if found is None or include else whole[: end - len(found)])
         assert out.stop is None if found is None else out.stop is not None and out.stop.text == found
         assert out.stop is None or out.stop.num_output_tokens == end > least
+
+    def test_thoughts_are_not_held_back(self, tokenizer: Tokenizer) -> None:
+        ids = [tokenizer.token_to_id(char) for char in "aSTOPb"]
+        out = TextOut(tokenizer, stop=["STOP"], thoughts=lambda: Thoughts(marker_format("(", ")"), "("))
+        assert [out.push([token]) for token in ids] == [*"aSTOPb"]
+        assert stream(out, [[tokenizer.token_to_id(char)] for char in ")xSTOP"]) == ")x"
 
 
 class TestAnswers:
